@@ -1,0 +1,1 @@
+"""The config groups of kdist, as Hydra reads them: `pkg://kdist.conf`."""

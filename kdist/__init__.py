@@ -1,0 +1,57 @@
+"""Distributed training of Keras 3 models on TensorFlow, behind one Keras-style `Trainer`.
+
+Importing kdist does not import TensorFlow; the first use of a name that needs it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    KdistError,
+    NonFiniteError,
+    TaskError,
+)
+from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from kdist import hooks
+    from kdist.data import DataContext
+    from kdist.session import TrainSession
+    from kdist.trainer import Trainer
+
+_LAZY = {
+    "DataContext": "kdist.data",
+    "TrainSession": "kdist.session",
+    "Trainer": "kdist.trainer",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ClusterError",
+    "ConfigError",
+    "DataContext",
+    "KdistError",
+    "NonFiniteError",
+    "TaskError",
+    "TrainSession",
+    "Trainer",
+    "__version__",
+    "hooks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "hooks":
+        return importlib.import_module("kdist.hooks")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'kdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

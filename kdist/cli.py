@@ -1,0 +1,265 @@
+"""`python -m kdist`: Hydra's entry point. A KdistError becomes one clear message and an exit code.
+
+TensorFlow is imported only once the config is known to be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kdist.errors import ConfigError, KdistError
+from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from kdist.schema import Config
+
+_INTERRUPTED = 130
+
+_HELP = """\
+kdist {version}: distributed training of Keras 3 models on TensorFlow
+
+  python -m kdist +recipe=mnist cluster=2ps2w                  2 parameter servers and 2 workers, here, now
+  python -m kdist +recipe=mnist                                the same in one process
+  python -m kdist +recipe=mnist optimizer.learning_rate=0.01   any key can be changed
+  python -m kdist -m +recipe=mnist cluster=1ps1w,2ps2w         one run after another (multirun)
+  python -m kdist +recipe=mnist --cfg job                      shows the config and runs nothing
+
+groups (GROUP=OPTION)
+{groups}
+
+keys (KEY=VALUE; null is "not given")
+{keys}
+
+exit codes: 0 done, 1 the run failed, 2 the config is wrong, 75 the cluster failed (a retry may help),
+            130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint
+Hydra's own options: python -m kdist --hydra-help
+"""
+
+
+def main() -> NoReturn:
+    """Runs the command line and ends the process with its exit code."""
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At a normal exit TensorFlow may wait for ever for a task that is gone. Everything is written and closed by now.
+    os._exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command line `arguments`; returns the exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text(), end="")
+        return 0
+    if "--version" in arguments:
+        print(f"kdist {__version__}")
+        return 0
+    try:
+        _run_hydra(arguments)
+    except KdistError as error:
+        _print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("kdist: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except Exception as error:  # noqa: BLE001 - the user's own error, from a model, data function or hook
+        _print_users_error(error)
+        return 1
+    return 0
+
+
+def help_text() -> str:
+    """What `--help` prints: the groups with their options and every key with its meaning."""
+    groups = {
+        "cluster": [*_options("cluster"), "NpsMw (any N and M)"],
+        **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},
+        "+recipe": _options("recipe"),
+    }
+    lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
+    return _HELP.format(version=__version__, groups="\n".join(lines), keys="\n".join(_described_keys()))
+
+
+def _run_hydra(arguments: list[str]) -> None:
+    from hydra import main as hydra_main
+    from hydra._internal.utils import get_args_parser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from kdist.config_sources import register
+
+    register()
+    parsed = get_args_parser().parse_args(arguments)
+    only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
+    if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
+        # Before Hydra makes the run dir, so that a wrong config leaves nothing behind.
+        _check(parsed.overrides)
+    # Hydra would print its errors itself and exit with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = [sys.argv[0], *arguments]
+    try:
+        hydra_main(version_base="1.3", config_path="pkg://kdist.conf", config_name="config")(_job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explained(error) from None
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def _check(overrides: list[str]) -> None:
+    """Composes the config and checks everything that can be checked without running it."""
+    from hydra import compose, initialize_config_module
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_module(config_module="kdist.conf", version_base="1.3"):
+            config = compose("config", overrides, return_hydra_config=True)
+            HydraConfig.instance().set_config(config)
+            with open_dict(config):
+                del config["hydra"]
+            _checked(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explained(error) from None
+
+
+def _checked(config: DictConfig) -> Config:
+    """The config as dataclasses, its values and targets checked."""
+    from omegaconf import OmegaConf
+
+    from kdist import strategies
+    from kdist.cluster.spec import ClusterShape
+    from kdist.experiment import check_targets
+
+    checked: Any = OmegaConf.to_object(config)
+    strategies.resolve(checked.strategy.name, ClusterShape.parse(checked.cluster.shape))
+    check_targets(checked)
+    return checked
+
+
+def _job(config: DictConfig) -> float | None:
+    """One run, in the run dir that Hydra made for it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    checked = _checked(config)
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+
+    from kdist.native_log import native_log
+
+    with native_log(run_dir / "logs" / "chief-0.log"):
+        from kdist.experiment import run_experiment
+
+        return run_experiment(checked, run_dir)
+
+
+def _explained(error: Exception) -> ConfigError:
+    """Hydra's and OmegaConf's errors, said with the key, and with what is allowed."""
+    from hydra.errors import MissingConfigException
+
+    cause = error.__cause__ if error.__cause__ is not None else error
+    if isinstance(error, KdistError):
+        return error if isinstance(error, ConfigError) else ConfigError(str(error))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        options = sorted(name for name in error.options if not name.startswith("_"))
+        return ConfigError(f"{group}={option}: there is no such {group}; choose one of {', '.join(options)}")
+    key = getattr(cause, "full_key", None) or _quoted_key(str(error))
+    if key and ("not in struct" in str(cause) or "Could not override" in str(error) and "not in" in str(cause)):
+        near = _nearest(key)
+        hint = f"did you mean {near}?" if near else "--help lists the keys"
+        return ConfigError(f"{key}: there is no such key; {hint}")
+    first_line = str(cause).strip().splitlines()[0]
+    return ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line)
+
+
+def _quoted_key(message: str) -> str | None:
+    parts = message.split("'")
+    return parts[1] if len(parts) > 2 and "Could not" in parts[0] else None
+
+
+def _nearest(key: str) -> str | None:
+    known = [*_known_keys(), *_known_hook_keys()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return near[0] if near else None
+
+
+def _known_keys() -> list[str]:
+    from kdist.schema import Config
+
+    return [key for key, _, _ in _walk(Config)]
+
+
+def _known_hook_keys() -> list[str]:
+    from omegaconf import OmegaConf
+
+    hooks: Any = OmegaConf.to_container(OmegaConf.create((_conf() / "hooks" / "default.yaml").read_text()))
+    return [f"hooks.{name}.{key}" for name, hook in hooks.items() for key in hook]
+
+
+def _described_keys() -> list[str]:
+    from kdist.schema import Config
+
+    rows = [(key, default, meaning) for key, default, meaning in _walk(Config) if "." in key or key in ("loss", "metrics")]
+    width = max(len(key) for key, _, _ in rows)
+    return [f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows]
+
+
+def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
+    """Every key of a schema with its default and the first sentence of its docstring."""
+    meanings = _field_docstrings(schema)
+    instance = schema()
+    for item in fields(schema):
+        value = getattr(instance, item.name)
+        default = "null" if value is None else str(value)
+        yield f"{prefix}{item.name}", "" if is_dataclass(value) else default, meanings[item.name]
+        if is_dataclass(value):
+            yield from _walk(type(value), f"{prefix}{item.name}.")
+
+
+def _field_docstrings(schema: type) -> Mapping[str, str]:
+    """The string behind each field of a dataclass, which Python itself does not keep."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(schema)).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body, body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def _conf() -> Any:
+    return resources.files("kdist.conf")
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.name.removesuffix(".yaml") for path in (_conf() / group).iterdir() if path.name.endswith(".yaml"))
+
+
+def _print_error(error: KdistError) -> None:
+    print(f"kdist: error: {error}", file=sys.stderr)
+
+
+def _print_users_error(error: BaseException) -> None:
+    """The user's own error with the lines of the user's code that led to it; kdist's and TensorFlow's are left out."""
+    ours = (str(Path(__file__).parent), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)]
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    print(f"kdist: error: chief: {message}", file=sys.stderr)
+    for line in traceback.format_list(frames):
+        print(line.rstrip(), file=sys.stderr)

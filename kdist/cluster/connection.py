@@ -1,0 +1,100 @@
+"""Connecting this process to a cluster without breaking what it already holds.
+
+TensorFlow's own `ParameterServerStrategy` connects in a way that breaks the user's process twice. It renames the job of
+this process from `localhost` to `chief`, so that every variable made before is at an address that is gone. And it sends
+a session config that differs from the one this process runs with; TensorFlow then replaces the local devices, and
+assigning to a variable made before silently does nothing. Connecting under the old name, with the very config that the
+process runs with, keeps the devices and everything on them.
+
+The private names of TensorFlow's that this takes were read in 2.20 and 2.21.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, tensorflow_server_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context
+
+_JOB = "localhost"
+_DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
+
+
+class ConnectedStrategy(tf.distribute.ParameterServerStrategy):
+    """A `ParameterServerStrategy` that leaves the process whole; used for its coordinator only."""
+
+    def _connect_to_cluster(self, coordinator_name: str) -> None:
+        del coordinator_name
+        spec = self._cluster_resolver.cluster_spec()
+        self._num_workers = len(spec.as_dict()["worker"])
+        self._num_ps = len(spec.as_dict()["ps"])
+        # Both as TensorFlow's own strategy sets them: its coordinator relies on calls that are sent one by one.
+        os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+        connect(spec)
+
+
+def connect(spec: tf.train.ClusterSpec) -> None:
+    """Makes the tasks of `spec`, which all serve already, devices of this process."""
+    probe = tf.Variable(0, trainable=False)
+    cluster = spec.as_cluster_def()
+    job = cluster.job.add()
+    job.name = _JOB
+    job.tasks[0] = f"localhost:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
+    filters = tf.config.experimental.ClusterDeviceFilters()
+    for this_job, other_job in (("worker", "ps"), ("ps", "worker")):
+        for index in range(spec.num_tasks(this_job)):
+            filters.set_device_filters(this_job, index, [f"/job:{other_job}", f"/job:{_JOB}"])
+    server_def = tensorflow_server_pb2.ServerDef(
+        cluster=cluster,
+        job_name=_JOB,
+        task_index=0,
+        protocol="grpc",
+        default_session_config=_config_of_this_process(),
+        cluster_device_filters=filters._as_cluster_device_filters(),
+    )
+    with _deterministic_serialization():
+        context.set_server_def(server_def)
+    context.ensure_initialized()
+    probe.assign(1)
+    if int(probe) != 1:
+        warnings.warn(
+            "kdist: connecting replaced TensorFlow's local devices; assigning to variables made before has no effect "
+            "any more in this process (make models and variables after fit instead)",
+            stacklevel=2,
+        )
+
+
+def _config_of_this_process() -> config_pb2.ConfigProto:
+    config = context.context().config
+    # TensorFlow sets this when it makes its context, and does not tell Python.
+    config.experimental.disable_optimize_for_static_graph = True
+    return config
+
+
+@contextmanager
+def _deterministic_serialization() -> Iterator[None]:
+    """Lets protobuf write maps in a fixed order meanwhile.
+
+    TensorFlow compares the two configs as serialized bytes, and the order of a map's entries is random without it.
+    """
+    library = next(Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"), None)
+    try:
+        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _DETERMINISTIC_FLAG)
+    except (OSError, ValueError):
+        # Not on this platform: the comparison may fail then, and `connect` says so.
+        yield
+        return
+    before = flag.value
+    flag.value = True
+    try:
+        yield
+    finally:
+        flag.value = before

@@ -1,0 +1,147 @@
+"""TensorFlow's `ClusterCoordinator`, made to give each worker its own data and never to wait without a bound.
+
+What that takes of TensorFlow's private names is in this file and in `connection`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec
+
+from kdist.cluster.connection import ConnectedStrategy
+from kdist.cluster.spec import ClusterSpec
+from kdist.errors import ClusterError
+
+_STOP_SECS = 2.0
+_LIVENESS_CHECK_SECS = 0.5
+
+
+class Coordinator:
+    """Sends calls to whichever worker is free and hands out their results.
+
+    Args:
+        spec: addresses of parameter servers and workers, all of which serve already.
+        timeout: seconds that a result may take without any other result arriving.
+        lost_tasks: says which tasks have ended, and how; asked while waiting.
+
+    Raises:
+        ClusterError: from `result`, when no worker is left or nothing happened for `timeout` seconds.
+    """
+
+    def __init__(self, spec: ClusterSpec, *, timeout: float, lost_tasks: Callable[[], dict[Any, str]]) -> None:
+        self._timeout = timeout
+        self._lost_tasks = lost_tasks
+        self._num_workers = len(spec.worker)
+        self._cleanup = ExitStack()
+        # TensorFlow sets the first two for the whole process and reads the third at every connection.
+        for name in (
+            "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE",
+            "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY",
+            "GRPC_FAIL_FAST",
+        ):
+            self._cleanup.callback(_set_environment, name, os.environ.get(name))
+        os.environ.pop("GRPC_FAIL_FAST", None)
+        # Its logger repeats every error that is raised here anyway.
+        self._cleanup.enter_context(_logger_level(tf.get_logger(), logging.CRITICAL))
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(spec.jobs), rpc_layer="grpc"
+        )
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
+
+    def per_worker_iterators(
+        self, make_dataset: tf.types.experimental.ConcreteFunction, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> Any:
+        """One dataset iterator on each worker, made again by TensorFlow when that worker comes back.
+
+        `ClusterCoordinator.create_per_worker_dataset` runs the same function everywhere; here each worker gets its own
+        arguments, so that a restarted worker reads its own shard again.
+
+        Args:
+            make_dataset: a traced function that returns a dataset.
+            arguments: worker index -> arguments of `make_dataset`; they are copied to that worker.
+
+        Returns:
+            Per-worker values, an argument for `schedule`; their spec is `iterator_spec(make_dataset)`.
+        """
+        values = []
+        for worker in self._coordinator._cluster.workers:
+            worker_arguments = arguments(worker.worker_index)
+
+            def make_iterator(worker_arguments: tuple[Any, ...] = worker_arguments) -> Any:
+                return iter(make_dataset(*worker_arguments))
+
+            value = worker.create_resource(make_iterator)
+            value._type_spec = iterator_spec(make_dataset)
+            values.append(value)
+        return tf.distribute.coordinator.PerWorkerValue(tuple(values))
+
+    def schedule(self, function: tf.types.experimental.ConcreteFunction, *args: Any) -> Any:
+        """Queues a call for the next free worker and returns its future result at once."""
+        return self._coordinator.schedule(function, args=args)
+
+    def result(self, value: Any) -> Any:
+        """Waits for a result of `schedule`, watching the tasks meanwhile.
+
+        Raises:
+            ClusterError: see the class.
+            tf.errors.OpError: what the call raised.
+        """
+        available: threading.Event = value._status_available_event
+        deadline = time.monotonic() + self._timeout
+        while not available.wait(min(_LIVENESS_CHECK_SECS, self._timeout)):
+            lost = self._lost_tasks()
+            lost_servers = [task for task in lost if task.job == "ps"]
+            lost_workers = [task for task in lost if task.job == "worker"]
+            if lost_servers:
+                raise ClusterError(describe_lost({task: lost[task] for task in lost_servers}))
+            if len(lost_workers) == self._num_workers:
+                raise ClusterError("no worker is left: " + describe_lost(lost))
+            if time.monotonic() > deadline:
+                suspects = describe_lost(lost) if lost else "every task is alive but may be stopped or out of reach"
+                raise ClusterError(
+                    f"no worker answered for {self._timeout:g} s (cluster.step_timeout); {suspects}"
+                )
+        return value.fetch()
+
+    def stop(self) -> None:
+        """Ends the coordinator's threads, waiting a few seconds at most, and restores the process's environment."""
+        # With a dead worker TensorFlow's own stop can block for ever, so it gets a thread that may be left behind.
+        stopping = threading.Thread(target=self._coordinator._cluster.stop, daemon=True)
+        stopping.start()
+        stopping.join(_STOP_SECS)
+        self._cleanup.close()
+
+
+def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
+    """The type spec of iterators over the dataset that `make_dataset` returns."""
+    return IteratorSpec(make_dataset.structured_outputs.element_spec)
+
+
+def describe_lost(lost: dict[Any, str]) -> str:
+    """`worker:1 is lost (killed by signal 9, SIGKILL)`, joined over the tasks."""
+    return ", ".join(f"{task} is lost ({how})" for task, how in lost.items())
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+@contextmanager
+def _logger_level(logger: logging.Logger, level: int) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

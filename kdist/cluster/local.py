@@ -1,0 +1,213 @@
+"""`LocalCluster`: every parameter server and worker as a process of this machine."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from kdist.cluster.server import READY, ServerOptions
+from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
+from kdist.errors import ClusterError
+
+_START_ATTEMPTS = 3
+_STOP_SECS = 2.0
+_LOG_LINES = 12
+
+
+def available_cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_budget(job: str, shape: ClusterShape, cores: int) -> tuple[int, int]:
+    """Threads (intra-op, inter-op) of one task, so that the tasks together fit `cores`.
+
+    Workers compute and share the cores; parameter servers mostly move memory. Fewer than two inter-op threads would
+    let a step that waits for another task block that very task.
+    """
+    share = max(1, cores // shape.num_workers) if job == "worker" else 1
+    return share, max(2, 2 * share)
+
+
+class LocalCluster:
+    """Starts the tasks of `shape` on free ports of this machine and ends them with it.
+
+    Each task's output goes to `<log_dir>/<job>-<index>.log`. A task ends when its standard input closes, so it cannot
+    outlive this process (see `kdist.cluster.server`). Use as a context manager, or `start` and `stop`.
+
+    Args:
+        shape: how many parameter servers and workers.
+        log_dir: folder for the logs; made if missing.
+        start_timeout: seconds within which every task must serve.
+
+    Raises:
+        ClusterError: on `start`, naming the task that died or did not answer, with the end of its log.
+    """
+
+    def __init__(self, shape: ClusterShape, log_dir: Path, *, start_timeout: float = 120.0) -> None:
+        self.shape = shape
+        self.log_dir = log_dir
+        self._start_timeout = start_timeout
+        self._processes: dict[Task, subprocess.Popen[bytes]] = {}
+        self._ready: set[Task] = set()
+        self._deadline = 0.0
+        self.spec = ClusterSpec((), ())
+
+    def launch(self) -> None:
+        """Starts the processes and returns at once; `wait` waits until they serve."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._ready.clear()
+        self._deadline = time.monotonic() + self._start_timeout
+        ports = [f"127.0.0.1:{port}" for port in _free_ports(len(self.shape.tasks))]
+        self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
+        for task in self.shape.tasks:
+            self._processes[task] = self._launch(task)
+
+    def wait(self) -> None:
+        """Waits until every task serves; a port that was taken meanwhile costs another attempt."""
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            try:
+                self._wait_until_ready()
+                return
+            except ClusterError:
+                port_taken = any("Address already in use" in self.log_tail(task) for task in self.shape.tasks)
+                self.stop()
+                if attempt == _START_ATTEMPTS or not port_taken:
+                    raise
+                self.launch()
+
+    def start(self) -> LocalCluster:
+        self.launch()
+        self.wait()
+        return self
+
+    def stop(self) -> None:
+        """Ends every task and waits for it, at most a few seconds. May be called again."""
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        deadline = time.monotonic() + _STOP_SECS
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self._processes.clear()
+
+    def __enter__(self) -> LocalCluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> dict[Task, int]:
+        """The process id of each task that was started."""
+        return {task: process.pid for task, process in self._processes.items()}
+
+    def lost_tasks(self) -> dict[Task, str]:
+        """The tasks that have ended, with how they ended."""
+        ended = {task: process.poll() for task, process in self._processes.items()}
+        return {task: _how_it_ended(code) for task, code in ended.items() if code is not None}
+
+    def log_tail(self, task: Task) -> str:
+        """The last lines of the task's log."""
+        try:
+            lines = self._log_path(task).read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def _log_path(self, task: Task) -> Path:
+        return self.log_dir / f"{task.job}-{task.index}.log"
+
+    def _launch(self, task: Task) -> subprocess.Popen[bytes]:
+        intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
+        options = ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op)
+        with self._log_path(task).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_task_environment(task.job),
+                # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for task, process in self._processes.items():
+                if task not in self._ready and process.stdout is not None:
+                    selector.register(process.stdout, selectors.EVENT_READ, task)
+            waiting = {key.data for key in selector.get_map().values()}
+            while waiting:
+                events = selector.select(max(0.0, self._deadline - time.monotonic()))
+                if not events:
+                    names = ", ".join(sorted(map(str, waiting)))
+                    raise ClusterError(
+                        f"{names} did not answer within {self._start_timeout:g} s (cluster.start_timeout)"
+                        + self._logs_of(waiting)
+                    )
+                for key, _ in events:
+                    task = key.data
+                    if task not in waiting:
+                        continue
+                    if os.read(key.fd, len(READY)) != READY:
+                        code = self._processes[task].wait(_STOP_SECS)
+                        raise ClusterError(
+                            f"{task} ended while it started ({_how_it_ended(code)})" + self._logs_of({task})
+                        )
+                    self._ready.add(task)
+                    waiting.discard(task)
+
+    def _logs_of(self, tasks: set[Task]) -> str:
+        task = min(tasks, key=str)
+        tail = self.log_tail(task)
+        return f"\n  log: {self._log_path(task)}" + (f" (last lines follow)\n{tail}" if tail else " (empty)")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all are held until the last is found, so that they differ."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("", 0))
+        return [listener.getsockname()[1] for listener in sockets]
+
+
+def _task_environment(job: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
+    for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
+        environment.pop(name, None)
+    # The task finds the same kdist as the chief, installed or not.
+    package_root = str(Path(__file__).resolve().parents[2])
+    paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["TF_CPP_MIN_LOG_LEVEL"] = "1"
+    if job == "ps":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        try:
+            return f"killed by signal {-code}, {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return f"exit code {code}"

@@ -1,0 +1,80 @@
+"""One parameter server or worker: `python -m kdist.cluster.server '<ServerOptions as JSON>'`.
+
+The process serves TensorFlow until its standard input closes or its parent is gone, so that no task outlives its
+chief, however the chief ends (a pipe is closed by the kernel even after `kill -9`). It knows nothing of the model.
+It writes `ready` to standard output once it serves; everything else goes to standard error, which is its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+READY = b"ready\n"
+_PARENT_CHECK_SECS = 1.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one server task needs to know.
+
+    Attributes:
+        jobs: addresses (`host:port`) of every task by job.
+        job: this task's job, `ps` or `worker`.
+        index: this task's index in its job.
+        intra_op_threads: threads inside one op; 0 lets TensorFlow choose.
+        inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
+    """
+
+    jobs: dict[str, list[str]]
+    job: str
+    index: int
+    intra_op_threads: int
+    inter_op_threads: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServerOptions:
+        return cls(**json.loads(text))
+
+
+def serve(options: ServerOptions) -> NoReturn:
+    """Starts the TensorFlow server and blocks until the parent is gone."""
+    parent = os.getppid()
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=options.intra_op_threads,
+        inter_op_parallelism_threads=options.inter_op_threads,
+    )
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(options.jobs),
+        job_name=options.job,
+        task_index=options.index,
+        protocol="grpc",
+        config=config,
+        start=True,
+    )
+    os.write(1, READY)
+    os.dup2(2, 1)
+    print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
+    _wait_for_end_of_parent(parent)
+    # A TensorFlow server has no stop; leaving at once is its clean end, it holds nothing that must be written.
+    os._exit(0)
+
+
+def _wait_for_end_of_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECS)
+        if readable and not os.read(0, 1024):
+            return
+
+
+if __name__ == "__main__":
+    serve(ServerOptions.from_json(sys.argv[1]))

@@ -1,0 +1,107 @@
+"""Where the tasks of a cluster are: its shape (`2ps2w`), its addresses, and each task's role."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kdist.errors import ConfigError
+
+_SHAPE = re.compile(r"(?:(?P<ps>\d+)ps)?(?P<workers>\d+)w")
+_FORM = "NpsMw with N and M of at least 1 (2ps2w is 2 parameter servers and 2 workers), or local for one process"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a cluster, for example `ps:0` or `worker:1`."""
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.job}:{self.index}"
+
+    @property
+    def device(self) -> str:
+        """The TensorFlow device name of the task's CPU."""
+        return f"/job:{self.job}/replica:0/task:{self.index}/device:CPU:0"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether the task runs the training loop; parameter servers and workers never do."""
+        return self.job == "chief"
+
+
+CHIEF = Task("chief", 0)
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How many tasks of each job a cluster has. `num_ps == num_workers == 0` is one local process."""
+
+    num_ps: int = 0
+    num_workers: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterShape:
+        """Reads `2ps2w`, `4w` or `local`.
+
+        Raises:
+            ConfigError: any other form, or a job without a task.
+        """
+        if text == "local":
+            return cls()
+        match = _SHAPE.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"cluster={text}: not the form {_FORM}")
+        num_ps, num_workers = match["ps"], int(match["workers"])
+        if num_workers < 1:
+            raise ConfigError(f"cluster={text}: no worker; the form is {_FORM}")
+        if num_ps is not None and int(num_ps) < 1:
+            raise ConfigError(f"cluster={text}: no parameter server; the form is {_FORM}")
+        return cls(int(num_ps or 0), num_workers)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether everything happens in the chief's own process."""
+        return self.num_ps == 0 and self.num_workers <= 1
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Every task beside the chief: parameter servers first, then workers."""
+        ps = [Task("ps", i) for i in range(self.num_ps)]
+        return (*ps, *(Task("worker", i) for i in range(self.num_workers)))
+
+    def __str__(self) -> str:
+        if self.num_workers == 0:
+            return "local"
+        return (f"{self.num_ps}ps" if self.num_ps else "") + f"{self.num_workers}w"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The addresses (`host:port`) of the parameter servers and workers; what TensorFlow calls a cluster spec."""
+
+    ps: tuple[str, ...]
+    worker: tuple[str, ...]
+
+    @property
+    def shape(self) -> ClusterShape:
+        return ClusterShape(len(self.ps), len(self.worker))
+
+    @property
+    def jobs(self) -> dict[str, list[str]]:
+        """Addresses by job, as `tf.train.ClusterSpec` takes them; jobs without a task are left out."""
+        return {job: list(hosts) for job, hosts in (("ps", self.ps), ("worker", self.worker)) if hosts}
+
+    def address(self, task: Task) -> str:
+        """The address of `task`.
+
+        Raises:
+            ConfigError: the cluster has no such task.
+        """
+        hosts = self.jobs.get(task.job, [])
+        if not 0 <= task.index < len(hosts):
+            have = ", ".join(map(str, self.shape.tasks))
+            raise ConfigError(f"the cluster has no task {task}; it has {have}")
+        return hosts[task.index]

@@ -1,0 +1,63 @@
+"""The lines a person sees: one per event, columns aligned, plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def print_line(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def train_line(step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None) -> str:
+    """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
+    columns = [_step(step, last_step), *_metrics(logs)]
+    if steps_per_second:
+        columns.append(f"{steps_per_second:6.1f} steps/s")
+        if last_step is not None:
+            columns.append(f"ETA {duration((last_step - step) / steps_per_second)}")
+    return _line("train", columns)
+
+
+def validation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
+    """`valid | step    500/2000 | loss 0.1902 | accuracy 0.9431`"""
+    return _line("valid", [_step(step, last_step), *_metrics(logs)])
+
+
+def save_line(step: int, path: str) -> str:
+    """`save  | step    500      | checkpoints/ckpt-500`"""
+    return _line("save", [f"step {step:>6}", path])
+
+
+def resume_line(step: int, path: str) -> str:
+    """`load  | step    500      | checkpoints/ckpt-500`"""
+    return _line("load", [f"step {step:>6}", path])
+
+
+def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:
+    """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | stopped by StopAtStep | 6.1s`"""
+    return _line("done", [_step(step, last_step), *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s"])
+
+
+def duration(seconds: float) -> str:
+    """`5s`, `2m05s`, `1h04m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, secs = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m{secs:02}s"
+    return f"{minutes // 60}h{minutes % 60:02}m"
+
+
+def _line(event: str, columns: list[str]) -> str:
+    return " | ".join([f"{event:<5}", *columns])
+
+
+def _step(step: int, last_step: int | None) -> str:
+    return f"step {step:>6}" + (f"/{last_step}" if last_step is not None else "")
+
+
+def _metrics(logs: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in logs.items()]

@@ -1,0 +1,321 @@
+"""What each worker reads: arrays, `tf.data.Dataset`s and dataset functions become one dataset per worker.
+
+Every worker repeats its data without end and draws full batches from it, so that a step always sees `batch_size`
+examples and only the session decides when to stop. With each batch comes a fresh random seed for Dropout and the like,
+drawn from `seed` and the worker's index, so nothing random is shared over a parameter server.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.errors import ConfigError
+
+# Ops that exist in the user's process only: Python functions, and state that lives in it.
+_OPS_THAT_CANNOT_TRAVEL = {
+    "PyFunc": "a Python function",
+    "PyFuncStateless": "a Python function",
+    "EagerPyFunc": "a Python function",
+    "GeneratorDataset": "a Python generator",
+    "VarHandleOp": "a variable",
+    "HashTableV2": "a lookup table",
+    "MutableHashTableV2": "a lookup table",
+}
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """What a dataset function is told.
+
+    Attributes:
+        worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
+        num_workers: how many workers read.
+        batch_size: examples per replica and step, as given to `fit`; None if it was not given.
+    """
+
+    worker_index: tf.Tensor
+    num_workers: int
+    batch_size: int | None
+
+
+class TrainingData(abc.ABC):
+    """Data for the workers. A strategy traces `dataset` once and runs it on each worker with `arguments`."""
+
+    #: Steps (of one batch each) in one pass over the data; None if that is not known.
+    steps_per_epoch: int | None = None
+
+    @abc.abstractmethod
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        """The endless dataset of one worker's batches; called inside a `tf.function`."""
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        """What is sent to a worker for `dataset`."""
+        return ()
+
+
+class ArrayData(TrainingData):
+    """Arrays in memory, cut into one shard per worker; each worker shuffles its own shard."""
+
+    def __init__(self, arrays: Any, *, batch_size: int, shuffle: bool, seed: int | None) -> None:
+        self._arrays = tf.nest.map_structure(_as_array, arrays)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
+        if len(lengths) != 1:
+            shapes = ", ".join(str(array.shape) for array in tf.nest.flatten(self._arrays))
+            raise ValueError(f"x, y and sample_weight differ in their number of examples; their shapes are {shapes}")
+        self._num_examples = lengths.pop()
+        if self._num_examples == 0:
+            raise ValueError("x holds no example")
+        self.steps_per_epoch = math.ceil(self._num_examples / batch_size)
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        # With fewer examples than workers some would get nothing: then they all read everything.
+        step = num_workers if self._num_examples >= num_workers else 1
+        return tuple(tf.constant(array[worker_index % step :: step]) for array in tf.nest.flatten(self._arrays))
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        num_examples = tf.shape(arguments[0], out_type=tf.int64)[0]
+        indices = tf.data.Dataset.range(num_examples)
+        if self._shuffle:
+            seed = None if self._seed is None else tf.constant(self._seed, tf.int64) + context.worker_index
+            indices = indices.shuffle(num_examples, seed=seed, reshuffle_each_iteration=True)
+        # Shuffling indices and gathering whole batches costs far less than moving examples one by one.
+        batches = indices.repeat().batch(self._batch_size, drop_remainder=True)
+        return batches.map(
+            lambda chosen: tf.nest.pack_sequence_as(self._arrays, [tf.gather(array, chosen) for array in arguments])
+        )
+
+
+class DatasetData(TrainingData):
+    """A `tf.data.Dataset` of batches. Its graph travels to the workers; each takes every n-th batch."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        cardinality = int(dataset.cardinality().numpy())
+        if cardinality == 0:
+            raise ValueError("the dataset is empty")
+        self.steps_per_epoch = cardinality if cardinality > 0 else None
+        self._element_spec = dataset.element_spec
+        self._graph = _serialized_graph(dataset)
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        return (self._graph,)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=arguments[0])
+        dataset = tf.data.experimental.from_variant(variant, self._element_spec)
+        # Repeated first, so that no worker's share of a short dataset is empty.
+        return dataset.repeat().shard(context.num_workers, context.worker_index)
+
+
+class FunctionData(TrainingData):
+    """A function `(DataContext) -> tf.data.Dataset` of batches, traced for the workers."""
+
+    def __init__(self, function: Callable[[DataContext], tf.data.Dataset]) -> None:
+        self._function = function
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        dataset = self._function(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"the dataset function {getattr(self._function, '__name__', self._function)!s} returned "
+                f"{type(dataset).__name__}; it must return a tf.data.Dataset of batches"
+            )
+        return dataset.repeat()
+
+
+def training_data(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    class_weight: Mapping[int, float] | None = None,
+    seed: int | None = None,
+) -> TrainingData:
+    """Makes `TrainingData` of whatever `fit` was given.
+
+    Args:
+        x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, or a function
+            `(DataContext) -> tf.data.Dataset` of batches.
+        y, sample_weight: arrays like `x`; with a dataset or a function they are part of its elements.
+        batch_size: examples per replica and step, for arrays; 32 if None, as in Keras.
+        shuffle: whether arrays are shuffled in each pass.
+        class_weight: class index -> weight of its examples.
+        seed: makes shuffling repeatable; random if None.
+
+    Raises:
+        ConfigError: a dataset that cannot travel to the workers, or an `x` of another kind.
+        ValueError: arrays of different lengths, or no data.
+    """
+    data: TrainingData
+    if isinstance(x, tf.data.Dataset) or (callable(x) and not hasattr(x, "__array__")):
+        if y is not None or sample_weight is not None:
+            raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
+        if isinstance(x, tf.data.Dataset):
+            data = DatasetData(x)
+        else:
+            _check_takes_context(x)
+            data = FunctionData(x)
+    elif isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__"):
+        raise ConfigError(
+            f"x is a {type(x).__name__}, which lives in this process and cannot travel to the workers; give arrays, a "
+            "tf.data.Dataset or a function (context) -> tf.data.Dataset"
+        )
+    else:
+        arrays = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        if not isinstance(arrays, tuple):
+            arrays = (arrays,)
+        data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
+    return _ClassWeighted(data, class_weight) if class_weight else data
+
+
+class _ClassWeighted(TrainingData):
+    """Other data with a sample weight by class, as Keras's `class_weight` has it."""
+
+    def __init__(self, data: TrainingData, class_weight: Mapping[int, float]) -> None:
+        self._data = data
+        self.steps_per_epoch = data.steps_per_epoch
+        self._weights = np.ones(max(class_weight) + 1, dtype=np.float32)
+        self._weights[list(class_weight)] = list(class_weight.values())
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        return self._data.arguments(worker_index, num_workers)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        def add_weight(*batch: Any) -> Any:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+            if y is None or sample_weight is not None or tf.nest.is_nested(y):
+                raise ValueError("class_weight needs a single y, and no sample_weight beside it")
+            is_one_hot = y.shape.rank is not None and y.shape.rank > 1 and y.shape[-1] != 1
+            classes = tf.argmax(y, -1) if is_one_hot else tf.reshape(y, [-1])
+            classes = tf.cast(classes, tf.int64)
+            # Classes that class_weight does not name weigh 1.
+            known = classes < len(self._weights)
+            weights = tf.gather(self._weights, tf.where(known, classes, 0))
+            return x, y, tf.where(known, weights, 1.0)
+
+        return self._data.dataset(context, *arguments).map(add_weight)
+
+
+def worker_dataset(
+    data: TrainingData,
+    *,
+    num_workers: int,
+    batch_size: int | None,
+    num_seeds: int,
+    seed: int,
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces the function that makes one worker's dataset of `(batch, seeds)`.
+
+    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch.
+
+    Args:
+        seed: where the random states start; different workers and steps never share one.
+
+    Returns:
+        A concrete function of what `worker_arguments` returns.
+    """
+
+    def make(worker_index: tf.Tensor, first_step: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
+        batches = data.dataset(DataContext(worker_index, num_workers, batch_size), *arguments)
+
+        def seeds(count: tf.Tensor) -> tf.Tensor:
+            stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])
+            return tf.random.stateless_uniform([num_seeds, 2], stream, minval=None, maxval=None, dtype=tf.uint32)
+
+        return tf.data.Dataset.zip((batches, tf.data.Dataset.counter().map(seeds))).prefetch(2)
+
+    specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)]
+    for argument in data.arguments(0, num_workers):
+        # Shards differ in length by one.
+        shape = argument.shape if argument.shape.rank == 0 else [None, *argument.shape[1:]]
+        specs.append(tf.TensorSpec(shape, argument.dtype))
+    return tf.function(make, input_signature=specs).get_concrete_function()
+
+
+def worker_arguments(data: TrainingData, worker_index: int, num_workers: int, first_step: int) -> tuple[Any, ...]:
+    """Arguments of the function that `worker_dataset` traced, for one worker.
+
+    Args:
+        first_step: the global step that the run starts at, so that a resumed run does not repeat its random states.
+    """
+    index, step = tf.constant(worker_index, tf.int64), tf.constant(first_step, tf.int64)
+    return (index, step, *data.arguments(worker_index, num_workers))
+
+
+def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:
+    """Cuts the last fraction off the arrays, before any shuffling, as Keras does.
+
+    Returns:
+        `(x, y, sample_weight)` to train with, and the same to validate with.
+
+    Raises:
+        ConfigError: the data is not arrays, or a part would be empty.
+    """
+    if isinstance(x, tf.data.Dataset) or callable(x):
+        raise ConfigError("validation_split works with arrays only; give validation_data")
+    num_examples = len(tf.nest.flatten(x)[0])
+    split = math.floor(num_examples * (1.0 - validation_split))
+    if not 0 < split < num_examples:
+        raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")
+
+    def part(chosen: slice) -> tuple[Any, ...]:
+        return tuple(
+            None if tree is None else tf.nest.map_structure(lambda array: np.asarray(array)[chosen], tree)
+            for tree in (x, y, sample_weight)
+        )
+
+    return part(slice(0, split)), part(slice(split, None))
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """`values` as an array, floating point in Keras's `floatx`, as Keras itself feeds it."""
+    array = np.asarray(values)
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
+
+
+def _check_takes_context(function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the dataset function {getattr(function, '__name__', function)!s} must take one argument, the context: "
+            f"(context) -> tf.data.Dataset ({error})"
+        ) from error
+
+
+def _serialized_graph(dataset: tf.data.Dataset) -> tf.Tensor:
+    """The dataset's graph as a scalar string tensor.
+
+    Raises:
+        ConfigError: the dataset needs something that exists in this process only, or is too large.
+    """
+    try:
+        with tf.device("CPU:0"):
+            serialized = dataset._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
+    except (tf.errors.OpError, ValueError) as error:
+        raise ConfigError(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
+    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    for node in nodes:
+        if node.op in _OPS_THAT_CANNOT_TRAVEL:
+            raise ConfigError(
+                f"the dataset cannot travel to the workers: it uses {_OPS_THAT_CANNOT_TRAVEL[node.op]} ({node.op}), "
+                f"which exists in this process only; {_INSTEAD}"
+            )
+    return serialized
+
+
+_INSTEAD = "give arrays, or a function (context) -> tf.data.Dataset that makes the dataset of TensorFlow ops"

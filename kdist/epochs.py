@@ -1,0 +1,98 @@
+"""Epochs over an exact number of steps: Keras's `History`, and validation at the end of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import keras
+
+from kdist.hooks.base import Hook, RunContext, RunValues
+
+if TYPE_CHECKING:
+    from kdist.metrics import MetricTotals
+    from kdist.session import TrainSession
+
+
+class EpochRecorder(Hook):
+    """Fills a Keras `History` with the loss and metrics of each epoch, and validates.
+
+    Args:
+        history: filled as `keras.Model.fit` would: `history.epoch` and `history.history`, validation under `val_`.
+        steps_per_epoch: steps of an epoch; None makes the whole run one epoch.
+        validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
+        validation_freq: validate every so many epochs, or in these epochs (from 1). The end is always validated.
+        validation_every_steps: validate at multiples of this step as well.
+    """
+
+    def __init__(
+        self,
+        history: keras.callbacks.History,
+        *,
+        steps_per_epoch: int | None,
+        validate: Callable[[TrainSession], Mapping[str, float]] | None,
+        validation_freq: int | Collection[int] = 1,
+        validation_every_steps: int | None = None,
+    ) -> None:
+        self._history = history
+        self._steps_per_epoch = steps_per_epoch
+        self._validate = validate
+        self._validation_freq = validation_freq
+        self._validation_every_steps = validation_every_steps
+        self.train_logs: dict[str, float] = {}
+        self.validation_logs: dict[str, float] = {}
+
+    def after_create_session(self, session: TrainSession) -> None:
+        self._epoch = session.global_step // self._steps_per_epoch if self._steps_per_epoch else 0
+        self._totals: MetricTotals | None = None
+        self._validated_step: int | None = None
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._totals = values.totals if self._totals is None else self._totals + values.totals
+        step = values.global_step
+        # A run never passes the end of an epoch, but steps that a lost worker's call repeats may.
+        if self._steps_per_epoch and step // self._steps_per_epoch > self._epoch:
+            self._finish_epoch(context.session, validate=self._is_validation_epoch())
+            self._epoch = step // self._steps_per_epoch
+        elif self._validation_every_steps and step % self._validation_every_steps == 0:
+            self._run_validation(context.session)
+
+    def end(self, session: TrainSession) -> None:
+        validate = not session.interrupted
+        if self._totals is not None:
+            self._finish_epoch(session, validate=validate)
+        elif validate and self._validated_step != session.global_step:
+            self._run_validation(session)
+
+    def due_in(self, step: int) -> int | None:
+        lengths = [n for n in (self._steps_per_epoch, self._validation_every_steps) if n]
+        return min(n - step % n for n in lengths) if lengths else None
+
+    def _is_validation_epoch(self) -> bool:
+        epoch = self._epoch + 1
+        if isinstance(self._validation_freq, int):
+            return epoch % self._validation_freq == 0
+        return epoch in self._validation_freq
+
+    def _finish_epoch(self, session: TrainSession, *, validate: bool) -> None:
+        if self._totals is None:
+            return
+        self.train_logs = dict(self._totals.logs)
+        self._totals = None
+        logs = dict(self.train_logs)
+        epoch_logs = {f"epoch_{name}": value for name, value in logs.items()}
+        session.summaries.scalars("train", epoch_logs, session.global_step)
+        if validate and self._run_validation(session):
+            logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
+        self._history.on_epoch_end(self._epoch, logs)
+
+    def _run_validation(self, session: TrainSession) -> bool:
+        if self._validate is None:
+            return False
+        if self._validated_step != session.global_step:
+            self.validation_logs = dict(self._validate(session))
+            self._validated_step = session.global_step
+            session.publish_validation(self.validation_logs)
+            epoch_logs = {f"epoch_{name}": value for name, value in self.validation_logs.items()}
+            session.summaries.scalars("validation", epoch_logs, session.global_step)
+        return True

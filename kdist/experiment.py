@@ -1,0 +1,207 @@
+"""From a checked config to a trained model: what `python -m kdist` does once Hydra has composed the config."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import ConfigError
+from kdist.schema import Config, OptimizerConfig
+
+if TYPE_CHECKING:
+    import keras
+
+
+def run_experiment(config: Config, run_dir: Path) -> float | None:
+    """Trains as `config` says.
+
+    Args:
+        config: checked by `check_targets`.
+        run_dir: where everything goes.
+
+    Returns:
+        The final validation loss, which a sweeper minimises; None without validation.
+    """
+    import keras
+
+    from kdist.trainer import Trainer
+
+    if config.run.seed is not None:
+        keras.utils.set_random_seed(config.run.seed)
+    fit_arguments = _fit_arguments(config)
+    trainer = Trainer(
+        lambda: build_model(config),
+        cluster=config.cluster.shape,
+        strategy=config.strategy.name,
+        run_dir=run_dir,
+        hooks=[_call(f"hooks.{name}", hook) for name, hook in config.hooks.items() if hook is not None],
+        name=config.run.name,
+        steps_per_call=config.train.steps_per_call,
+        resume=config.run.resume,
+        seed=config.run.seed,
+        placement=config.strategy.placement,
+        start_timeout=config.cluster.start_timeout,
+        step_timeout=config.cluster.step_timeout,
+        use_default_hooks=False,
+    )
+    trainer.fit(
+        **fit_arguments,
+        batch_size=config.train.batch_size,
+        steps=config.train.steps,
+        epochs=config.train.epochs or 1,
+        steps_per_epoch=config.train.steps_per_epoch,
+        validation_every_steps=config.train.validation_every_steps,
+    )
+    return trainer.result.metrics["validation"].get("loss")
+
+
+def check_targets(config: Config) -> None:
+    """Imports what the config names by `_target_` and checks the arguments; calls nothing.
+
+    Raises:
+        ConfigError: names the key, the target and what is wrong.
+    """
+    nodes = {"model": config.model, "data": config.data}
+    nodes |= {f"hooks.{name}": hook for name, hook in config.hooks.items() if hook is not None}
+    for key, node in nodes.items():
+        target = _resolve(key, node["_target_"])
+        try:
+            inspect.signature(target).bind(**_arguments(node))
+        except TypeError as error:
+            raise ConfigError(f"{key}: {node['_target_']}: {error}") from None
+        except ValueError:
+            continue  # A built-in without a signature; its call will tell.
+
+
+def build_model(config: Config) -> keras.Model:
+    """The model of the config, compiled: as its function left it where the config says nothing else.
+
+    Raises:
+        ConfigError: an unknown optimizer, loss, metric or argument.
+    """
+    import keras
+
+    model = _call("model", config.model)
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"model: {config.model['_target_']} returned {type(model).__name__}, not a keras.Model")
+    compiled = getattr(model, "_compile_config", None)
+    arguments: dict[str, Any] = dict(compiled.config) if model.compiled and compiled is not None else {}
+    before = dict(arguments)
+    optimizer = _optimizer(config.optimizer, arguments.get("optimizer"))
+    if optimizer is not None:
+        arguments["optimizer"] = optimizer
+    if config.loss is not None:
+        arguments["loss"] = _keras_object("loss", config.loss, keras.losses.get)
+    if config.metrics is not None:
+        arguments["metrics"] = [
+            metric if isinstance(metric, str) else _keras_object(f"metrics[{i}]", metric, keras.metrics.get)
+            for i, metric in enumerate(config.metrics)
+        ]
+    if arguments != before:
+        # A model that had nothing is compiled only if it gets the two things that it needs.
+        if not model.compiled and ("optimizer" not in arguments or "loss" not in arguments):
+            raise ConfigError(
+                f"model {model.name} is not compiled: give both optimizer.name and loss in the config, or compile it in "
+                f"{config.model['_target_']}"
+            )
+        try:
+            model.compile(**arguments)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"optimizer, loss, metrics: {error}") from error
+    return model
+
+
+def _optimizer(config: OptimizerConfig, present: Any) -> keras.optimizers.Optimizer | None:
+    """The optimizer that the config asks for: a new one, or the present one with other arguments; None for neither."""
+    import keras
+
+    given = {key: value for key, value in vars(config).items() if value is not None}
+    if not given:
+        return None
+    if isinstance(config.learning_rate, Mapping):
+        given["learning_rate"] = _call("optimizer.learning_rate", config.learning_rate)
+    name = given.pop("name", None)
+    if name is None and present is None:
+        keys = ", ".join(f"optimizer.{key}" for key in given)
+        raise ConfigError(f"{keys}: the model is not compiled; give optimizer.name as well")
+    try:
+        base = keras.optimizers.get(present if name is None else name)
+    except ValueError:
+        known = ", ".join(sorted(n.lower() for n, c in vars(keras.optimizers).items() if inspect.isclass(c)))
+        raise ConfigError(f"optimizer.name={name}: Keras has no such optimizer; it has {known}") from None
+    allowed = inspect.signature(type(base).__init__).parameters
+    for key in given:
+        if key not in allowed:
+            takes = [k for k in vars(config) if k != "name" and k in allowed]
+            raise ConfigError(f"optimizer.{key}: {type(base).__name__} takes no {key}; it takes {', '.join(takes)}")
+    try:
+        return type(base).from_config({**(base.get_config() if name is None else {}), **given})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"optimizer: {type(base).__name__}: {error}") from error
+
+
+def _fit_arguments(config: Config) -> dict[str, Any]:
+    """The data arguments of `fit`: what the data function returned, also in the form of `keras.datasets`."""
+    allowed = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
+    data = _call("data", config.data)
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, tuple) and len(part) == 2 for part in data):
+        (x, y), validation_data = data
+        return {"x": x, "y": y, "validation_data": validation_data}
+    if not isinstance(data, dict) or "x" not in data or set(data) - set(allowed):
+        what = f"a dict with {', '.join(map(str, data))}" if isinstance(data, dict) else type(data).__name__
+        raise ConfigError(
+            f"data: {config.data['_target_']} returned {what}; it must return a dict with x and any of "
+            f"{', '.join(allowed[1:])}, or ((x, y), (x_validation, y_validation))"
+        )
+    return data
+
+
+def _keras_object(key: str, value: Any, get: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return _call(key, value)
+    try:
+        return get(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}") from None
+
+
+def _call(key: str, node: Mapping[str, Any]) -> Any:
+    """Calls what `node` names with its arguments, which may name targets themselves.
+
+    Errors of the called function are the user's own and pass through.
+    """
+    return _resolve(key, str(node["_target_"]))(**_arguments(node, key))
+
+
+def _arguments(node: Mapping[str, Any], call_as: str | None = None) -> dict[str, Any]:
+    """The arguments in `node`; with `call_as`, those that name a target are called."""
+    arguments = {str(key): value for key, value in node.items() if key != "_target_"}
+    if call_as is not None:
+        for key, value in arguments.items():
+            if isinstance(value, Mapping) and "_target_" in value:
+                arguments[key] = _call(f"{call_as}.{key}", value)
+    return arguments
+
+
+def _resolve(key: str, target: str) -> Callable[..., Any]:
+    """The function or class that `target` names, as `package.module.name`.
+
+    Hydra's `instantiate` hides why an import failed, so it is done here.
+    """
+    module_name, _, name = target.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{key}._target_={target}: cannot be imported: {error}") from error
+    except ValueError:
+        raise ConfigError(f"{key}._target_={target}: not of the form package.module.name") from None
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        raise ConfigError(f"{key}._target_={target}: {module_name} has no {name}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}._target_={target}: is a {type(found).__name__}, not a function or class")
+    return found

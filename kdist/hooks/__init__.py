@@ -1,0 +1,35 @@
+"""What happens around training steps: stop, save, summarise, log. One hook a file; the contract is in `base`.
+
+The names and defaults are those of `tf.compat.v1.train`, without the word Hook.
+"""
+
+from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.checkpoint_saver import CheckpointSaver
+from kdist.hooks.logging_tensor import LoggingTensor
+from kdist.hooks.nan_tensor import NanTensor
+from kdist.hooks.step_counter import StepCounter
+from kdist.hooks.stop_at_step import StopAtStep
+from kdist.hooks.summary_saver import SummarySaver
+from kdist.hooks.timer import Timer
+
+__all__ = [
+    "CheckpointSaver",
+    "Hook",
+    "LoggingTensor",
+    "NanTensor",
+    "RunContext",
+    "RunValues",
+    "StepCounter",
+    "StopAtStep",
+    "SummarySaver",
+    "Timer",
+    "default_hooks",
+]
+
+
+def default_hooks() -> list[Hook]:
+    """The hooks of a run that names none; the same as the config group `hooks=default`.
+
+    In the order in which they are called: NaN is found before anything is saved or shown.
+    """
+    return [NanTensor(), StepCounter(), SummarySaver(), LoggingTensor(), CheckpointSaver(), StopAtStep()]

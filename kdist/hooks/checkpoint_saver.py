@@ -1,0 +1,59 @@
+"""`CheckpointSaver`: saves while training goes on. After `tf.compat.v1.train.CheckpointSaverHook`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.timer import Timer
+
+if TYPE_CHECKING:
+    from kdist.session import TrainSession
+
+
+class CheckpointSaver(Hook):
+    """Saves at the start, every so often, and at the end, into the session's checkpoint folder.
+
+    Args:
+        every_secs: seconds between saves; 600 if neither is given, as in TF1.
+        every_steps: steps between saves.
+        keep: how many checkpoints to keep; the oldest are deleted.
+        clock: seconds from any start; a test's own.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        every_secs: float | None = None,
+        every_steps: int | None = None,
+        keep: int = 5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if keep < 1:
+            raise ConfigError(f"hooks.checkpoint.keep={keep}: must be at least 1")
+        if every_secs is None and every_steps is None:
+            every_secs = 600.0
+        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.checkpoint", clock=clock)
+        self._keep = keep
+
+    def after_create_session(self, session: TrainSession) -> None:
+        self._save(session)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        if self._timer.due(values.global_step):
+            self._save(context.session)
+
+    def end(self, session: TrainSession) -> None:
+        self._save(session)
+
+    def due_in(self, step: int) -> int | None:
+        return self._timer.due_in(step)
+
+    def _save(self, session: TrainSession) -> None:
+        session.save(keep=self._keep)
+        self._timer.acted(session.global_step)

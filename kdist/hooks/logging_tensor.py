@@ -1,0 +1,66 @@
+"""`LoggingTensor`: the console line. After `tf.compat.v1.train.LoggingTensorHook`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from kdist import console
+from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.timer import Timer
+
+if TYPE_CHECKING:
+    from kdist.metrics import MetricTotals
+    from kdist.session import TrainSession
+
+
+class LoggingTensor(Hook):
+    """Prints loss and metrics over the steps since the last line, the rate and the time left.
+
+    Args:
+        every_steps: steps between two lines; 100 if neither is given, as in TF1.
+        every_secs: seconds between two lines.
+        print_line: takes each line.
+        clock: seconds from any start; a test's own.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+        print_line: Callable[[str], None] = console.print_line,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_steps is None and every_secs is None:
+            every_steps = 100
+        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.logging", clock=clock)
+        self._print_line = print_line
+        self._totals: MetricTotals | None = None
+        self._restart()
+
+    def after_create_session(self, session: TrainSession) -> None:
+        self._timer.start(session.global_step)
+        self._restart()
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._totals = values.totals if self._totals is None else self._totals + values.totals
+        self._num_steps += values.num_steps
+        self._seconds += values.seconds
+        if self._timer.due(values.global_step):
+            rate = self._num_steps / self._seconds if self._seconds else None
+            last_step = context.session.last_step
+            self._print_line(console.train_line(values.global_step, last_step, self._totals.logs, rate))
+            self._timer.acted(values.global_step)
+            self._restart()
+
+    def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:
+        self._print_line(console.validation_line(session.global_step, session.last_step, logs))
+
+    def due_in(self, step: int) -> int | None:
+        return self._timer.due_in(step)
+
+    def _restart(self) -> None:
+        self._totals = None
+        self._num_steps = 0
+        self._seconds = 0.0

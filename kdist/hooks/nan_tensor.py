@@ -1,0 +1,39 @@
+"""`NanTensor`: stops when the loss is no number any more. After `tf.compat.v1.train.NanTensorHook`."""
+
+from __future__ import annotations
+
+import math
+
+from kdist.errors import NonFiniteError
+from kdist.hooks.base import Hook, RunContext, RunValues
+
+
+class NanTensor(Hook):
+    """Ends the run when the training loss is NaN or infinite.
+
+    It looks at every run before anything is saved, so that no checkpoint holds what comes of it.
+
+    Args:
+        fail_on_nan_loss: raise; if false, stop cleanly instead.
+
+    Raises:
+        NonFiniteError: from `after_run`; names the step and the last good checkpoint.
+    """
+
+    def __init__(self, fail_on_nan_loss: bool = True) -> None:
+        self._fail = fail_on_nan_loss
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        loss = values.totals.logs.get("loss")
+        if loss is None or math.isfinite(loss):
+            return
+        if not self._fail:
+            context.request_stop("NanTensor")
+            return
+        session = context.session
+        good = session.checkpoints.newest()
+        raise NonFiniteError(
+            f"NanTensor: the loss became {loss} between step {context.global_step} and {values.global_step}\n"
+            f"  last good checkpoint, which is kept: {good if good is not None else 'none was saved'}\n"
+            "  a smaller optimizer.learning_rate or optimizer.clipnorm may help"
+        )

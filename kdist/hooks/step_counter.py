@@ -1,0 +1,61 @@
+"""`StepCounter`: how fast training goes. After `tf.compat.v1.train.StepCounterHook`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.timer import Timer
+
+if TYPE_CHECKING:
+    from kdist.session import TrainSession
+
+
+class StepCounter(Hook):
+    """Writes `perf/steps_per_sec` and `perf/examples_per_sec` to TensorBoard.
+
+    Args:
+        every_steps: steps between two values; 100 if neither is given, as in TF1.
+        every_secs: seconds between two values.
+        clock: seconds from any start; a test's own.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_steps is None and every_secs is None:
+            every_steps = 100
+        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.step_counter", clock=clock)
+        self._restart()
+
+    def after_create_session(self, session: TrainSession) -> None:
+        self._timer.start(session.global_step)
+        self._restart()
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        if not values.warming_up:
+            self._num_steps += values.num_steps
+            self._num_examples += values.num_examples
+            self._seconds += values.seconds
+        if self._timer.due(values.global_step):
+            if self._seconds > 0:
+                scalars = {
+                    "perf/steps_per_sec": self._num_steps / self._seconds,
+                    "perf/examples_per_sec": self._num_examples / self._seconds,
+                }
+                context.session.summaries.scalars("train", scalars, values.global_step)
+            self._timer.acted(values.global_step)
+            self._restart()
+
+    def due_in(self, step: int) -> int | None:
+        return self._timer.due_in(step)
+
+    def _restart(self) -> None:
+        self._num_steps = 0
+        self._num_examples = 0
+        self._seconds = 0.0

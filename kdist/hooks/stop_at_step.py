@@ -1,0 +1,53 @@
+"""`StopAtStep`: ends training at a global step. After `tf.compat.v1.train.StopAtStepHook`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, RunContext, RunValues
+
+if TYPE_CHECKING:
+    from kdist.session import TrainSession
+
+
+class StopAtStep(Hook):
+    """Stops at a global step, never past it.
+
+    Args:
+        num_steps: stop after this many steps more than the session starts with.
+        last_step: stop at this global step. If neither is given, the step that `fit` was told counts.
+
+    Raises:
+        ConfigError: both are given, or one is less than 1.
+    """
+
+    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if num_steps is not None and last_step is not None:
+            raise ConfigError(f"StopAtStep: give num_steps={num_steps} or last_step={last_step}, not both")
+        for name, value in (("num_steps", num_steps), ("last_step", last_step)):
+            if value is not None and value < 1:
+                raise ConfigError(f"StopAtStep.{name}={value}: must be at least 1")
+        self._num_steps = num_steps
+        self._configured_last_step = last_step
+        self.last_step: int | None = last_step
+
+    def begin(self, session: TrainSession) -> None:
+        self.last_step = self._configured_last_step
+
+    def after_create_session(self, session: TrainSession) -> None:
+        if self.last_step is None:
+            self.last_step = (
+                session.last_step if self._num_steps is None else session.global_step + self._num_steps
+            )
+        self._stop_if_reached(session)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._stop_if_reached(context.session)
+
+    def due_in(self, step: int) -> int | None:
+        return None if self.last_step is None else max(0, self.last_step - step)
+
+    def _stop_if_reached(self, session: TrainSession) -> None:
+        if self.last_step is not None and session.global_step >= self.last_step:
+            session.request_stop("StopAtStep")

@@ -1,0 +1,39 @@
+"""Names of a model's variables that are the same in every process, for checkpoints and the placement table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import keras
+
+
+def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:
+    """Unique names such as `conv2d/kernel`, in the order of `variables`.
+
+    Keras counts automatic layer names over the life of the process, so the second model of a process has `dense_7`
+    where the first had `dense`. Here they are counted over the model, and the model's own name is left out.
+    """
+    layer_names = _process_independent_names(model)
+    names: list[str] = []
+    taken: dict[str, int] = {}
+    for variable in variables:
+        parts = variable.path.split("/")
+        if len(parts) > 1 and parts[0] == model.name:
+            parts = parts[1:]
+        name = "/".join(layer_names.get(part, part) for part in parts)
+        count = taken[name] = taken.get(name, -1) + 1
+        names.append(f"{name}_{count}" if count else name)
+    return names
+
+
+def _process_independent_names(model: keras.Model) -> dict[str, str]:
+    renamed: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for layer in model._flatten_layers(include_self=False):
+        base = re.sub(r"_\d+$", "", layer.name)
+        is_automatic = base.replace("_", "") == type(layer).__name__.lower()
+        if is_automatic and layer.name not in renamed:
+            count = counts[base] = counts.get(base, -1) + 1
+            renamed[layer.name] = f"{base}_{count}" if count else base
+    return renamed

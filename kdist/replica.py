@@ -1,0 +1,143 @@
+"""The replica step: one step of any compiled Keras model as a pure function, the same for every strategy.
+
+Where the values come from and where the gradients go is the strategy's business. What Keras offers in public does the
+work (`keras.StatelessScope`, `compute_loss`, `compute_metrics`); its private names are used here only, and only those
+that Keras's own trainers use in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.errors import ConfigError
+from kdist.parameters.apply import check_optimizer, clip_gradients
+
+
+@dataclass(frozen=True)
+class ReplicaOutput:
+    """What one replica step gives back.
+
+    Attributes:
+        gradients: one per trainable variable, clipped; None where the loss does not depend on it.
+        state_deltas: one per state variable, new minus old value; None where the step left it alone.
+        metrics: new values of the metric variables.
+    """
+
+    gradients: list[tf.Tensor | None]
+    state_deltas: list[tf.Tensor | None]
+    metrics: list[tf.Tensor]
+
+
+class ReplicaStep:
+    """The pure step function of `model`.
+
+    Args:
+        model: a compiled model; Sequential, Functional or subclassed. It is built if it is not.
+        batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Raises:
+        ConfigError: the model is not compiled, overrides `train_step`, or has an optimizer that is not supported.
+    """
+
+    def __init__(self, model: keras.Model, batch_spec: Any) -> None:
+        check_model(model)
+        model._symbolic_build(data_batch=batch_spec)
+        self.model = model
+        self.trainable: list[keras.Variable] = model.trainable_variables
+        others = model.non_trainable_variables
+        self.state = [v for v in others if not _is_seed(v)]
+        self.seeds = [v for v in others if _is_seed(v)]
+        self.metrics: list[keras.Variable] = model.metrics_variables
+        if not self.trainable:
+            raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
+
+    def __call__(
+        self,
+        trainable: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+        seeds: tf.Tensor,
+        batch: Any,
+    ) -> ReplicaOutput:
+        """One step on one batch.
+
+        Args:
+            trainable: values of `self.trainable`.
+            state: values of `self.state`.
+            metrics: values of `self.metrics` to add this batch to.
+            seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
+            batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        model = self.model
+        mapping = [
+            *zip(self.trainable, trainable),
+            *zip(self.state, state),
+            *zip(self.metrics, metrics),
+            *((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds)),
+        ]
+        with tf.GradientTape() as tape:
+            tape.watch(trainable)
+            with keras.StatelessScope(mapping, collect_losses=True) as scope:
+                arguments = {"training": True} if model._call_has_training_arg else {}
+                y_pred = model(x, **arguments)
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        if loss is None:
+            raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
+        gradients = [_dense(gradient) for gradient in tape.gradient(loss, list(trainable))]
+        if all(gradient is None for gradient in gradients):
+            raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
+        with scope:
+            model._loss_tracker.update_state(loss, sample_weight=batch_size_of(batch))
+            model.compute_metrics(x, y, y_pred, sample_weight)
+        new_state = [scope.get_current_value(variable) for variable in self.state]
+        return ReplicaOutput(
+            clip_gradients(model.optimizer, gradients),
+            [_delta(old, new) for old, new in zip(state, new_state)],
+            [scope.get_current_value(variable) for variable in self.metrics],
+        )
+
+
+def check_model(model: keras.Model) -> None:
+    """Refuses a model that cannot be trained by a replica step.
+
+    Raises:
+        ConfigError: says what to do.
+    """
+    if not model.compiled:
+        raise ConfigError(
+            f"model {model.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function that "
+            "builds it, or give optimizer, loss and metrics in the config"
+        )
+    if model.optimizer is None:
+        raise ConfigError(f"model {model.name} is compiled without an optimizer")
+    if type(model).train_step is not keras.Model.train_step:
+        raise ConfigError(
+            f"model {model.name}: {type(model).__name__} overrides train_step, which no strategy could spread over "
+            "tasks; override compute_loss (and compute_metrics) instead"
+        )
+    check_optimizer(model.optimizer)
+
+
+def batch_size_of(batch: Any) -> tf.Tensor | int:
+    """Examples in a batch: the first dimension of its first tensor, as an int where it is known."""
+    first = tf.nest.flatten(batch)[0]
+    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+
+
+def _is_seed(variable: keras.Variable) -> bool:
+    return variable.name == "seed_generator_state"
+
+
+def _dense(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _delta(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor | None:
+    # A variable that the step did not assign still maps to the very tensor that was put in.
+    return None if new is old else tf.cast(new, old.dtype) - old

@@ -1,0 +1,209 @@
+"""The config of a run as dataclasses: every key with its type, default, meaning and what is allowed.
+
+Hydra checks keys and types against these while it composes a config; `__post_init__` checks the values. Nothing here
+imports TensorFlow, so that a wrong config is refused at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from kdist.errors import ConfigError
+
+RESUME_MODES = ("auto", "never", "must")
+
+
+@dataclass
+class ClusterConfig:
+    """Where the tasks are."""
+
+    shape: str = "local"
+    """`NpsMw` or `local`; `cluster=2ps2w` sets it."""
+
+    start_timeout: float = 120.0
+    """Seconds within which every task must serve; more than 0."""
+
+    step_timeout: float = 300.0
+    """Seconds without any progress after which the run is given up; more than 0."""
+
+    def __post_init__(self) -> None:
+        _more_than_zero("cluster.start_timeout", self.start_timeout)
+        _more_than_zero("cluster.step_timeout", self.step_timeout)
+
+
+@dataclass
+class StrategyConfig:
+    """How training steps are spread over the tasks."""
+
+    name: str = "auto"
+    """`parameter_server`, `single`, or `auto` to pick by the cluster."""
+
+    placement: str = "round_robin"
+    """Which server holds which variable: `round_robin` or `greedy` (by bytes)."""
+
+    def __post_init__(self) -> None:
+        _one_of("strategy.placement", self.placement, ("round_robin", "greedy"))
+
+
+@dataclass
+class OptimizerConfig:
+    """Overrides the optimizer that the model was compiled with, or compiles it; null keeps what the model has."""
+
+    name: Optional[str] = None
+    """A Keras optimizer, for example `adam` or `sgd`."""
+
+    learning_rate: Any = None
+    """A number, or a schedule by its `_target_`."""
+
+    momentum: Optional[float] = None
+    """SGD, RMSprop: momentum."""
+
+    nesterov: Optional[bool] = None
+    """SGD: Nesterov momentum."""
+
+    beta_1: Optional[float] = None
+    """Adam family: decay of the first moment."""
+
+    beta_2: Optional[float] = None
+    """Adam family: decay of the second moment."""
+
+    rho: Optional[float] = None
+    """RMSprop, Adadelta: decay of the squared gradient."""
+
+    epsilon: Optional[float] = None
+    """Added to the denominator."""
+
+    weight_decay: Optional[float] = None
+    """Decoupled weight decay."""
+
+    clipnorm: Optional[float] = None
+    """Clips the norm of each gradient."""
+
+    global_clipnorm: Optional[float] = None
+    """Clips the norm of all gradients together."""
+
+    clipvalue: Optional[float] = None
+    """Clips each value of each gradient."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.learning_rate, (int, float)):
+            _more_than_zero("optimizer.learning_rate", float(self.learning_rate))
+        elif isinstance(self.learning_rate, str):
+            raise ConfigError(f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)")
+
+
+@dataclass
+class TrainConfig:
+    """How long and in what portions."""
+
+    steps: Optional[int] = None
+    """The global step to stop at; at least 1. Either this or `epochs`."""
+
+    epochs: Optional[int] = None
+    """Passes over the data; at least 1."""
+
+    batch_size: int = 32
+    """Examples per replica and step; at least 1."""
+
+    steps_per_call: Any = "auto"
+    """Steps that a worker runs for one call of the chief: at least 1, or `auto`."""
+
+    steps_per_epoch: Optional[int] = None
+    """Steps of an epoch; null follows from the data."""
+
+    validation_every_steps: Optional[int] = None
+    """Validate at multiples of this step, beside the ends of epochs; null does not."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"train.{name}={value}: must be at least 1")
+        call = self.steps_per_call
+        if call != "auto" and (isinstance(call, bool) or not isinstance(call, int) or call < 1):
+            raise ConfigError(f"train.steps_per_call={call}: must be at least 1, or auto")
+
+
+@dataclass
+class RunConfig:
+    """One run."""
+
+    name: str = "train"
+    """What the run is called: the recipe's name, or `train`."""
+
+    dir: str = "runs"
+    """Folder of everything that the run leaves behind; the same folder again resumes."""
+
+    seed: Optional[int] = None
+    """Makes initial weights, shuffling and Dropout repeatable; at least 0. null is random."""
+
+    resume: str = "auto"
+    """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""
+
+    def __post_init__(self) -> None:
+        _one_of("run.resume", self.resume, RESUME_MODES)
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"run.seed={self.seed}: must be at least 0")
+
+
+@dataclass
+class Config:
+    """The whole config. Groups: cluster, strategy, model, data, optimizer, hooks; recipes change any of them."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where the tasks are (`cluster=2ps2w`)."""
+
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How training steps are spread (`strategy=parameter_server`)."""
+
+    model: Any = None
+    """A function that returns a Keras model, by `_target_`, with its arguments."""
+
+    data: Any = None
+    """A function that returns the data arguments of `fit`, by `_target_`, with its arguments."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Overrides the model's optimizer (`optimizer.learning_rate=0.01`)."""
+
+    loss: Any = None
+    """Overrides the model's loss: a Keras name, or a `_target_`."""
+
+    metrics: Optional[list[Any]] = None
+    """Overrides the model's metrics: Keras names, or `_target_`s."""
+
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """What happens around training steps, by name; null removes one (`hooks.summary=null`)."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long and in what portions."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    """Where, and how to begin."""
+
+    def __post_init__(self) -> None:
+        if self.train.steps is not None and self.train.epochs is not None:
+            raise ConfigError(
+                f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one of them, set the other to null"
+            )
+        for name in ("model", "data"):
+            _check_target(name, getattr(self, name))
+        for name, hook in self.hooks.items():
+            if hook is not None:
+                _check_target(f"hooks.{name}", hook)
+
+
+def _check_target(key: str, node: Any) -> None:
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        hint = "; name a recipe (+recipe=mnist) or a model (model=mnist_cnn)" if key == "model" else ""
+        raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")
+
+
+def _more_than_zero(key: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{key}={value:g}: must be more than 0")
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")

@@ -1,0 +1,259 @@
+"""`TrainSession`: the training loop with its hooks. What `MonitoredTrainingSession` was to TF1.
+
+    with TrainSession(strategy, program, hooks, ...) as session:
+        while not session.should_stop():
+            session.run()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kdist import console
+from kdist.errors import CheckpointError, ConfigError
+from kdist.hooks.base import Hook, RunContext, RunValues
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kdist.checkpoint import Checkpoints
+    from kdist.strategies.base import Program, Strategy
+    from kdist.summaries import Summaries
+
+RESUME_MODES = ("auto", "never", "must")
+
+# The loop comes back at least this often, for hooks that go by the clock.
+_LONGEST_RUN_SECS = 1.0
+_FIRST_RUN_STEPS = 16
+
+
+class TrainSession:
+    """Runs a program by a strategy, and its hooks around it.
+
+    Entering it starts the strategy and restores the newest checkpoint; leaving it ends both, whatever happened.
+
+    Args:
+        strategy: how steps are run; a new one, not started.
+        program: what is run.
+        hooks: called in this order; `kdist.hooks.base` says when.
+        checkpoints: where to resume from and save to.
+        summaries: TensorBoard writers for the hooks.
+        last_step: the global step that `fit` was told to stop at; None if only hooks decide.
+        resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew and sets
+            older checkpoints aside.
+        print_line: takes lines about saving and loading.
+        clock: seconds from any start; a test's own.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        program: Program,
+        hooks: Sequence[Hook],
+        *,
+        checkpoints: Checkpoints,
+        summaries: Summaries,
+        last_step: int | None = None,
+        resume: str = "auto",
+        print_line: Callable[[str], None] = console.print_line,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if resume not in RESUME_MODES:
+            raise ConfigError(f"run.resume={resume}: choose one of {', '.join(RESUME_MODES)}")
+        self.strategy = strategy
+        self.program = program
+        self.hooks = list(hooks)
+        self.checkpoints = checkpoints
+        self.summaries = summaries
+        self.last_step = last_step
+        self.global_step = 0
+        self.first_step = 0
+        self.stopped_by: str | None = None
+        self.interrupted = False
+        self.is_started = False
+        self.account = Account()
+        self._resume = resume
+        self._print_line = print_line
+        self._clock = clock
+        self._saved_step: int | None = None
+        self._longest_run = _FIRST_RUN_STEPS
+
+    def __enter__(self) -> TrainSession:
+        try:
+            for hook in self.hooks:
+                hook.begin(self)
+            self.strategy.start(self.program)
+            self._restore()
+            for hook in self.hooks:
+                hook.after_create_session(self)
+        except BaseException:
+            self._close()
+            raise
+        self.is_started = True
+        return self
+
+    def should_stop(self) -> bool:
+        """Whether a hook, a signal or the caller asked to stop."""
+        return self.stopped_by is not None
+
+    def request_stop(self, reason: str) -> None:
+        """Lets the session end before its next run. The first reason counts."""
+        if self.stopped_by is None:
+            self.stopped_by = reason
+
+    def interrupt(self, reason: str) -> None:
+        """Like `request_stop`, and ends the present run early; may be called from a signal handler."""
+        self.interrupted = True
+        self.request_stop(reason)
+
+    def run(self) -> RunValues | None:
+        """Runs as many steps as the hooks allow, with the hooks around them.
+
+        Returns:
+            What the run brought; None if it was interrupted before its first step.
+        """
+        context = RunContext(self, self.global_step, self._steps_until_due())
+        for hook in self.hooks:
+            hook.before_run(context)
+        values = self._run_steps(context.num_steps)
+        if values is not None:
+            for hook in self.hooks:
+                hook.after_run(context, values)
+        return values
+
+    def save(self, *, keep: int) -> None:
+        """Saves a checkpoint of the present step, unless there is one already.
+
+        Args:
+            keep: how many checkpoints to keep.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            NonFiniteError: a value is NaN or infinite.
+        """
+        if self._saved_step == self.global_step:
+            return
+        path = self.checkpoints.save(self.global_step, self.strategy.read(), keep=keep)
+        self._saved_step = self.global_step
+        self._print_line(console.save_line(self.global_step, _short(path)))
+
+    def publish_validation(self, logs: Mapping[str, float]) -> None:
+        """Tells every hook the validation loss and metrics of the present step."""
+        for hook in self.hooks:
+            hook.after_validation(self, logs)
+
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.program.learning_rate(self.global_step)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether an update may be computed from parameters that are older than those it is applied to."""
+        return self.strategy.is_asynchronous
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                for hook in self.hooks:
+                    hook.end(self)
+        finally:
+            self._close()
+
+    def _steps_until_due(self) -> int:
+        due = [steps for hook in self.hooks if (steps := hook.due_in(self.global_step)) is not None]
+        return max(1, min([self._longest_run, *due]))
+
+    def _run_steps(self, num_steps: int) -> RunValues | None:
+        started = self._clock()
+        logs = self.strategy.run(num_steps, lambda: self.interrupted)
+        seconds = self._clock() - started
+        if logs is None:
+            return None
+        expected = self.global_step + logs.num_steps
+        # A call that ran again after its worker was lost has counted its steps twice; the servers know best.
+        self.global_step = self.strategy.global_step()
+        values = RunValues(
+            global_step=self.global_step,
+            num_steps=self.global_step - expected + logs.num_steps,
+            num_examples=logs.num_examples,
+            seconds=seconds,
+            warming_up=self.strategy.warming_up,
+            totals=logs.metrics,
+            staleness=logs.staleness,
+        )
+        self.account.add(values, extra_steps=self.global_step - expected)
+        if not values.warming_up and seconds > 0:
+            self._longest_run = max(1, int(values.num_steps / seconds * _LONGEST_RUN_SECS))
+        return values
+
+    def _restore(self) -> None:
+        if self._resume == "never":
+            self.checkpoints.set_aside()
+        restored = self.checkpoints.restore(self.strategy.shapes)
+        if restored is not None:
+            path, values = restored
+            self.strategy.write(values)
+            self._saved_step = int(values["global_step"])
+            self._print_line(console.resume_line(self._saved_step, _short(path)))
+        elif self._resume == "must":
+            raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.folder}")
+        self.global_step = self.first_step = self.strategy.global_step()
+
+    def _close(self) -> None:
+        try:
+            for hook in self.hooks:
+                hook.close()
+        finally:
+            self.summaries.close()
+            self.strategy.stop()
+
+
+class Account:
+    """What a session did, exactly, for its result.
+
+    Attributes:
+        applied: updates applied.
+        extra_steps: of those, updates beyond what was asked for, from calls that ran again after a loss.
+        num_examples: examples seen.
+        staleness_sum, staleness_max: over all updates.
+    """
+
+    def __init__(self) -> None:
+        self.applied = 0
+        self.extra_steps = 0
+        self.num_examples = 0
+        self.staleness_sum = 0
+        self.staleness_max = 0
+        self._steady_steps = 0
+        self._steady_examples = 0
+        self._steady_seconds = 0.0
+
+    def add(self, values: RunValues, extra_steps: int) -> None:
+        self.applied += values.num_steps
+        self.extra_steps += extra_steps
+        self.num_examples += values.num_examples
+        self.staleness_sum += int(values.staleness.sum())
+        self.staleness_max = max(self.staleness_max, int(values.staleness.max(initial=0)))
+        if not values.warming_up:
+            self._steady_steps += values.num_steps
+            self._steady_examples += values.num_examples
+            self._steady_seconds += values.seconds
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Over the runs in which nothing was traced; None if there was none."""
+        return self._steady_steps / self._steady_seconds if self._steady_seconds else None
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Over the runs in which nothing was traced; None if there was none."""
+        return self._steady_examples / self._steady_seconds if self._steady_seconds else None
+
+
+def _short(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"

@@ -1,0 +1,101 @@
+"""What a strategy is: how training steps are spread over tasks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import keras
+import numpy as np
+
+from kdist.data import TrainingData
+from kdist.parameters.placement import Plan
+from kdist.strategies.calls import StepLogs
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a strategy is to run.
+
+    Attributes:
+        model: the chief's compiled model; it gives the step function and the initial values, and stays as it is.
+        data: what the workers read.
+        batch_size: examples per replica and step, as given to `fit`; None if it was not given.
+        steps_per_call: steps unrolled in one call; None lets the strategy choose.
+        seed: where shuffling and Dropout start.
+        log_dir: folder for the logs of the tasks.
+    """
+
+    model: keras.Model
+    data: TrainingData
+    batch_size: int | None
+    steps_per_call: int | None
+    seed: int
+    log_dir: Path
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate at a global step, by the optimizer's schedule if it has one."""
+        with keras.StatelessScope([(self.model.optimizer._iterations, step)]):
+            return float(self.model.optimizer.learning_rate)
+
+
+class Strategy(abc.ABC):
+    """Runs training steps of a program and holds what they change.
+
+    A strategy is started once, runs any number of times and is stopped once. Between two runs nothing is in flight,
+    so what `read` returns is consistent.
+    """
+
+    #: Its name in configs.
+    name: ClassVar[str]
+
+    #: Whether an update may be computed from parameters older than those it is applied to.
+    is_asynchronous: ClassVar[bool] = False
+
+    #: Where each variable lives; None without servers, or before `start`.
+    plan: Plan | None = None
+
+    @abc.abstractmethod
+    def start(self, program: Program) -> None:
+        """Brings up tasks and variables, with the values that the model has now."""
+
+    @abc.abstractmethod
+    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        """Runs `num_steps` steps and returns when all are done.
+
+        Args:
+            num_steps: at least 1.
+            interrupted: asked between calls; True ends the run early, after what is in flight.
+
+        Returns:
+            Logs of the steps that were done; None if it was interrupted before the first.
+        """
+
+    @abc.abstractmethod
+    def global_step(self) -> int:
+        """The exact number of updates applied."""
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of everything that training changes, by name: what a checkpoint holds."""
+
+    @abc.abstractmethod
+    def read(self) -> dict[str, np.ndarray]:
+        """The present value of everything that training changes, by name."""
+
+    @abc.abstractmethod
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        """Sets values by name."""
+
+    @property
+    @abc.abstractmethod
+    def warming_up(self) -> bool:
+        """Whether the last run traced a new function, so that its time says nothing about speed."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Ends all tasks. May be called at any time, also after a failed start, and more than once."""

@@ -1,0 +1,158 @@
+"""Calls: several replica steps unrolled in one function, so that dispatching is paid once for all of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.metrics import MetricReader, MetricTotals
+from kdist.parameters.store import ParameterStore
+from kdist.replica import ReplicaStep, batch_size_of
+
+# A call should take long against the 1 ms that dispatching it costs, and be short against a person's patience.
+_AUTO_CALL_SECS = 0.03
+_AUTO_MAX_STEPS = 32
+
+
+@dataclass(frozen=True)
+class StepLogs:
+    """What some steps report. Logs of different steps add up.
+
+    Attributes:
+        num_steps: how many updates were applied.
+        num_examples: how many examples they saw.
+        staleness: int array `[num_steps]`; for each update how many others were applied between its pull and its
+            push.
+        metrics: loss and metrics over those steps.
+    """
+
+    num_steps: int
+    num_examples: int
+    staleness: np.ndarray
+    metrics: MetricTotals
+
+    def __add__(self, other: StepLogs) -> StepLogs:
+        return StepLogs(
+            self.num_steps + other.num_steps,
+            self.num_examples + other.num_examples,
+            np.concatenate([self.staleness, other.staleness]),
+            self.metrics + other.metrics,
+        )
+
+
+class UnrolledCalls:
+    """Traces calls of a given number of steps, once per number.
+
+    Args:
+        replica_step: the step of the model.
+        store: where values come from and gradients go.
+        iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
+    """
+
+    def __init__(self, replica_step: ReplicaStep, store: ParameterStore, iterator_spec: tf.TypeSpec) -> None:
+        self._replica_step = replica_step
+        self._store = store
+        self._iterator_spec = iterator_spec
+        self._functions: dict[int, tf.types.experimental.ConcreteFunction] = {}
+        self._reader = MetricReader(replica_step.model)
+
+    def traced(self, num_steps: int) -> bool:
+        """Whether a call of that many steps exists already."""
+        return num_steps in self._functions
+
+    def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
+        """The call of `num_steps` steps: a concrete function (iterator) -> float64 vector for `logs`."""
+        if num_steps not in self._functions:
+
+            def call(iterator: Any) -> tf.Tensor:
+                return self._run_steps(iterator, num_steps)
+
+            self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
+        return self._functions[num_steps]
+
+    def logs(self, packed: np.ndarray, num_steps: int) -> StepLogs:
+        """Reads what a call of `num_steps` steps returned."""
+        num_examples, staleness, rest = packed[0], packed[1 : 1 + num_steps], packed[1 + num_steps :]
+        shapes = [initial.shape for initial in self._reader.initial_values]
+        parts = np.split(rest, np.cumsum([math.prod(shape) for shape in shapes])[:-1]) if shapes else []
+        values = tuple(part.reshape(shape) for part, shape in zip(parts, shapes))
+        return StepLogs(num_steps, int(num_examples), staleness.astype(np.int64), MetricTotals(self._reader, values))
+
+    def _run_steps(self, iterator: Any, num_steps: int) -> tf.Tensor:
+        metrics = [
+            tf.constant(initial, variable.dtype)
+            for initial, variable in zip(self._reader.initial_values, self._replica_step.metrics)
+        ]
+        num_examples = tf.constant(0, tf.int64)
+        staleness = []
+        for _ in range(num_steps):
+            batch, seeds = next(iterator)
+            pulled = self._store.pull()
+            output = self._replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
+            step = self._store.push(output.gradients, output.state_deltas)
+            metrics = output.metrics
+            num_examples += tf.cast(batch_size_of(batch), tf.int64)
+            staleness.append(step - 1 - pulled.global_step)
+        # One tensor, because each one that is fetched from a worker costs a round trip.
+        return _pack([num_examples, *staleness, *metrics])
+
+
+class CallSizer:
+    """Decides how many steps the next call unrolls.
+
+    With `auto` it starts with single steps and doubles, in powers of two so that few functions are traced, until a
+    call takes a few tens of milliseconds: models with slow steps are never unrolled for nothing.
+
+    Args:
+        steps_per_call: a fixed number of steps, or None for `auto`.
+        num_workers: how many workers share the steps.
+    """
+
+    def __init__(self, steps_per_call: int | None, num_workers: int) -> None:
+        self._fixed = steps_per_call
+        self._num_workers = num_workers
+        self._auto = 1
+        self._fastest: dict[int, float] = {}
+
+    @property
+    def steps_per_call(self) -> int:
+        """The steps of a call when there is no lack of steps."""
+        return self._fixed or self._auto
+
+    def next_size(self, remaining: int) -> int:
+        """Steps of the next call when `remaining` are left to hand out."""
+        if self._fixed is not None and remaining >= self._fixed:
+            return self._fixed
+        size = min(self.steps_per_call, remaining)
+        if self._fixed is None:
+            # Near the end every worker still gets its share.
+            size = min(size, math.ceil(remaining / self._num_workers))
+        return 1 << (size.bit_length() - 1)
+
+    def observe(self, num_steps: int, secs: float) -> None:
+        """Learns from a call that took `secs` from when a worker could take it until its result was here."""
+        best = self._fastest[num_steps] = min(secs, self._fastest.get(num_steps, secs))
+        if num_steps == self._auto and best * 2 <= _AUTO_CALL_SECS and self._auto * 2 <= _AUTO_MAX_STEPS:
+            self._auto *= 2
+
+
+class Stopwatch:
+    """Seconds since the last `lap`."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        secs, self._last = now - self._last, now
+        return secs
+
+
+def _pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)

@@ -1,0 +1,148 @@
+"""`parameter_server`: asynchronous training, each worker at its own pace against shared parameters.
+
+After DistBelief (Dean et al., 2012) and TF1's between-graph replication: a worker pulls the parameters, computes a
+gradient on its own batch and pushes it; nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from kdist.cluster.coordinator import Coordinator, describe_lost, iterator_spec
+from kdist.cluster.local import LocalCluster
+from kdist.cluster.spec import ClusterShape
+from kdist.data import worker_arguments
+from kdist.errors import ClusterError, ConfigError, TaskError
+from kdist.parameters.apply import check_slots_only
+from kdist.parameters.placement import POLICIES
+from kdist.strategies.base import Program
+from kdist.strategies.calls import StepLogs, Stopwatch
+from kdist.strategies.stored import StoredStrategy, prepare
+
+# A second call waits at each worker while the first runs; more would only sit in the chief's memory.
+_CALLS_IN_FLIGHT_PER_WORKER = 2
+_WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
+
+
+class ParameterServer(StoredStrategy):
+    """Asynchronous parameter servers over TensorFlow's `ClusterCoordinator`.
+
+    Args:
+        shape: how many servers and workers to start on this machine.
+        placement: which server holds which variable; see `kdist.parameters.placement.place`.
+        start_timeout: seconds within which every task must serve.
+        step_timeout: seconds without any result after which the run is given up.
+    """
+
+    name: ClassVar[str] = "parameter_server"
+    is_asynchronous: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        shape: ClusterShape,
+        *,
+        placement: str = "round_robin",
+        start_timeout: float = 120.0,
+        step_timeout: float = 300.0,
+    ) -> None:
+        if placement not in POLICIES:
+            raise ConfigError(f"strategy.placement={placement}: choose one of {', '.join(POLICIES)}")
+        self._shape = shape
+        self._placement = placement
+        self._start_timeout = start_timeout
+        self._step_timeout = step_timeout
+        self._cluster: LocalCluster | None = None
+        self._coordinator: Coordinator | None = None
+        self._iterators: Any = None
+
+    def start(self, program: Program) -> None:
+        self._cluster = LocalCluster(self._shape, program.log_dir, start_timeout=self._start_timeout)
+        self._cluster.launch()
+        # While the tasks come up, the chief builds the model.
+        self._program = prepare(program, self._shape.num_workers)
+        check_slots_only(program.model.optimizer, self._program.replica_step.trainable)
+        self.plan = self._program.plan(self._shape.num_ps, self._placement)
+        self._cluster.wait()
+        self._coordinator = Coordinator(
+            self._cluster.spec, timeout=self._step_timeout, lost_tasks=self._cluster.lost_tasks
+        )
+        devices = [task.device for task in self._shape.tasks if task.job == "ps"]
+        self._store = self._program.store(devices, self.plan)
+        self._make_dataset = self._program.trace_dataset()
+        self._calls = self._program.calls(self._store, iterator_spec(self._make_dataset))
+        self._sizer = self._program.sizer()
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        self._warming_up = False
+        try:
+            return self._run(num_steps, interrupted)
+        except tf.errors.OpError as error:
+            raise self._explained(error) from error
+
+    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        coordinator, iterators = self._started()
+        in_flight: deque[tuple[Any, int, bool]] = deque()
+        logs: StepLogs | None = None
+        remaining = num_steps
+        watch = Stopwatch()
+        while remaining or in_flight:
+            if interrupted():
+                remaining = 0
+            while remaining and len(in_flight) < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers:
+                size = self._sizer.next_size(remaining)
+                traced = self._calls.traced(size)
+                self._warming_up |= not traced
+                in_flight.append((coordinator.schedule(self._calls.function(size), iterators), size, traced))
+                remaining -= size
+            if not in_flight:
+                break
+            value, size, traced = in_flight.popleft()
+            packed = coordinator.result(value)
+            secs = watch.lap()
+            if not self._warming_up:
+                # Results arrive from all workers in turn.
+                self._sizer.observe(size, secs * self._shape.num_workers)
+            more = self._calls.logs(packed, size)
+            logs = more if logs is None else logs + more
+        return logs
+
+    def stop(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.stop()
+        self._coordinator = self._iterators = None
+        if self._cluster is not None:
+            self._cluster.stop()
+        self._cluster = None
+        # Whatever stood for something on the tasks goes now, not when Python happens to collect it.
+        for name in ("_program", "_store", "_calls", "_make_dataset"):
+            vars(self).pop(name, None)
+        gc.collect()
+
+    def _started(self) -> tuple[Coordinator, Any]:
+        """The coordinator, and the workers' iterators, which are made when the first step runs."""
+        if self._coordinator is None:
+            raise RuntimeError("run() before start() or after stop()")
+        if self._iterators is None:
+            data, num_workers, first_step = self._program.program.data, self._shape.num_workers, self.global_step()
+            self._iterators = self._coordinator.per_worker_iterators(
+                self._make_dataset,
+                lambda worker_index: worker_arguments(data, worker_index, num_workers, first_step),
+            )
+        return self._coordinator, self._iterators
+
+    def _explained(self, error: tf.errors.OpError) -> ClusterError | TaskError:
+        """What an error of TensorFlow's runtime means: a lost task, or the user's own error on some worker."""
+        lost = self._cluster.lost_tasks() if self._cluster is not None else {}
+        if lost:
+            return ClusterError(describe_lost(lost))
+        jobs = _WORKER_IN_MESSAGE.findall(error.message)
+        workers = [index for job, index in jobs if job == "worker"]
+        if isinstance(error, tf.errors.UnavailableError):
+            return ClusterError(f"a task is out of reach: {error.message}")
+        return TaskError(f"worker:{workers[0]}" if workers else "a worker", error)

@@ -1,0 +1,60 @@
+"""`single`: every step in the chief's own process. The plain case that the others are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec
+
+from kdist.cluster.spec import CHIEF
+from kdist.data import worker_arguments
+from kdist.errors import TaskError
+from kdist.strategies.base import Program
+from kdist.strategies.calls import StepLogs, Stopwatch
+from kdist.strategies.stored import StoredStrategy, prepare
+
+
+class Single(StoredStrategy):
+    """One replica, one process, no servers."""
+
+    name: ClassVar[str] = "single"
+
+    def __init__(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+
+    def start(self, program: Program) -> None:
+        self._program = prepare(program, num_workers=1)
+        self._store = self._program.store([""], self._program.plan(1, "round_robin"))
+        self._make_dataset = self._program.trace_dataset()
+        element_spec = self._make_dataset.structured_outputs.element_spec
+        self._calls = self._program.calls(self._store, IteratorSpec(element_spec))
+        self._sizer = self._program.sizer()
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        if self._iterator is None:
+            arguments = worker_arguments(self._program.program.data, 0, 1, self.global_step())
+            self._iterator = iter(self._make_dataset(*arguments))
+        self._warming_up = False
+        logs: StepLogs | None = None
+        remaining = num_steps
+        while remaining and not interrupted():
+            size = self._sizer.next_size(remaining)
+            traced = self._calls.traced(size)
+            self._warming_up |= not traced
+            function = self._calls.function(size)
+            watch = Stopwatch()
+            try:
+                packed = function(self._iterator).numpy()
+            except tf.errors.OpError as error:
+                raise TaskError(str(CHIEF), error) from error
+            if traced:
+                self._sizer.observe(size, watch.lap())
+            more = self._calls.logs(packed, size)
+            logs = more if logs is None else logs + more
+            remaining -= size
+        return logs
+
+    def stop(self) -> None:
+        self._iterator = None

@@ -1,0 +1,114 @@
+"""What strategies over a `ParameterStore` share: building the program's pieces, reading and writing the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.data import worker_dataset
+from kdist.parameters.apply import optimizer_state
+from kdist.parameters.names import variable_names
+from kdist.parameters.placement import Plan, Variable, place
+from kdist.parameters.store import ParameterStore
+from kdist.replica import ReplicaStep
+from kdist.strategies.base import Program, Strategy
+from kdist.strategies.calls import CallSizer, UnrolledCalls
+
+
+class StoredStrategy(Strategy):
+    """A strategy whose values live in a `ParameterStore`. Subclasses set `_store` in `start`."""
+
+    _store: ParameterStore
+    _warming_up = True
+
+    def global_step(self) -> int:
+        return self._store.global_step()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._store.shapes
+
+    def read(self) -> dict[str, np.ndarray]:
+        return self._store.read()
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self._store.write(values)
+
+    @property
+    def warming_up(self) -> bool:
+        return self._warming_up
+
+
+@dataclass(frozen=True)
+class PreparedProgram:
+    """A program with its model built.
+
+    Attributes:
+        program: what was prepared.
+        replica_step: its step.
+        num_workers: how many workers share it.
+    """
+
+    program: Program
+    replica_step: ReplicaStep
+    num_workers: int
+
+    def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
+        """The function that makes one worker's dataset. Workers know only what was traced after they joined."""
+        return worker_dataset(
+            self.program.data,
+            num_workers=self.num_workers,
+            batch_size=self.program.batch_size,
+            num_seeds=len(self.replica_step.seeds),
+            seed=self.program.seed,
+        )
+
+    def plan(self, num_servers: int, policy: str) -> Plan:
+        """Where each variable goes, its slots counted in."""
+        return place(self._described_variables(), num_servers, policy)
+
+    def store(self, devices: Sequence[str], plan: Plan) -> ParameterStore:
+        """Makes the variables on `devices`."""
+        step = self.replica_step
+        names = [variable.name for variable in plan.variables]
+        return ParameterStore(step.trainable, step.state, names, self.program.model.optimizer, devices, plan)
+
+    def calls(self, store: ParameterStore, iterator_spec: tf.TypeSpec) -> UnrolledCalls:
+        """The functions of this program over `store`."""
+        return UnrolledCalls(self.replica_step, store, iterator_spec)
+
+    def sizer(self) -> CallSizer:
+        return CallSizer(self.program.steps_per_call, self.num_workers)
+
+    def _described_variables(self) -> list[Variable]:
+        step = self.replica_step
+        names = variable_names(self.program.model, [*step.trainable, *step.state])
+        slots = optimizer_state(self.program.model.optimizer, step.trainable, names[: len(step.trainable)])
+        described = []
+        for name, variable in zip(names, [*step.trainable, *step.state]):
+            beside = [slot for key, slot in slots.items() if key.rpartition("/")[0] == f"slots/{name}"]
+            num_bytes = sum(prod(v.shape) * tf.as_dtype(v.dtype).size for v in [variable, *beside])
+            described.append(Variable(name, tuple(variable.shape), num_bytes))
+        return described
+
+
+def prepare(program: Program, num_workers: int) -> PreparedProgram:
+    """Builds the model for the batches of its data; needs no task yet.
+
+    Raises:
+        ConfigError: a model that cannot be trained so.
+    """
+    example = worker_dataset(
+        program.data,
+        num_workers=num_workers,
+        batch_size=program.batch_size,
+        # The model is built for the shape of a batch; how many seeds it needs is known afterwards.
+        num_seeds=0,
+        seed=program.seed,
+    )
+    batch_spec, _ = example.structured_outputs.element_spec
+    return PreparedProgram(program, ReplicaStep(program.model, batch_spec), num_workers)

@@ -1,0 +1,450 @@
+"""`Trainer`: distributed training with the methods of a Keras model."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist import console, strategies
+from kdist.checkpoint import Checkpoints
+from kdist.cluster.spec import ClusterShape
+from kdist.data import DataContext, split_validation, training_data
+from kdist.epochs import EpochRecorder
+from kdist.errors import ConfigError
+from kdist.hooks import CheckpointSaver, Hook, StopAtStep, default_hooks
+from kdist.native_log import native_log
+from kdist.parameters.local import write_to_model
+from kdist.parameters.picture import draw_plan
+from kdist.replica import check_model
+from kdist.result import Gradients, Result
+from kdist.session import TrainSession
+from kdist.signals import StopSignals
+from kdist.strategies.base import Program
+from kdist.summaries import Summaries
+from kdist.version import __version__
+
+
+class Trainer:
+    """Trains a compiled Keras model on a cluster.
+
+    Args:
+        build_model: a function that returns a compiled `keras.Model`, or such a model.
+        cluster: `NpsMw` starts N parameter servers and M workers on this machine for the time of a `fit`; `local` is
+            this process.
+        strategy: `parameter_server`, `single`, or `auto` to pick by the cluster.
+        run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A folder
+            with checkpoints is resumed.
+        hooks: beside the default hooks, or instead of the one of the same class.
+        name: shown in the first line and used for the default `run_dir`; the script's name if None.
+        steps_per_call: steps that a worker runs for one call of the chief; `auto` fits them to the model.
+        resume: `auto`, `never` or `must`; see `TrainSession`.
+        seed: makes shuffling and Dropout repeatable; random if None.
+        placement: which server holds which variable: `round_robin` or `greedy`.
+        start_timeout: seconds within which every task must serve.
+        step_timeout: seconds without any progress after which a run is given up.
+        use_default_hooks: whether the default hooks are there at all.
+
+    Raises:
+        ConfigError: a value that is not allowed, or a model that cannot be trained so.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[], keras.Model] | keras.Model,
+        cluster: str = "local",
+        strategy: str = "auto",
+        *,
+        run_dir: str | Path | None = None,
+        hooks: Sequence[Hook] = (),
+        name: str | None = None,
+        steps_per_call: int | str = "auto",
+        resume: str = "auto",
+        seed: int | None = None,
+        placement: str = "round_robin",
+        start_timeout: float = 120.0,
+        step_timeout: float = 300.0,
+        use_default_hooks: bool = True,
+    ) -> None:
+        self.shape = ClusterShape.parse(cluster)
+        self.strategy = strategies.resolve(strategy, self.shape)
+        self.name = name or Path(sys.argv[0]).stem or "python"
+        self.run_dir = Path(run_dir) if run_dir is not None else _new_run_dir(self.name)
+        self.hooks = _with_defaults(hooks) if use_default_hooks else list(hooks)
+        self._build_model = build_model
+        self._model: keras.Model | None = None
+        self._steps_per_call = _checked_steps_per_call(steps_per_call)
+        self._resume: str | None = resume
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._shuffle_seed = seed
+        self._strategy_options: dict[str, Any] = {
+            "placement": placement,
+            "start_timeout": start_timeout,
+            "step_timeout": step_timeout,
+        }
+        self.result = Result()
+
+    @property
+    def model(self) -> keras.Model:
+        """The model: an ordinary local Keras model, with the trained values as soon as `fit` returns."""
+        if self._model is None:
+            built = self._build_model if isinstance(self._build_model, keras.Model) else self._build_model()
+            if not isinstance(built, keras.Model):
+                raise ConfigError(f"the model function returned {type(built).__name__}; it must return a keras.Model")
+            check_model(built)
+            self._model = built
+        return self._model
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Collection[int] = 1,
+        *,
+        steps: int | None = None,
+        validation_every_steps: int | None = None,
+    ) -> keras.callbacks.History:
+        """Trains the model, as `keras.Model.fit` does.
+
+        The first `fit` of a trainer resumes from the newest checkpoint in `run_dir`; a later one goes on from `model`.
+
+        Args:
+            x: arrays (also in dicts or tuples), a `tf.data.Dataset` of batches, or a function
+                `(DataContext) -> tf.data.Dataset` of batches. Workers read different parts and repeat them without end.
+            y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
+                part of its elements.
+            batch_size: examples per replica and step; 32 if None. Every step has a full batch: the last of an epoch is
+                filled up from the next.
+            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters.
+            verbose: 0 prints nothing.
+            callbacks: not supported; use hooks.
+            validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras;
+                besides, the final parameters are always validated.
+            steps: the global step to stop at; `epochs` does not count then.
+            validation_every_steps: validate at multiples of this global step as well.
+
+        Returns:
+            The `History` of this fit, by epochs.
+
+        Raises:
+            ConfigError: arguments, data or a model that cannot be used.
+            TaskError: the model or the data failed on a task.
+            ClusterError: a task was lost, or stopped answering.
+            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint was saved and the tasks ended.
+        """
+        if callbacks:
+            raise ConfigError("fit(callbacks=...) is not supported; use hooks (kdist.hooks)")
+        if validation_split:
+            (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
+        history = keras.callbacks.History()
+        history.set_model(self.model)
+        history.on_train_begin()
+        with self.session(
+            x,
+            y,
+            batch_size=batch_size,
+            steps=steps,
+            epochs=epochs - initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            verbose=verbose,
+            history=history,
+            validation_data=validation_data,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            validation_every_steps=validation_every_steps,
+        ) as session:
+            while not session.should_stop():
+                session.run()
+        return history
+
+    @contextmanager
+    def session(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        verbose: int | str = "auto",
+        history: keras.callbacks.History | None = None,
+        validation_data: Any = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Collection[int] = 1,
+        validation_every_steps: int | None = None,
+    ) -> Iterator[TrainSession]:
+        """The loop in your own hands; `fit` is this with a loop of two lines.
+
+            with trainer.session(x, y, steps=2000) as session:
+                while not session.should_stop():
+                    session.run()
+
+        Args: those of `fit`. With neither `steps` nor `epochs`, only hooks and the caller stop the session.
+
+        Yields:
+            The session, started. When it ends `model` has the trained values, and `model.keras` and `result.json` are
+            in `run_dir`.
+        """
+        if x is None:
+            raise ConfigError("fit needs data: x is None")
+        print_line = console.print_line if verbose else _print_nothing
+        data = training_data(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            seed=self._shuffle_seed,
+        )
+        steps_per_epoch = steps_per_epoch or data.steps_per_epoch
+        recorder = EpochRecorder(
+            history if history is not None else keras.callbacks.History(),
+            steps_per_epoch=steps_per_epoch,
+            validate=self._validation(
+                validation_data, batch_size=validation_batch_size or batch_size, steps=validation_steps
+            ),
+            validation_freq=validation_freq,
+            validation_every_steps=validation_every_steps,
+        )
+        session = TrainSession(
+            strategies.create(self.strategy, self.shape, **self._strategy_options),
+            Program(
+                model=self.model,
+                data=data,
+                batch_size=batch_size,
+                steps_per_call=self._steps_per_call,
+                seed=self._seed,
+                log_dir=self.run_dir / "logs",
+            ),
+            self._session_hooks(recorder, has_last_step=bool(steps or epochs)),
+            checkpoints=Checkpoints(self.run_dir / "checkpoints"),
+            summaries=Summaries(self.run_dir / "tb"),
+            last_step=self._last_step(steps, epochs, steps_per_epoch),
+            resume=self._resume,
+            print_line=print_line,
+        )
+        print_line(f"kdist {__version__} | {self.name} | {self.strategy} on {self.shape}")
+        print_line(f"run dir   {self.run_dir}      tensorboard --logdir {_top_of(self.run_dir)}")
+        started = time.monotonic()
+        signals = StopSignals(session)
+        try:
+            with native_log(self.run_dir / "logs" / "chief-0.log"), signals, session:
+                self._resume = None
+                self._write_placement(session)
+                yield session
+                self._read_back(session)
+            self._finish("preempted" if session.interrupted else "done", session, recorder, started)
+        except BaseException as error:
+            self._finish("failed", session, recorder, started, error)
+            raise
+        if session.interrupted:
+            newest = session.checkpoints.newest()
+            print_line(f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}")
+            signals.raise_received()
+        self._save_model()
+        print_line(
+            console.done_line(
+                session.global_step,
+                session.last_step,
+                recorder.validation_logs or recorder.train_logs,
+                str(session.stopped_by),
+                time.monotonic() - started,
+            )
+        )
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | str = 0,
+        sample_weight: Any = None,
+        steps: int | None = None,
+    ) -> dict[str, float]:
+        """Loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)`.
+
+        Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
+        """
+        logs = self.model.evaluate(
+            _local_data(x, batch_size),
+            y,
+            batch_size=batch_size,
+            verbose=verbose,
+            sample_weight=sample_weight,
+            steps=steps,
+            return_dict=True,
+        )
+        return {"loss": logs.pop("loss"), **logs}
+
+    def predict(
+        self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None
+    ) -> Any:
+        """Outputs of the present parameters, as `keras.Model.predict`."""
+        return self.model.predict(_local_data(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+
+    def _validation(
+        self, data: Any, *, batch_size: int | None, steps: int | None
+    ) -> Callable[[TrainSession], dict[str, float]] | None:
+        """What validates the present parameters of a session on `validation_data`; None without such data."""
+        if data is None:
+            return None
+        if isinstance(data, tf.data.Dataset) or callable(data):
+            x, y, sample_weight = data, None, None
+        else:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+
+        def validate(session: TrainSession) -> dict[str, float]:
+            self._read_back(session)
+            return self.evaluate(x, y, batch_size=batch_size, sample_weight=sample_weight, steps=steps)
+
+        return validate
+
+    def _session_hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
+        """The hooks in their order: savers last, so that what another hook raises comes before a save."""
+        hooks = list(self.hooks)
+        if has_last_step and not any(isinstance(hook, StopAtStep) for hook in hooks):
+            hooks.append(StopAtStep())
+        savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
+        return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
+
+    def _last_step(self, steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> int | None:
+        if steps is not None:
+            if steps < 1:
+                raise ConfigError(f"steps={steps}: must be at least 1")
+            return steps
+        if epochs is None:
+            return None
+        if epochs < 1:
+            raise ConfigError(f"epochs={epochs}: must be at least 1")
+        if steps_per_epoch is None:
+            raise ConfigError("the length of the data is not known: give steps (train.steps) or steps_per_epoch")
+        return int(self.model.optimizer.iterations) + epochs * steps_per_epoch
+
+    def _read_back(self, session: TrainSession) -> None:
+        write_to_model(self.model, session.strategy.read())
+
+    def _write_placement(self, session: TrainSession) -> None:
+        plan = session.strategy.plan
+        if plan is not None:
+            (self.run_dir / "placement.txt").write_text(plan.table())
+            draw_plan(plan, self.run_dir / "placement.png")
+
+    def _save_model(self) -> None:
+        unfinished = self.run_dir / ".unfinished.keras"
+        try:
+            self.model.save(unfinished)
+            unfinished.replace(self.run_dir / "model.keras")
+        except (NotImplementedError, TypeError, ValueError, OSError) as error:
+            # A model without get_config trains as well as any other; its weights are in the checkpoint.
+            warnings.warn(f"kdist: model.keras could not be written ({error}); the weights are in checkpoints/", stacklevel=2)
+
+    def _finish(
+        self,
+        status: str,
+        session: TrainSession,
+        recorder: EpochRecorder,
+        started: float,
+        error: BaseException | None = None,
+    ) -> None:
+        """Writes the account of a session that has ended."""
+        account = session.account
+        self.result = Result(
+            status=status,
+            global_step=session.global_step,
+            stopped_by=session.stopped_by,
+            strategy=self.strategy,
+            cluster=str(self.shape),
+            workers=max(1, self.shape.num_workers),
+            steps_per_second=account.steps_per_second,
+            examples_per_second=account.examples_per_second,
+            seconds=time.monotonic() - started,
+            examples=account.num_examples,
+            metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
+            gradients=Gradients(
+                applied=account.applied,
+                staleness_mean=account.staleness_sum / account.applied if account.applied else 0.0,
+                staleness_max=account.staleness_max,
+            ),
+            extra_steps=account.extra_steps,
+            error=None if error is None else str(error) or type(error).__name__,
+        )
+        self.result.write(self.run_dir)
+
+
+def _with_defaults(hooks: Sequence[Hook]) -> list[Hook]:
+    """The default hooks, each replaced by the given ones of its class; then the other given ones."""
+    given = list(hooks)
+    merged: list[Hook] = []
+    for default in default_hooks():
+        replacements = [hook for hook in given if isinstance(hook, type(default))]
+        merged += replacements or [default]
+    return [*merged, *(hook for hook in given if hook not in merged)]
+
+
+def _checked_steps_per_call(steps_per_call: int | str) -> int | None:
+    if steps_per_call == "auto":
+        return None
+    if not isinstance(steps_per_call, int) or steps_per_call < 1:
+        raise ConfigError(f"steps_per_call={steps_per_call}: must be at least 1, or auto")
+    return steps_per_call
+
+
+def _new_run_dir(name: str) -> Path:
+    """`runs/<name>/<date_time>`, made here so that two runs of one second differ."""
+    base = Path("runs") / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    number = 1
+    run_dir = base
+    while True:
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:
+            number += 1
+            run_dir = base.with_name(f"{base.name}_{number}")
+
+
+def _local_data(x: Any, batch_size: int | None) -> Any:
+    """`x` for a local Keras model: a dataset function is called for the one reader there is."""
+    if callable(x) and not hasattr(x, "__array__") and not isinstance(x, tf.data.Dataset):
+        return x(DataContext(tf.constant(0, tf.int64), 1, batch_size))
+    return x
+
+
+def _top_of(run_dir: Path) -> str:
+    return str(run_dir) if run_dir.is_absolute() else run_dir.parts[0]
+
+
+def _print_nothing(line: str) -> None:
+    pass
