@@ -5,13 +5,16 @@ TensorFlow is imported only once the config is known to be right.
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,17 +68,14 @@ def run(arguments: list[str]) -> int:
         return 0
     try:
         _run_hydra(arguments)
-    except KdistError as error:
-        _print_error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         print("kdist: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
-    except Exception as error:  # noqa: BLE001 - the user's own error, from a model, data function or hook
-        _print_users_error(error)
-        return 1
+    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        _print_error(error)
+        return error.exit_code if isinstance(error, KdistError) else 1
     return 0
 
 
@@ -91,6 +91,7 @@ def help_text() -> str:
 
 
 def _run_hydra(arguments: list[str]) -> None:
+    """Runs the job, or with `-m` all jobs of a sweep; then raises the first error that a job ended with."""
     from hydra import main as hydra_main
     from hydra._internal.utils import get_args_parser
     from hydra.errors import HydraException
@@ -104,15 +105,27 @@ def _run_hydra(arguments: list[str]) -> None:
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
         # Before Hydra makes the run dir, so that a wrong config leaves nothing behind.
         _check(parsed.overrides)
-    # Hydra would print its errors itself and exit with 1.
+    failures: list[Exception] = []
+
+    def job(config: DictConfig) -> float | None:
+        # Hydra would print a traceback of its own, and end a sweep at its first failure.
+        try:
+            return _job(config)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+            if parsed.multirun:
+                _print_error(error)
+            return None
+
+    # Hydra would print its own errors itself and exit with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], *arguments]
     try:
-        hydra_main(version_base="1.3", config_path="pkg://kdist.conf", config_name="config")(_job)()
+        hydra_main(version_base="1.3", config_path="pkg://kdist.conf", config_name="config")(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(error) from None
-    finally:
-        os.environ.pop("HYDRA_FULL_ERROR", None)
+    if failures:
+        raise failures[0]
 
 
 def _check(overrides: list[str]) -> None:
@@ -123,6 +136,13 @@ def _check(overrides: list[str]) -> None:
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
+    from kdist.cluster.spec import ClusterShape
+
+    for override in overrides:
+        group, _, value = override.partition("=")
+        if group == "cluster" and value.isdecimal():
+            # Hydra reads a number where it wants a name, and says so in its own terms.
+            ClusterShape.parse(value)
     try:
         with initialize_config_module(config_module="kdist.conf", version_base="1.3"):
             config = compose("config", overrides, return_hydra_config=True)
@@ -153,7 +173,6 @@ def _job(config: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
 
     checked = _checked(config)
-    os.environ.pop("HYDRA_FULL_ERROR", None)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
@@ -178,7 +197,7 @@ def _explained(error: Exception) -> ConfigError:
         options = sorted(name for name in error.options if not name.startswith("_"))
         return ConfigError(f"{group}={option}: there is no such {group}; choose one of {', '.join(options)}")
     key = getattr(cause, "full_key", None) or _quoted_key(str(error))
-    if key and ("not in struct" in str(cause) or "Could not override" in str(error) and "not in" in str(cause)):
+    if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
         near = _nearest(key)
         hint = f"did you mean {near}?" if near else "--help lists the keys"
         return ConfigError(f"{key}: there is no such key; {hint}")
@@ -213,34 +232,34 @@ def _known_hook_keys() -> list[str]:
 def _described_keys() -> list[str]:
     from kdist.schema import Config
 
-    rows = [(key, default, meaning) for key, default, meaning in _walk(Config) if "." in key or key in ("loss", "metrics")]
+    rows = [
+        (key, default, meaning) for key, default, meaning in _walk(Config) if "." in key or key in ("loss", "metrics")
+    ]
     width = max(len(key) for key, _, _ in rows)
     return [f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows]
 
 
 def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
-    """Every key of a schema with its default and the first sentence of its docstring."""
+    """Every key of a schema with its default and its meaning."""
     meanings = _field_docstrings(schema)
-    instance = schema()
     for item in fields(schema):
-        value = getattr(instance, item.name)
+        make_default: Any = item.default_factory
+        value = make_default() if item.default is MISSING else item.default
         default = "null" if value is None else str(value)
         yield f"{prefix}{item.name}", "" if is_dataclass(value) else default, meanings[item.name]
         if is_dataclass(value):
             yield from _walk(type(value), f"{prefix}{item.name}.")
 
 
-def _field_docstrings(schema: type) -> Mapping[str, str]:
+def _field_docstrings(schema: type) -> dict[str, str]:
     """The string behind each field of a dataclass, which Python itself does not keep."""
-    import ast
-    import inspect
-
-    body = ast.parse(inspect.getsource(schema)).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(body, body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    definition = ast.parse(inspect.getsource(schema)).body[0]
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    meanings = {}
+    for item, text in pairwise(body):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, ast.Expr):
+            meanings[item.target.id] = " ".join(ast.literal_eval(text.value).split())
+    return meanings
 
 
 def _conf() -> Any:
@@ -248,18 +267,21 @@ def _conf() -> Any:
 
 
 def _options(group: str) -> list[str]:
-    return sorted(path.name.removesuffix(".yaml") for path in (_conf() / group).iterdir() if path.name.endswith(".yaml"))
+    return sorted(
+        path.name.removesuffix(".yaml") for path in (_conf() / group).iterdir() if path.name.endswith(".yaml")
+    )
 
 
-def _print_error(error: KdistError) -> None:
-    print(f"kdist: error: {error}", file=sys.stderr)
-
-
-def _print_users_error(error: BaseException) -> None:
-    """The user's own error with the lines of the user's code that led to it; kdist's and TensorFlow's are left out."""
-    ours = (str(Path(__file__).parent), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)]
+def _print_error(error: Exception) -> None:
+    """One message; an error of the user's own code comes with the lines of that code that led to it."""
+    if isinstance(error, KdistError):
+        print(f"kdist: error: {error}", file=sys.stderr)
+        return
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     print(f"kdist: error: chief: {message}", file=sys.stderr)
+    ours = (str(Path(__file__).parent), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
+    ]
     for line in traceback.format_list(frames):
         print(line.rstrip(), file=sys.stderr)

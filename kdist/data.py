@@ -304,7 +304,9 @@ def _serialized_graph(dataset: tf.data.Dataset) -> tf.Tensor:
     """
     try:
         with tf.device("CPU:0"):
-            serialized = dataset._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
+            serialized = dataset._as_serialized_graph(
+                external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE
+            )
     except (tf.errors.OpError, ValueError) as error:
         raise ConfigError(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())

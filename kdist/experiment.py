@@ -31,9 +31,8 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
 
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
-    fit_arguments = _fit_arguments(config)
     trainer = Trainer(
-        lambda: build_model(config),
+        build_model(config),
         cluster=config.cluster.shape,
         strategy=config.strategy.name,
         run_dir=run_dir,
@@ -48,7 +47,7 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
         use_default_hooks=False,
     )
     trainer.fit(
-        **fit_arguments,
+        **_fit_arguments(config),
         batch_size=config.train.batch_size,
         steps=config.train.steps,
         epochs=config.train.epochs or 1,
@@ -104,8 +103,8 @@ def build_model(config: Config) -> keras.Model:
         # A model that had nothing is compiled only if it gets the two things that it needs.
         if not model.compiled and ("optimizer" not in arguments or "loss" not in arguments):
             raise ConfigError(
-                f"model {model.name} is not compiled: give both optimizer.name and loss in the config, or compile it in "
-                f"{config.model['_target_']}"
+                f"model {model.name} is not compiled: give both optimizer.name and loss in the config, or compile it "
+                f"in {config.model['_target_']}"
             )
         try:
             model.compile(**arguments)

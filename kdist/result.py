@@ -13,6 +13,17 @@ from pathlib import Path
 from typing import Any
 
 
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("kdist", "tensorflow", "keras", "hydra-core"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
+    return found
+
+
 @dataclass
 class Gradients:
     """What became of the gradients of this run.
@@ -66,7 +77,7 @@ class Result:
     restarts: dict[str, int] = field(default_factory=lambda: {"worker": 0, "cluster": 0})
     extra_steps: int = 0
     error: str | None = None
-    versions: dict[str, str] = field(default_factory=lambda: versions())
+    versions: dict[str, str] = field(default_factory=versions)
 
     def write(self, folder: Path) -> Path:
         """Writes `<folder>/result.json`, complete or not at all. NaN and infinity become null, as JSON wants it."""
@@ -76,17 +87,6 @@ class Result:
         unfinished.write_text(json.dumps(_as_json(asdict(self)), indent=2, allow_nan=False) + "\n")
         os.replace(unfinished, target)
         return target
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a run depends on."""
-    found = {"python": platform.python_version()}
-    for package in ("kdist", "tensorflow", "keras", "hydra-core"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
-    return found
 
 
 def _as_json(value: Any) -> Any:

@@ -90,7 +90,9 @@ class OptimizerConfig:
         if isinstance(self.learning_rate, (int, float)):
             _more_than_zero("optimizer.learning_rate", float(self.learning_rate))
         elif isinstance(self.learning_rate, str):
-            raise ConfigError(f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)")
+            raise ConfigError(
+                f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)"
+            )
 
 
 @dataclass
@@ -184,7 +186,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.train.steps is not None and self.train.epochs is not None:
             raise ConfigError(
-                f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one of them, set the other to null"
+                f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one, set the other to null"
             )
         for name in ("model", "data"):
             _check_target(name, getattr(self, name))

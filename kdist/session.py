@@ -1,8 +1,8 @@
 """`TrainSession`: the training loop with its hooks. What `MonitoredTrainingSession` was to TF1.
 
-    with TrainSession(strategy, program, hooks, ...) as session:
-        while not session.should_stop():
-            session.run()
+with TrainSession(strategy, program, hooks, ...) as session:
+    while not session.should_stop():
+        session.run()
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kdist import console
 from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.schema import RESUME_MODES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from kdist.checkpoint import Checkpoints
     from kdist.strategies.base import Program, Strategy
     from kdist.summaries import Summaries
-
-RESUME_MODES = ("auto", "never", "must")
 
 # The loop comes back at least this often, for hooks that go by the clock.
 _LONGEST_RUN_SECS = 1.0
@@ -43,7 +42,7 @@ class TrainSession:
         summaries: TensorBoard writers for the hooks.
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew and sets
-            older checkpoints aside.
+            older checkpoints aside. None starts from the model as it is and leaves checkpoints alone.
         print_line: takes lines about saving and loading.
         clock: seconds from any start; a test's own.
     """
@@ -57,11 +56,11 @@ class TrainSession:
         checkpoints: Checkpoints,
         summaries: Summaries,
         last_step: int | None = None,
-        resume: str = "auto",
+        resume: str | None = "auto",
         print_line: Callable[[str], None] = console.print_line,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if resume not in RESUME_MODES:
+        if resume is not None and resume not in RESUME_MODES:
             raise ConfigError(f"run.resume={resume}: choose one of {', '.join(RESUME_MODES)}")
         self.strategy = strategy
         self.program = program
@@ -194,7 +193,7 @@ class TrainSession:
     def _restore(self) -> None:
         if self._resume == "never":
             self.checkpoints.set_aside()
-        restored = self.checkpoints.restore(self.strategy.shapes)
+        restored = self.checkpoints.restore(self.strategy.shapes) if self._resume is not None else None
         if restored is not None:
             path, values = restored
             self.strategy.write(values)

@@ -271,7 +271,9 @@ class Trainer:
             raise
         if session.interrupted:
             newest = session.checkpoints.newest()
-            print_line(f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}")
+            print_line(
+                f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
+            )
             signals.raise_received()
         self._save_model()
         print_line(
@@ -308,9 +310,7 @@ class Trainer:
         )
         return {"loss": logs.pop("loss"), **logs}
 
-    def predict(
-        self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None
-    ) -> Any:
+    def predict(self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None) -> Any:
         """Outputs of the present parameters, as `keras.Model.predict`."""
         return self.model.predict(_local_data(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
 
@@ -368,7 +368,9 @@ class Trainer:
             unfinished.replace(self.run_dir / "model.keras")
         except (NotImplementedError, TypeError, ValueError, OSError) as error:
             # A model without get_config trains as well as any other; its weights are in the checkpoint.
-            warnings.warn(f"kdist: model.keras could not be written ({error}); the weights are in checkpoints/", stacklevel=2)
+            warnings.warn(
+                f"kdist: model.keras could not be written ({error}); the weights are in checkpoints/", stacklevel=2
+            )
 
     def _finish(
         self,

@@ -99,12 +99,14 @@ def _read_npz(path: str) -> tuple[np.ndarray, ...]:
             arrays = tuple(archive[name] for name in _ARRAYS)
     except FileNotFoundError:
         raise ConfigError(f"data.path={path}: there is no such file; expected {_FORM}") from None
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"data.path={path}: {error}; expected {_FORM}") from None
+    except KeyError as error:
+        raise ConfigError(f"data.path={path}: holds no {error}; expected {_FORM}") from None
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):
+        raise ConfigError(f"data.path={path}: is no npz file that can be read; expected {_FORM}") from None
     for images, labels in (arrays[:2], arrays[2:]):
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or images.dtype != np.uint8:
             raise ConfigError(
-                f"data.path={path}: holds images {images.dtype} {images.shape} and labels {labels.shape}; expected {_FORM}"
+                f"data.path={path}: images are {images.dtype} {images.shape}, labels {labels.shape}; expected {_FORM}"
             )
     return arrays
 

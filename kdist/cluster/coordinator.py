@@ -106,9 +106,7 @@ class Coordinator:
                 raise ClusterError("no worker is left: " + describe_lost(lost))
             if time.monotonic() > deadline:
                 suspects = describe_lost(lost) if lost else "every task is alive but may be stopped or out of reach"
-                raise ClusterError(
-                    f"no worker answered for {self._timeout:g} s (cluster.step_timeout); {suspects}"
-                )
+                raise ClusterError(f"no worker answered for {self._timeout:g} s (cluster.step_timeout); {suspects}")
         return value.fetch()
 
     def stop(self) -> None:

@@ -56,4 +56,4 @@ class CheckpointSaver(Hook):
 
     def _save(self, session: TrainSession) -> None:
         session.save(keep=self._keep)
-        self._timer.acted(session.global_step)
+        self._timer.restart(session.global_step)

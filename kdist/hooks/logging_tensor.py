@@ -40,7 +40,7 @@ class LoggingTensor(Hook):
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.start(session.global_step)
+        self._timer.restart(session.global_step)
         self._restart()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -51,7 +51,7 @@ class LoggingTensor(Hook):
             rate = self._num_steps / self._seconds if self._seconds else None
             last_step = context.session.last_step
             self._print_line(console.train_line(values.global_step, last_step, self._totals.logs, rate))
-            self._timer.acted(values.global_step)
+            self._timer.restart(values.global_step)
             self._restart()
 
     def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:

@@ -34,7 +34,7 @@ class StepCounter(Hook):
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.start(session.global_step)
+        self._timer.restart(session.global_step)
         self._restart()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -49,7 +49,7 @@ class StepCounter(Hook):
                     "perf/examples_per_sec": self._num_examples / self._seconds,
                 }
                 context.session.summaries.scalars("train", scalars, values.global_step)
-            self._timer.acted(values.global_step)
+            self._timer.restart(values.global_step)
             self._restart()
 
     def due_in(self, step: int) -> int | None:

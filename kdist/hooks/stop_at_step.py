@@ -37,9 +37,7 @@ class StopAtStep(Hook):
 
     def after_create_session(self, session: TrainSession) -> None:
         if self.last_step is None:
-            self.last_step = (
-                session.last_step if self._num_steps is None else session.global_step + self._num_steps
-            )
+            self.last_step = session.last_step if self._num_steps is None else session.global_step + self._num_steps
         self._stop_if_reached(session)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:

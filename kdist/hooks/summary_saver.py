@@ -41,7 +41,7 @@ class SummarySaver(Hook):
         self._staleness: list[np.ndarray] = []
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.start(session.global_step)
+        self._timer.restart(session.global_step)
         self._totals, self._staleness = None, []
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -68,4 +68,4 @@ class SummarySaver(Hook):
         if session.is_asynchronous:
             session.summaries.histogram("train", "async/staleness", np.concatenate(self._staleness), step)
         self._totals, self._staleness = None, []
-        self._timer.acted(step)
+        self._timer.restart(step)

@@ -11,8 +11,8 @@ from kdist.errors import ConfigError
 class Timer:
     """Says when something is due: at multiples of `every_steps`, or `every_secs` after the last time.
 
-    TF1's timer counted from the last trigger; multiples give the same steps for a run that starts at 0, and let hooks
-    share the boundaries that the session has to stop at, also after a resume from an odd step.
+    With both, whichever comes first. TF1's timer counted steps from the last trigger; multiples give the same steps for
+    a run that starts at 0, and let hooks share the boundaries that the session has to stop at, also after a resume.
 
     Args:
         every_steps: act at global steps divisible by this; at least 1.
@@ -21,7 +21,7 @@ class Timer:
         clock: seconds from any start; a test's own.
 
     Raises:
-        ConfigError: neither or both are given, or one is out of range.
+        ConfigError: neither is given, or one is out of range.
     """
 
     def __init__(
@@ -32,11 +32,8 @@ class Timer:
         owner: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if (every_steps is None) == (every_secs is None):
-            raise ConfigError(
-                f"{owner}: give exactly one of every_steps and every_secs (every_steps={every_steps}, "
-                f"every_secs={every_secs}); set the other one to null"
-            )
+        if every_steps is None and every_secs is None:
+            raise ConfigError(f"{owner}: give every_steps or every_secs; to remove the hook set {owner}=null")
         if every_steps is not None and every_steps < 1:
             raise ConfigError(f"{owner}.every_steps={every_steps}: must be at least 1")
         if every_secs is not None and every_secs <= 0:
@@ -47,21 +44,17 @@ class Timer:
         self._last_step = 0
         self._last_time = clock()
 
-    def start(self, step: int) -> None:
-        """Starts at `step` now."""
+    def restart(self, step: int) -> None:
+        """Starts anew at `step`, now: at the start of a session, and when the thing was done."""
         self._last_step = step
         self._last_time = self._clock()
 
     def due(self, step: int) -> bool:
-        """Whether to act at `step`: a multiple, or the time, was reached since the last time."""
-        if self._every_steps is not None:
-            return step // self._every_steps > self._last_step // self._every_steps
+        """Whether to act at `step`: a multiple, or the time, was reached since the last start."""
+        if self._every_steps is not None and step // self._every_steps > self._last_step // self._every_steps:
+            return True
         return self._every_secs is not None and self._clock() - self._last_time >= self._every_secs
 
-    def acted(self, step: int) -> None:
-        """Notes that it was done at `step`, now."""
-        self.start(step)
-
     def due_in(self, step: int) -> int | None:
-        """Steps from `step` to the next multiple; None if seconds decide."""
+        """Steps from `step` to the next multiple; None if only seconds decide."""
         return None if self._every_steps is None else self._every_steps - step % self._every_steps

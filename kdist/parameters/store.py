@@ -114,10 +114,7 @@ class ParameterStore:
         values = [variable.value for variable in self._variables]
         with tf.device(self._devices[0]):
             step = self._step.read_value()
-        if self._is_remote:
-            values = self._transport_to_worker(values)
-        else:
-            values = [value.read_value() for value in values]
+        values = self._transport_to_worker(values) if self._is_remote else [value.read_value() for value in values]
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], tf.identity(step))
 
     def push(self, gradients: Sequence[tf.Tensor | None], state_deltas: Sequence[tf.Tensor | None]) -> tf.Tensor:

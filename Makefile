@@ -1,0 +1,28 @@
+# make mnist and make test set up their own virtual environment, once, with nothing but python3 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: help mnist test lint
+
+help:
+	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
+	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
+	@echo "make lint    ruff and mypy only"
+
+mnist: $(READY)
+	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
