@@ -1,0 +1,67 @@
+"""Small things that several tests use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def toy_data(num_examples: int = 256, num_features: int = 6, num_classes: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Separable points: the class is the largest of the first features."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(num_examples, num_features)).astype(np.float32)
+    return x, x[:, :num_classes].argmax(1).astype(np.int64)
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def tasks_running(under: int | None = None) -> list[int]:
+    """Process ids of kdist server tasks; with `under`, only children of that process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        if b"kdist.cluster.server" in command and (under is None or parent == under):
+            found.append(int(entry.name))
+    return found
+
+
+def wait_until(condition: Any, timeout: float, what: str) -> None:
+    """Waits for another process, checking often; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    return [task for task in tasks_running(under=pid)]
+
+
+def kdist(*arguments: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m kdist`."""
+    return subprocess.run(
+        [sys.executable, "-m", "kdist", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{REPO / 'tests'}", **(env or {})},
+    )

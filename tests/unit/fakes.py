@@ -1,0 +1,120 @@
+"""A strategy without TensorFlow: it only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdist.strategies.base import Strategy
+from kdist.strategies.calls import StepLogs
+
+
+@dataclass(frozen=True)
+class FakeTotals:
+    """Totals whose loss is the mean of the steps' losses."""
+
+    losses: tuple[float, ...]
+
+    def __add__(self, other: FakeTotals) -> FakeTotals:
+        return FakeTotals(self.losses + other.losses)
+
+    @property
+    def logs(self) -> dict[str, float]:
+        return {"loss": float(np.mean(self.losses))}
+
+
+class CountingStrategy(Strategy):
+    """Each step takes `secs_per_step` on a fake clock and has its own number as loss."""
+
+    name = "counting"
+
+    def __init__(self, clock: Any = None, secs_per_step: float = 0.0, fail_at: int | None = None) -> None:
+        self.step = 0
+        self.runs: list[int] = []
+        self.stopped = 0
+        self.lost_call_steps = 0
+        self.nan_at: int | None = None
+        self._clock, self._secs, self._fail_at = clock, secs_per_step, fail_at
+
+    def start(self, program: Any) -> None:
+        self.program = program
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        if interrupted():
+            return None
+        self.runs.append(num_steps)
+        losses = [float("nan") if self.step + i + 1 == self.nan_at else float(self.step + i + 1) for i in range(num_steps)]
+        if self._fail_at is not None and self.step + num_steps >= self._fail_at:
+            raise RuntimeError("the step failed")
+        self.step += num_steps + self.lost_call_steps
+        self.lost_call_steps = 0
+        if self._clock is not None:
+            self._clock.now += num_steps * self._secs
+        return StepLogs(num_steps, num_steps * 8, np.zeros(num_steps, np.int64), FakeTotals(tuple(losses)))
+
+    def global_step(self) -> int:
+        return self.step
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"global_step": ()}
+
+    def read(self) -> dict[str, np.ndarray]:
+        return {"global_step": np.array(self.step)}
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self.step = int(values["global_step"])
+
+    @property
+    def warming_up(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+@dataclass
+class FakeCheckpoints:
+    saved: list[int] = field(default_factory=list)
+    restorable: int | None = None
+    was_set_aside: bool = False
+    folder: Path = Path("checkpoints")
+
+    def save(self, step: int, values: Mapping[str, Any], *, keep: int) -> Path:
+        self.saved.append(step)
+        return self.folder / f"ckpt-{step}"
+
+    def restore(self, shapes: Mapping[str, Any]) -> tuple[Path, dict[str, np.ndarray]] | None:
+        if self.restorable is None or self.was_set_aside:
+            return None
+        return self.folder / f"ckpt-{self.restorable}", {"global_step": np.array(self.restorable)}
+
+    def newest(self) -> Path | None:
+        return self.folder / f"ckpt-{self.saved[-1]}" if self.saved else None
+
+    def set_aside(self) -> None:
+        self.was_set_aside = True
+
+
+@dataclass
+class FakeSummaries:
+    written: list[tuple[str, int, tuple[str, ...]]] = field(default_factory=list)
+    closed: bool = False
+
+    def scalars(self, split: str, values: Mapping[str, float], step: int) -> None:
+        self.written.append((split, step, tuple(values)))
+
+    def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
+        self.written.append((split, step, (tag,)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeProgram:
+    def learning_rate(self, step: int) -> float:
+        return 0.1

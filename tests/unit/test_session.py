@@ -1,0 +1,233 @@
+from typing import Any
+
+import pytest
+from fakes import CountingStrategy, FakeCheckpoints, FakeProgram, FakeSummaries
+from test_timer import FakeClock
+
+from kdist.errors import CheckpointError, ConfigError, NonFiniteError
+from kdist.hooks import CheckpointSaver, Hook, LoggingTensor, NanTensor, StepCounter, StopAtStep, SummarySaver
+from kdist.session import TrainSession
+
+
+class Recorder(Hook):
+    """Writes down every event."""
+
+    def __init__(self, raise_in: str | None = None) -> None:
+        self.events: list[str] = []
+        self._raise_in = raise_in
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        if event == self._raise_in:
+            raise RuntimeError(f"in {event}")
+
+    def begin(self, session: Any) -> None:
+        self._note("begin")
+
+    def after_create_session(self, session: Any) -> None:
+        self._note("after_create_session")
+
+    def before_run(self, context: Any) -> None:
+        self._note("before_run")
+
+    def after_run(self, context: Any, values: Any) -> None:
+        self._note("after_run")
+
+    def end(self, session: Any) -> None:
+        self._note("end")
+
+    def close(self) -> None:
+        self._note("close")
+
+
+def make_session(hooks: list[Hook], strategy: CountingStrategy | None = None, **options: Any) -> TrainSession:
+    options = {"checkpoints": FakeCheckpoints(), "summaries": FakeSummaries(), "print_line": lambda line: None, **options}
+    return TrainSession(strategy or CountingStrategy(), FakeProgram(), hooks, **options)  # type: ignore[arg-type]
+
+
+def run_all(session: TrainSession) -> TrainSession:
+    with session:
+        while not session.should_stop():
+            session.run()
+    return session
+
+
+def test_hooks_are_called_in_the_order_of_the_contract() -> None:
+    recorder = Recorder()
+    run_all(make_session([recorder, StopAtStep(last_step=1)]))
+    assert recorder.events == ["begin", "after_create_session", "before_run", "after_run", "end", "close"]
+
+
+@pytest.mark.parametrize("event", ["begin", "after_create_session", "before_run", "after_run", "end"])
+def test_what_a_hook_raises_ends_the_session_and_closes_every_hook(event: str) -> None:
+    raising, other = Recorder(raise_in=event), Recorder()
+    session = make_session([raising, other, StopAtStep(last_step=1)])
+    with pytest.raises(RuntimeError, match=event):
+        run_all(session)
+    assert raising.events[-1] == other.events[-1] == "close"
+    assert "end" not in other.events
+    assert session.strategy.stopped == 1
+    assert session.summaries.closed
+
+
+def test_a_failing_step_skips_end_and_closes() -> None:
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="the step failed"):
+        run_all(make_session([recorder, StopAtStep(last_step=10)], CountingStrategy(fail_at=3)))
+    assert "end" not in recorder.events
+    assert recorder.events[-1] == "close"
+
+
+@pytest.mark.parametrize("last_step", [1, 7, 100, 1000])
+def test_stops_exactly(last_step: int) -> None:
+    session = run_all(make_session([StopAtStep(last_step=last_step), CheckpointSaver(every_steps=64)]))
+    assert session.global_step == last_step
+    assert session.stopped_by == "StopAtStep"
+
+
+def test_never_steps_over_a_boundary_of_a_hook() -> None:
+    session = run_all(make_session([CheckpointSaver(every_steps=25), SummarySaver(every_steps=10), StopAtStep(last_step=60)]))
+    assert session.checkpoints.saved == [0, 25, 50, 60]
+    train = [step for split, step, tags in session.summaries.written if "loss" in tags]
+    assert train == [10, 20, 30, 40, 50, 60]
+
+
+def test_stop_after_num_steps_counts_from_the_resumed_step() -> None:
+    session = run_all(make_session([StopAtStep(num_steps=5)], checkpoints=FakeCheckpoints(restorable=300)))
+    assert session.first_step == 300
+    assert session.global_step == 305
+
+
+def test_stop_at_the_step_that_fit_was_told() -> None:
+    assert run_all(make_session([StopAtStep()], last_step=12)).global_step == 12
+
+
+def test_resume_at_or_past_the_last_step_runs_nothing() -> None:
+    session = run_all(make_session([StopAtStep(last_step=300)], checkpoints=FakeCheckpoints(restorable=300)))
+    assert session.strategy.runs == []
+    assert session.stopped_by == "StopAtStep"
+
+
+def test_resume_modes() -> None:
+    never = run_all(
+        make_session([StopAtStep(last_step=2)], checkpoints=FakeCheckpoints(restorable=300), resume="never")
+    )
+    assert never.first_step == 0
+    assert never.checkpoints.was_set_aside
+    with pytest.raises(CheckpointError, match="must"):
+        run_all(make_session([StopAtStep(last_step=2)], resume="must"))
+    with pytest.raises(ConfigError, match=r"run\.resume=maybe.*auto, never, must"):
+        make_session([], resume="maybe")
+
+
+def test_saves_at_start_every_so_many_seconds_and_at_the_end() -> None:
+    clock = FakeClock()
+    strategy = CountingStrategy(clock, secs_per_step=1.0)
+    saver = CheckpointSaver(every_secs=10, clock=clock)
+    session = run_all(make_session([saver, StopAtStep(last_step=100)], strategy, clock=clock))
+    assert session.checkpoints.saved[0] == 0
+    assert session.checkpoints.saved[-1] == 100
+    gaps = [b - a for a, b in zip(session.checkpoints.saved, session.checkpoints.saved[1:])]
+    assert all(gap <= 16 for gap in gaps)
+    assert len(gaps) > 4
+
+
+def test_does_not_save_a_step_twice() -> None:
+    session = run_all(make_session([CheckpointSaver(every_steps=10), StopAtStep(last_step=20)]))
+    assert session.checkpoints.saved == [0, 10, 20]
+    resumed = run_all(
+        make_session([CheckpointSaver(every_steps=10), StopAtStep(last_step=20)], checkpoints=FakeCheckpoints(restorable=20))
+    )
+    assert resumed.checkpoints.saved == []
+
+
+def test_nan_ends_the_run_before_it_is_saved() -> None:
+    strategy = CountingStrategy()
+    strategy.nan_at = 15
+    session = make_session([NanTensor(), StopAtStep(last_step=50), CheckpointSaver(every_steps=10)], strategy)
+    with pytest.raises(NonFiniteError, match=r"(?s)NanTensor: the loss became nan.*ckpt-10"):
+        run_all(session)
+    assert session.checkpoints.saved == [0, 10]
+
+
+def test_nan_may_stop_cleanly_instead() -> None:
+    strategy = CountingStrategy()
+    strategy.nan_at = 3
+    assert run_all(make_session([NanTensor(fail_on_nan_loss=False)], strategy)).stopped_by == "NanTensor"
+
+
+def test_console_line_has_interval_loss_rate_and_time_left() -> None:
+    lines: list[str] = []
+    clock = FakeClock()
+    strategy = CountingStrategy(clock, secs_per_step=0.01)
+    hook = LoggingTensor(every_steps=100, print_line=lines.append, clock=clock)
+    run_all(make_session([hook, StopAtStep()], strategy, last_step=300, clock=clock))
+    assert lines == [
+        "train | step    100/300 | loss 50.5000 |  100.0 steps/s | ETA 2s",
+        "train | step    200/300 | loss 150.5000 |  100.0 steps/s | ETA 1s",
+        "train | step    300/300 | loss 250.5000 |  100.0 steps/s | ETA 0s",
+    ]
+
+
+def test_step_counter_writes_rates() -> None:
+    clock = FakeClock()
+    strategy = CountingStrategy(clock, secs_per_step=0.01)
+    session = run_all(make_session([StepCounter(clock=clock), StopAtStep(last_step=200)], strategy, clock=clock))
+    assert session.summaries.written == [
+        ("train", 100, ("perf/steps_per_sec", "perf/examples_per_sec")),
+        ("train", 200, ("perf/steps_per_sec", "perf/examples_per_sec")),
+    ]
+    assert session.account.steps_per_second == pytest.approx(100.0)
+
+
+def test_an_interrupt_ends_before_the_next_run_and_cleanly() -> None:
+    recorder = Recorder()
+    session = make_session([recorder, CheckpointSaver()])
+    with session:
+        session.run()
+        session.interrupt("SIGINT")
+        assert session.should_stop()
+        assert session.run() is None
+    assert session.stopped_by == "SIGINT"
+    assert recorder.events[-2:] == ["end", "close"]
+    assert session.checkpoints.saved[-1] == session.global_step
+
+
+def test_steps_of_a_repeated_call_are_counted_as_extra() -> None:
+    strategy = CountingStrategy()
+    strategy.lost_call_steps = 3
+    session = run_all(make_session([StopAtStep(last_step=10)], strategy))
+    assert session.global_step >= 10
+    assert session.account.extra_steps == 3
+    assert session.account.applied == session.global_step
+
+
+def test_hooks_by_the_clock_are_called_about_every_second() -> None:
+    clock = FakeClock()
+    strategy = CountingStrategy(clock, secs_per_step=0.1)
+    run_all(make_session([StopAtStep(last_step=100)], strategy, clock=clock))
+    assert max(strategy.runs[1:]) <= 10
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StopAtStep(num_steps=1, last_step=2),
+        lambda: StopAtStep(last_step=0),
+        lambda: CheckpointSaver(keep=0),
+        lambda: CheckpointSaver(every_secs=0),
+        lambda: SummarySaver(every_steps=0),
+        lambda: LoggingTensor(every_steps=-1),
+    ],
+)
+def test_hooks_refuse_values_out_of_range(make: Any) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+@pytest.mark.parametrize("make", [StopAtStep, CheckpointSaver, SummarySaver, StepCounter, NanTensor, LoggingTensor])
+def test_every_hook_can_serve_two_sessions_and_be_closed_twice(make: Any) -> None:
+    hook = make()
+    for _ in range(2):
+        run_all(make_session([hook, StopAtStep(last_step=3)], last_step=3))
+        hook.close()
