@@ -19,10 +19,8 @@ class MetricReader:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self.initial_values = []
         model.reset_metrics()
-        for variable in model.metrics_variables:
-            self.initial_values.append(np.array(variable))
+        self.initial_values = [variable.numpy() for variable in model.metrics_variables]
         self.aggregations = [variable.aggregation for variable in model.metrics_variables]
 
     def logs(self, values: Sequence[np.ndarray]) -> dict[str, float]:

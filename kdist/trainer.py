@@ -229,12 +229,18 @@ class Trainer:
             seed=self._shuffle_seed,
         )
         steps_per_epoch = steps_per_epoch or data.steps_per_epoch
+        evaluate = self._evaluator(
+            validation_data, batch_size=validation_batch_size or batch_size, steps=validation_steps
+        )
+
+        def validate(session: TrainSession) -> dict[str, float]:
+            self._read_back(session)
+            return evaluate() if evaluate is not None else {}
+
         recorder = EpochRecorder(
             history if history is not None else keras.callbacks.History(),
             steps_per_epoch=steps_per_epoch,
-            validate=self._validation(
-                validation_data, batch_size=validation_batch_size or batch_size, steps=validation_steps
-            ),
+            validate=validate if evaluate is not None else None,
             validation_freq=validation_freq,
             validation_every_steps=validation_every_steps,
         )
@@ -265,6 +271,10 @@ class Trainer:
                 self._write_placement(session)
                 yield session
                 self._read_back(session)
+            if self.model.optimizer.use_ema and not session.interrupted:
+                # As Keras does at the end of fit: the model gets the averages, and that is what is reported.
+                self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
+                recorder.validation_logs = evaluate() if evaluate is not None else {}
             self._finish("preempted" if session.interrupted else "done", session, recorder, started)
         except BaseException as error:
             self._finish("failed", session, recorder, started, error)
@@ -314,22 +324,17 @@ class Trainer:
         """Outputs of the present parameters, as `keras.Model.predict`."""
         return self.model.predict(_local_data(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
 
-    def _validation(
+    def _evaluator(
         self, data: Any, *, batch_size: int | None, steps: int | None
-    ) -> Callable[[TrainSession], dict[str, float]] | None:
-        """What validates the present parameters of a session on `validation_data`; None without such data."""
+    ) -> Callable[[], dict[str, float]] | None:
+        """What evaluates `model` on validation data; None without such data."""
         if data is None:
             return None
         if isinstance(data, tf.data.Dataset) or callable(data):
             x, y, sample_weight = data, None, None
         else:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-
-        def validate(session: TrainSession) -> dict[str, float]:
-            self._read_back(session)
-            return self.evaluate(x, y, batch_size=batch_size, sample_weight=sample_weight, steps=steps)
-
-        return validate
+        return lambda: self.evaluate(x, y, batch_size=batch_size, sample_weight=sample_weight, steps=steps)
 
     def _session_hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
         """The hooks in their order: savers last, so that what another hook raises comes before a save."""

@@ -1,0 +1,172 @@
+"""One replica must compute exactly what `keras.Model.fit` computes: same batches, same parameters, same metrics.
+
+`single` runs here in this process; `parameter_server` with one worker is as deterministic, and its parameters and slots
+take the whole way over two servers and back.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+from helpers import toy_data
+
+import kdist
+
+BATCH, STEPS = 16, 12
+
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "lion": lambda: keras.optimizers.Lion(0.001),
+    "adadelta": lambda: keras.optimizers.Adadelta(1.0),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)),
+    "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
+    "clipvalue": lambda: keras.optimizers.SGD(0.5, clipvalue=0.01),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9),
+}
+
+
+def multi_data() -> tuple[Any, Any]:
+    x, y = toy_data(BATCH * STEPS)
+    return (
+        {"numbers": x, "category": (np.arange(len(x)) % 5).astype(np.int32)[:, None]},
+        {"label": y, "size": np.abs(x).sum(1, keepdims=True)},
+    )
+
+
+def tuple_data() -> tuple[Any, Any]:
+    x, y = toy_data(BATCH * STEPS)
+    return (x, x[::-1].copy()), y
+
+
+MODELS: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]] = {
+    "batch_normalized": (models.batch_normalized, lambda: toy_data(BATCH * STEPS)),
+    "two_inputs_two_outputs": (models.two_inputs_two_outputs, multi_data),
+    "subclassed": (models.subclassed, tuple_data),
+}
+
+
+def assert_same_as_keras(
+    build: Callable[[], keras.Model], x: Any, y: Any, run_dir: Path, cluster: str, **fit_arguments: Any
+) -> None:
+    keras.utils.set_random_seed(3)
+    expected = build()
+    expected_history = expected.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **fit_arguments)
+    keras.utils.set_random_seed(3)
+    trainer = kdist.Trainer(build, cluster=cluster, run_dir=run_dir)
+    history = trainer.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **fit_arguments)
+
+    for ours, theirs in zip(trainer.model.variables, expected.variables):
+        if "seed" not in ours.name:
+            np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=2e-4, atol=2e-6, err_msg=theirs.path)
+    for ours, theirs in zip(trainer.model.optimizer.variables, expected.optimizer.variables):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=2e-4, atol=2e-6, err_msg=theirs.path)
+    assert set(history.history) == set(expected_history.history)
+    for name, values in expected_history.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=2e-4, atol=2e-6, err_msg=name)
+    assert history.epoch == expected_history.epoch
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_does_keras_maths(name: str, run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    assert_same_as_keras(lambda: models.mlp(OPTIMIZERS[name]()), x, y, run_dir, "local")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_is_trained_as_by_keras(name: str, run_dir: Path) -> None:
+    build, data = MODELS[name]
+    assert_same_as_keras(build, *data(), run_dir, "local", epochs=2)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", ["momentum", "adamw", "schedule", "global_clipnorm", "ema"])
+def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    assert_same_as_keras(lambda: models.mlp(OPTIMIZERS[name]()), x, y, run_dir, "2ps1w")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", MODELS)
+def test_two_servers_train_every_kind_of_model(name: str, run_dir: Path) -> None:
+    build, data = MODELS[name]
+    assert_same_as_keras(build, *data(), run_dir, "2ps1w", epochs=2)
+
+
+def test_weights_of_samples_and_classes_count_as_in_keras(run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    weight = np.linspace(0, 2, len(x)).astype(np.float32)
+
+    def build() -> keras.Model:
+        return models.mlp(weighted_metrics=["accuracy"])
+
+    assert_same_as_keras(build, x, y, run_dir, "local", sample_weight=weight)
+    assert_same_as_keras(build, x, y, run_dir / "2", "local", class_weight={0: 0.2, 2: 3.0})
+
+
+def test_weight_decay_keeps_its_exclusions(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        model = models.mlp(optimizer)
+        model.layers[-1].bias.assign(np.ones(3))
+        return model
+
+    x, y = toy_data(BATCH * STEPS)
+    assert_same_as_keras(build, x, y, run_dir, "local")
+
+
+def test_constraints_hold(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, kernel_constraint="non_neg")])
+        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    x, y = toy_data(BATCH * STEPS)
+    assert_same_as_keras(build, x, y, run_dir, "local")
+
+
+def test_mixed_precision_trains_as_by_keras(run_dir: Path) -> None:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        x, y = toy_data(BATCH * STEPS)
+        trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+        history = trainer.fit(x, y, batch_size=BATCH, epochs=10, verbose=0)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert history.history["loss"][-1] < 0.8 * history.history["loss"][0]
+    assert {v.dtype for v in trainer.model.trainable_variables} == {"float32"}
+
+
+def test_validation_is_that_of_keras(run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    assert_same_as_keras(models.mlp, x, y, run_dir, "local", validation_split=0.25, epochs=3)
+
+
+def test_a_second_fit_goes_on_from_the_model(run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    keras.utils.set_random_seed(3)
+    expected = models.mlp()
+    for _ in range(2):
+        expected.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    keras.utils.set_random_seed(3)
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    for _ in range(2):
+        trainer.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    for ours, theirs in zip(trainer.model.variables, expected.variables):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=2e-4, atol=2e-6)
+    assert int(trainer.model.optimizer.iterations) == 2 * STEPS
