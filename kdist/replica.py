@@ -23,12 +23,13 @@ class ReplicaOutput:
     """What one replica step gives back.
 
     Attributes:
-        gradients: one per trainable variable, clipped; None where the loss does not depend on it.
+        gradients: one per trainable variable, clipped; `tf.IndexedSlices` of the rows that an embedding looked up;
+            None where the loss does not depend on it.
         state_deltas: one per state variable, new minus old value; None where the step left it alone.
         metrics: new values of the metric variables.
     """
 
-    gradients: list[tf.Tensor | None]
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
     state_deltas: list[tf.Tensor | None]
     metrics: list[tf.Tensor]
 
@@ -89,7 +90,7 @@ class ReplicaStep:
                 loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         if loss is None:
             raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
-        gradients = [_dense(gradient) for gradient in tape.gradient(loss, list(trainable))]
+        gradients = tape.gradient(loss, list(trainable))
         if all(gradient is None for gradient in gradients):
             raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
         with scope:
@@ -132,10 +133,6 @@ def batch_size_of(batch: Any) -> tf.Tensor | int:
 
 def _is_seed(variable: keras.Variable) -> bool:
     return variable.name == "seed_generator_state"
-
-
-def _dense(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _delta(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor | None:

@@ -44,7 +44,7 @@ class ServerOptimizer:
                 self.optimizer.exclude_from_weight_decay(var_list=excluded)
             self.optimizer.build(self._variables)
 
-    def apply(self, gradients: Sequence[tf.Tensor | None], step: tf.Tensor) -> None:
+    def apply(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], step: tf.Tensor) -> None:
         """Updates the variables.
 
         Args:

@@ -123,18 +123,19 @@ class ParameterStore:
         The step is counted on the first server once that server's gradients have arrived.
 
         Args:
-            gradients: one per trainable variable; None where the loss does not depend on it.
+            gradients: one per trainable variable, a tensor, or `tf.IndexedSlices` of some of its rows; None where the
+                loss does not depend on it.
             state_deltas: one per state variable, new value minus pulled value; None where nothing changed.
 
         Returns:
             Scalar int64, the global step of this update.
         """
-        arrived: dict[int, tf.Tensor] = {
+        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {
             i: tensor for i, tensor in enumerate([*gradients, *state_deltas]) if tensor is not None
         }
         if self._is_remote:
             arrived = self._transport_to_servers(arrived)
-        first = [arrived[i] for i in self._by_server(arrived).get(0, [])]
+        first = tf.nest.flatten([arrived[i] for i in self._by_server(arrived).get(0, [])], expand_composites=True)
         with tf.device(self._devices[0]), tf.control_dependencies(first):
             self._step.assign_add(1, read_value=False)
             step = self._step.read_value()
@@ -188,12 +189,21 @@ class ParameterStore:
             values |= zip(indices, _unfuse(tf.identity(fused), [variables[i].shape for i in indices]))
         return [values[i] for i in range(len(variables))]
 
-    def _transport_to_servers(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        arrived: dict[int, tf.Tensor] = {}
-        for (server, _), indices in self._by_server_and_dtype({i: t.dtype for i, t in tensors.items()}).items():
-            fused = _fuse([tensors[i] for i in indices])
+    def _transport_to_servers(
+        self, tensors: Mapping[int, tf.Tensor | tf.IndexedSlices]
+    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        dense = {i: tensor for i, tensor in tensors.items() if not isinstance(tensor, tf.IndexedSlices)}
+        for (server, _), indices in self._by_server_and_dtype({i: t.dtype for i, t in dense.items()}).items():
+            fused = _fuse([dense[i] for i in indices])
             with tf.device(self._devices[server]):
-                arrived |= zip(indices, _unfuse(tf.identity(fused), [tensors[i].shape for i in indices]))
+                arrived |= zip(indices, _unfuse(tf.identity(fused), [dense[i].shape for i in indices]))
+        # How many rows an embedding's gradient has may depend on the batch: they travel by themselves.
+        for i in tensors.keys() - dense.keys():
+            with tf.device(self._devices[self._servers[i]]):
+                arrived[i] = tf.IndexedSlices(
+                    tf.identity(tensors[i].values), tf.identity(tensors[i].indices), tuple(self._variables[i].shape)
+                )
         return arrived
 
     def _read_groups(self) -> list[tuple[str, list[str]]]:
