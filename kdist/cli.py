@@ -51,6 +51,9 @@ Hydra's own options: python -m kdist --hydra-help
 
 def main() -> NoReturn:
     """Runs the command line and ends the process with its exit code."""
+    # As `python -m` does by itself: a config may name a module of the folder that the command runs in.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -199,7 +202,10 @@ def _explained(error: Exception) -> ConfigError:
     key = getattr(cause, "full_key", None) or _quoted_key(str(error))
     if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
         near = _nearest(key)
-        hint = f"did you mean {near}?" if near else "--help lists the keys"
+        if near is None and key.startswith(("model.", "data.", "hooks.")):
+            hint = f"a new argument is added with a plus: +{key}=..."
+        else:
+            hint = f"did you mean {near}?" if near else "--help lists the keys"
         return ConfigError(f"{key}: there is no such key; {hint}")
     first_line = str(cause).strip().splitlines()[0]
     return ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line)

@@ -25,14 +25,14 @@ def validation_line(step: int, last_step: int | None, logs: Mapping[str, float])
     return _line("valid", [_step(step, last_step), *_metrics(logs)])
 
 
-def save_line(step: int, path: str) -> str:
+def save_line(step: int, last_step: int | None, path: str) -> str:
     """`save  | step    500      | checkpoints/ckpt-500`"""
-    return _line("save", [f"step {step:>6}", path])
+    return _line("save", [_step(step).ljust(len(_step(step, last_step))), path])
 
 
-def resume_line(step: int, path: str) -> str:
+def resume_line(step: int, last_step: int | None, path: str) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
-    return _line("load", [f"step {step:>6}", path])
+    return _line("load", [_step(step).ljust(len(_step(step, last_step))), path])
 
 
 def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:
@@ -55,7 +55,7 @@ def _line(event: str, columns: list[str]) -> str:
     return " | ".join([f"{event:<5}", *columns])
 
 
-def _step(step: int, last_step: int | None) -> str:
+def _step(step: int, last_step: int | None = None) -> str:
     return f"step {step:>6}" + (f"/{last_step}" if last_step is not None else "")
 
 

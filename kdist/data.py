@@ -160,7 +160,7 @@ def training_data(
         ValueError: arrays of different lengths, or no data.
     """
     data: TrainingData
-    if isinstance(x, tf.data.Dataset) or (callable(x) and not hasattr(x, "__array__")):
+    if isinstance(x, tf.data.Dataset) or is_dataset_function(x):
         if y is not None or sample_weight is not None:
             raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
         if isinstance(x, tf.data.Dataset):
@@ -255,6 +255,16 @@ def worker_arguments(data: TrainingData, worker_index: int, num_workers: int, fi
     return (index, step, *data.arguments(worker_index, num_workers))
 
 
+def is_dataset_function(x: Any) -> bool:
+    """Whether `x` is a function that makes a dataset, and not data that happens to be callable."""
+    return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
+
+
+def read_locally(x: Any, batch_size: int | None) -> Any:
+    """`x` for a local Keras model: a dataset function is called for the one reader there is."""
+    return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
+
+
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:
     """Cuts the last fraction off the arrays, before any shuffling, as Keras does.
 
@@ -264,7 +274,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     Raises:
         ConfigError: the data is not arrays, or a part would be empty.
     """
-    if isinstance(x, tf.data.Dataset) or callable(x):
+    if isinstance(x, tf.data.Dataset) or is_dataset_function(x):
         raise ConfigError("validation_split works with arrays only; give validation_data")
     num_examples = len(tf.nest.flatten(x)[0])
     split = math.floor(num_examples * (1.0 - validation_split))

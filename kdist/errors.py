@@ -5,6 +5,12 @@ On the command line an error becomes that message and its `exit_code`; in Python
 
 from __future__ import annotations
 
+import re
+
+# Lines in which TensorFlow says where in a graph an error happened; the reason stands before or after them.
+_TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+File "|\s+\[\[')
+_FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
+
 
 class KdistError(Exception):
     """The run failed (exit code 1). Base of every error that kdist raises itself."""
@@ -35,7 +41,7 @@ class TaskError(KdistError):
     def __init__(self, task: str, cause: BaseException) -> None:
         self.task = task
         self.cause = cause
-        super().__init__(f"{task}: {type(cause).__name__}: {_first_lines(cause)}")
+        super().__init__(f"{task}: {type(cause).__name__}: {_reason(cause)}")
 
 
 class CheckpointError(KdistError):
@@ -46,12 +52,9 @@ class NonFiniteError(KdistError):
     """The loss or a parameter became NaN or infinite."""
 
 
-def _first_lines(error: BaseException, limit: int = 600) -> str:
-    """The message of `error` without TensorFlow's graph trace, at most `limit` characters."""
-    text = getattr(error, "message", None) or str(error) or "(no message)"
-    for marker in ("\n\nStack trace", "\nStack trace", "Detected at node", "\n\t [[", "\n\nOriginal stack trace"):
-        head, found, tail = text.partition(marker)
-        if found:
-            # TensorFlow puts the reason after the trace of the node that failed.
-            text = head.strip() or tail.strip().splitlines()[-1]
-    return text.strip()[:limit]
+def _reason(error: BaseException, limit: int = 600) -> str:
+    """The message of `error` without TensorFlow's graph trace and what gRPC adds, at most `limit` characters."""
+    text = getattr(error, "message", None) or str(error)
+    text = text.partition("\nAdditional GRPC error information")[0]
+    lines = [_FUNCTION_NODE.sub("", line) for line in text.splitlines() if line.strip() and not _TRACE.match(line)]
+    return "\n".join(lines)[:limit] or "(no message)"

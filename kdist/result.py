@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 
@@ -79,14 +77,9 @@ class Result:
     error: str | None = None
     versions: dict[str, str] = field(default_factory=versions)
 
-    def write(self, folder: Path) -> Path:
-        """Writes `<folder>/result.json`, complete or not at all. NaN and infinity become null, as JSON wants it."""
-        target = folder / "result.json"
-        unfinished = folder / ".result.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(_as_json(asdict(self)), indent=2, allow_nan=False) + "\n")
-        os.replace(unfinished, target)
-        return target
+    def to_json(self) -> str:
+        """The content of the file. NaN and infinity become null, as JSON wants it."""
+        return json.dumps(_as_json(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
 def _as_json(value: Any) -> Any:

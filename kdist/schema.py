@@ -122,9 +122,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name}={value}: must be at least 1")
-        call = self.steps_per_call
-        if call != "auto" and (isinstance(call, bool) or not isinstance(call, int) or call < 1):
-            raise ConfigError(f"train.steps_per_call={call}: must be at least 1, or auto")
+        checked_steps_per_call("train.steps_per_call", self.steps_per_call)
 
 
 @dataclass
@@ -195,9 +193,18 @@ class Config:
                 _check_target(f"hooks.{name}", hook)
 
 
+def checked_steps_per_call(key: str, value: int | str) -> int | None:
+    """The number, or None for `auto`."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value}: must be at least 1, or auto")
+    return value
+
+
 def _check_target(key: str, node: Any) -> None:
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        hint = "; name a recipe (+recipe=mnist) or a model (model=mnist_cnn)" if key == "model" else ""
+        hint = f"; or name a recipe (+recipe=mnist) or a {key} that ships" if key in ("model", "data") else ""
         raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,20 @@ import numpy as np
 import tensorflow as tf
 
 from kdist import console, strategies
-from kdist.checkpoint import Checkpoints
 from kdist.cluster.spec import ClusterShape
-from kdist.data import DataContext, split_validation, training_data
+from kdist.data import is_dataset_function, read_locally, split_validation, training_data
 from kdist.epochs import EpochRecorder
 from kdist.errors import ConfigError
-from kdist.hooks import CheckpointSaver, Hook, StopAtStep, default_hooks
+from kdist.hooks import CheckpointSaver, Hook, StopAtStep, with_defaults
 from kdist.native_log import native_log
 from kdist.parameters.local import write_to_model
-from kdist.parameters.picture import draw_plan
 from kdist.replica import check_model
 from kdist.result import Gradients, Result
+from kdist.run_dir import RunDir
+from kdist.schema import checked_steps_per_call
 from kdist.session import TrainSession
 from kdist.signals import StopSignals
 from kdist.strategies.base import Program
-from kdist.summaries import Summaries
 from kdist.version import __version__
 
 
@@ -78,11 +75,11 @@ class Trainer:
         self.shape = ClusterShape.parse(cluster)
         self.strategy = strategies.resolve(strategy, self.shape)
         self.name = name or Path(sys.argv[0]).stem or "python"
-        self.run_dir = Path(run_dir) if run_dir is not None else _new_run_dir(self.name)
-        self.hooks = _with_defaults(hooks) if use_default_hooks else list(hooks)
+        self._run_dir = RunDir(run_dir, self.name)
+        self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self._build_model = build_model
         self._model: keras.Model | None = None
-        self._steps_per_call = _checked_steps_per_call(steps_per_call)
+        self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._resume: str | None = resume
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._shuffle_seed = seed
@@ -92,6 +89,11 @@ class Trainer:
             "step_timeout": step_timeout,
         }
         self.result = Result()
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of everything that the run leaves behind."""
+        return self._run_dir.path
 
     @property
     def model(self) -> keras.Model:
@@ -159,8 +161,6 @@ class Trainer:
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         history = keras.callbacks.History()
-        history.set_model(self.model)
-        history.on_train_begin()
         with self.session(
             x,
             y,
@@ -237,8 +237,11 @@ class Trainer:
             self._read_back(session)
             return evaluate() if evaluate is not None else {}
 
+        history = history if history is not None else keras.callbacks.History()
+        history.set_model(self.model)
+        history.on_train_begin()
         recorder = EpochRecorder(
-            history if history is not None else keras.callbacks.History(),
+            history,
             steps_per_epoch=steps_per_epoch,
             validate=validate if evaluate is not None else None,
             validation_freq=validation_freq,
@@ -252,23 +255,24 @@ class Trainer:
                 batch_size=batch_size,
                 steps_per_call=self._steps_per_call,
                 seed=self._seed,
-                log_dir=self.run_dir / "logs",
+                log_dir=self._run_dir.logs,
             ),
             self._session_hooks(recorder, has_last_step=bool(steps or epochs)),
-            checkpoints=Checkpoints(self.run_dir / "checkpoints"),
-            summaries=Summaries(self.run_dir / "tb"),
+            checkpoints=self._run_dir.checkpoints(),
+            summaries=self._run_dir.summaries(),
             last_step=self._last_step(steps, epochs, steps_per_epoch),
             resume=self._resume,
             print_line=print_line,
         )
         print_line(f"kdist {__version__} | {self.name} | {self.strategy} on {self.shape}")
-        print_line(f"run dir   {self.run_dir}      tensorboard --logdir {_top_of(self.run_dir)}")
+        print_line(f"run dir   {self._run_dir}      tensorboard --logdir {self._run_dir.tensorboard_logdir}")
         started = time.monotonic()
         signals = StopSignals(session)
         try:
-            with native_log(self.run_dir / "logs" / "chief-0.log"), signals, session:
+            with native_log(self._run_dir.chief_log), signals, session:
                 self._resume = None
-                self._write_placement(session)
+                if session.strategy.plan is not None:
+                    self._run_dir.write_plan(session.strategy.plan)
                 yield session
                 self._read_back(session)
             if self.model.optimizer.use_ema and not session.interrupted:
@@ -285,7 +289,7 @@ class Trainer:
                 f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
             )
             signals.raise_received()
-        self._save_model()
+        self._run_dir.write_model(self.model)
         print_line(
             console.done_line(
                 session.global_step,
@@ -310,7 +314,7 @@ class Trainer:
         Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
         """
         logs = self.model.evaluate(
-            _local_data(x, batch_size),
+            read_locally(x, batch_size),
             y,
             batch_size=batch_size,
             verbose=verbose,
@@ -322,7 +326,7 @@ class Trainer:
 
     def predict(self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None) -> Any:
         """Outputs of the present parameters, as `keras.Model.predict`."""
-        return self.model.predict(_local_data(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+        return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
 
     def _evaluator(
         self, data: Any, *, batch_size: int | None, steps: int | None
@@ -330,7 +334,7 @@ class Trainer:
         """What evaluates `model` on validation data; None without such data."""
         if data is None:
             return None
-        if isinstance(data, tf.data.Dataset) or callable(data):
+        if isinstance(data, tf.data.Dataset) or is_dataset_function(data):
             x, y, sample_weight = data, None, None
         else:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -359,23 +363,6 @@ class Trainer:
 
     def _read_back(self, session: TrainSession) -> None:
         write_to_model(self.model, session.strategy.read())
-
-    def _write_placement(self, session: TrainSession) -> None:
-        plan = session.strategy.plan
-        if plan is not None:
-            (self.run_dir / "placement.txt").write_text(plan.table())
-            draw_plan(plan, self.run_dir / "placement.png")
-
-    def _save_model(self) -> None:
-        unfinished = self.run_dir / ".unfinished.keras"
-        try:
-            self.model.save(unfinished)
-            unfinished.replace(self.run_dir / "model.keras")
-        except (NotImplementedError, TypeError, ValueError, OSError) as error:
-            # A model without get_config trains as well as any other; its weights are in the checkpoint.
-            warnings.warn(
-                f"kdist: model.keras could not be written ({error}); the weights are in checkpoints/", stacklevel=2
-            )
 
     def _finish(
         self,
@@ -407,50 +394,7 @@ class Trainer:
             extra_steps=account.extra_steps,
             error=None if error is None else str(error) or type(error).__name__,
         )
-        self.result.write(self.run_dir)
-
-
-def _with_defaults(hooks: Sequence[Hook]) -> list[Hook]:
-    """The default hooks, each replaced by the given ones of its class; then the other given ones."""
-    given = list(hooks)
-    merged: list[Hook] = []
-    for default in default_hooks():
-        replacements = [hook for hook in given if isinstance(hook, type(default))]
-        merged += replacements or [default]
-    return [*merged, *(hook for hook in given if hook not in merged)]
-
-
-def _checked_steps_per_call(steps_per_call: int | str) -> int | None:
-    if steps_per_call == "auto":
-        return None
-    if not isinstance(steps_per_call, int) or steps_per_call < 1:
-        raise ConfigError(f"steps_per_call={steps_per_call}: must be at least 1, or auto")
-    return steps_per_call
-
-
-def _new_run_dir(name: str) -> Path:
-    """`runs/<name>/<date_time>`, made here so that two runs of one second differ."""
-    base = Path("runs") / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    number = 1
-    run_dir = base
-    while True:
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:
-            number += 1
-            run_dir = base.with_name(f"{base.name}_{number}")
-
-
-def _local_data(x: Any, batch_size: int | None) -> Any:
-    """`x` for a local Keras model: a dataset function is called for the one reader there is."""
-    if callable(x) and not hasattr(x, "__array__") and not isinstance(x, tf.data.Dataset):
-        return x(DataContext(tf.constant(0, tf.int64), 1, batch_size))
-    return x
-
-
-def _top_of(run_dir: Path) -> str:
-    return str(run_dir) if run_dir.is_absolute() else run_dir.parts[0]
+        self._run_dir.write_result(self.result)
 
 
 def _print_nothing(line: str) -> None:

@@ -50,11 +50,17 @@ def wait_until(condition: Any, timeout: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def children_of(pid: int) -> list[int]:
-    return [task for task in tasks_running(under=pid)]
+def tags_of(folder: Path) -> set[str]:
+    """Every tag in the TensorBoard event files of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag for tags in events.Tags().values() if isinstance(tags, list) for tag in tags}
 
 
-def kdist(*arguments: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def kdist(
+    *arguments: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs `python -m kdist`."""
     return subprocess.run(
         [sys.executable, "-m", "kdist", *arguments],

@@ -9,9 +9,16 @@ from keras import layers
 
 
 def mlp(optimizer: Any = "adam", **compile_arguments: Any) -> keras.Model:
-    model = keras.Sequential([layers.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3, activation="softmax")])
+    model = keras.Sequential(
+        [layers.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3, activation="softmax")]
+    )
     model.compile(
-        **{"optimizer": optimizer, "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"], **compile_arguments}
+        **{
+            "optimizer": optimizer,
+            "loss": "sparse_categorical_crossentropy",
+            "metrics": ["accuracy"],
+            **compile_arguments,
+        }
     )
     return model
 
@@ -81,7 +88,9 @@ def subclassed(optimizer: Any = "rmsprop") -> keras.Model:
 
 
 def dropout(rate: float = 0.5) -> keras.Model:
-    model = keras.Sequential([layers.Input((6,)), layers.Dense(64), layers.Dropout(rate), layers.Dense(3, activation="softmax")])
+    model = keras.Sequential(
+        [layers.Input((6,)), layers.Dense(64), layers.Dropout(rate), layers.Dense(3, activation="softmax")]
+    )
     model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
     return model
 

@@ -72,6 +72,19 @@ def connect(spec: tf.train.ClusterSpec) -> None:
         )
 
 
+def disconnect() -> None:
+    """Makes this process forget all tasks. Without it, a later `Model.fit` of plain Keras waits for them for ever."""
+    server_def = context.context().get_server_def()
+    if server_def is None:
+        return
+    alone = tensorflow_server_pb2.ServerDef()
+    alone.CopyFrom(server_def)
+    alone.ClearField("cluster_device_filters")
+    del alone.cluster.job[:]
+    alone.cluster.job.extend(job for job in server_def.cluster.job if job.name == _JOB)
+    context.update_server_def(alone)
+
+
 def _config_of_this_process() -> config_pb2.ConfigProto:
     config = context.context().config
     # TensorFlow sets this when it makes its context, and does not tell Python.

@@ -5,6 +5,7 @@ What that takes of TensorFlow's private names is in this file and in `connection
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 
-from kdist.cluster.connection import ConnectedStrategy
+from kdist.cluster.connection import ConnectedStrategy, disconnect
 from kdist.cluster.spec import ClusterSpec
 from kdist.errors import ClusterError
 
@@ -110,11 +111,19 @@ class Coordinator:
         return value.fetch()
 
     def stop(self) -> None:
-        """Ends the coordinator's threads, waiting a few seconds at most, and restores the process's environment."""
+        """Ends the coordinator's threads and the connection, waiting a few seconds at most.
+
+        Whatever stood for something on the tasks (variables, functions, iterators) must have been let go before.
+        """
         # With a dead worker TensorFlow's own stop can block for ever, so it gets a thread that may be left behind.
         stopping = threading.Thread(target=self._coordinator._cluster.stop, daemon=True)
         stopping.start()
         stopping.join(_STOP_SECS)
+        gc.collect()
+        disconnect()
+        # Each worker's executor keeps the last error of its calls and would print it when Python collects it.
+        for worker in self._coordinator._cluster.workers:
+            worker.executor.clear_error()
         self._cleanup.close()
 
 

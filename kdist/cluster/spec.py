@@ -13,13 +13,13 @@ _FORM = "NpsMw with N and M of at least 1 (2ps2w is 2 parameter servers and 2 wo
 
 @dataclass(frozen=True)
 class Task:
-    """One process of a cluster, for example `ps:0` or `worker:1`."""
+    """One process of a cluster: `chief`, `ps:0`, `worker:1`."""
 
     job: str
     index: int
 
     def __str__(self) -> str:
-        return f"{self.job}:{self.index}"
+        return self.job if self.is_chief else f"{self.job}:{self.index}"
 
     @property
     def device(self) -> str:

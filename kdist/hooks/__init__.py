@@ -3,6 +3,8 @@
 The names and defaults are those of `tf.compat.v1.train`, without the word Hook.
 """
 
+from collections.abc import Sequence
+
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.checkpoint_saver import CheckpointSaver
 from kdist.hooks.logging_tensor import LoggingTensor
@@ -24,6 +26,7 @@ __all__ = [
     "SummarySaver",
     "Timer",
     "default_hooks",
+    "with_defaults",
 ]
 
 
@@ -33,3 +36,12 @@ def default_hooks() -> list[Hook]:
     In the order in which they are called: NaN is found before anything is saved or shown.
     """
     return [NanTensor(), StepCounter(), SummarySaver(), LoggingTensor(), CheckpointSaver(), StopAtStep()]
+
+
+def with_defaults(hooks: Sequence[Hook]) -> list[Hook]:
+    """The default hooks, each replaced by those of `hooks` of its class; then the others of `hooks`."""
+    merged: list[Hook] = []
+    for default in default_hooks():
+        replacements = [hook for hook in hooks if isinstance(hook, type(default))]
+        merged += replacements or [default]
+    return [*merged, *(hook for hook in hooks if hook not in merged)]

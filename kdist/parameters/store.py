@@ -202,7 +202,9 @@ class ParameterStore:
         for i in tensors.keys() - dense.keys():
             with tf.device(self._devices[self._servers[i]]):
                 arrived[i] = tf.IndexedSlices(
-                    tf.identity(tensors[i].values), tf.identity(tensors[i].indices), tuple(self._variables[i].shape)
+                    tf.identity(tensors[i].values),
+                    tf.identity(tensors[i].indices),
+                    tf.constant(tuple(self._variables[i].shape)),
                 )
         return arrived
 

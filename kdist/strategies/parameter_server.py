@@ -6,7 +6,6 @@ gradient on its own batch and pushes it; nobody waits for anybody.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections import deque
 from collections.abc import Callable
@@ -113,16 +112,16 @@ class ParameterServer(StoredStrategy):
         return logs
 
     def stop(self) -> None:
+        # Whatever stands for something on the tasks goes first, while they are there.
+        self._iterators = None
+        for name in ("_program", "_store", "_calls", "_make_dataset"):
+            vars(self).pop(name, None)
         if self._coordinator is not None:
             self._coordinator.stop()
-        self._coordinator = self._iterators = None
+        self._coordinator = None
         if self._cluster is not None:
             self._cluster.stop()
         self._cluster = None
-        # Whatever stood for something on the tasks goes now, not when Python happens to collect it.
-        for name in ("_program", "_store", "_calls", "_make_dataset"):
-            vars(self).pop(name, None)
-        gc.collect()
 
     def _started(self) -> tuple[Coordinator, Any]:
         """The coordinator, and the workers' iterators, which are made when the first step runs."""

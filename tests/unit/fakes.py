@@ -47,7 +47,9 @@ class CountingStrategy(Strategy):
         if interrupted():
             return None
         self.runs.append(num_steps)
-        losses = [float("nan") if self.step + i + 1 == self.nan_at else float(self.step + i + 1) for i in range(num_steps)]
+        losses = [
+            float("nan") if self.step + i + 1 == self.nan_at else float(self.step + i + 1) for i in range(num_steps)
+        ]
         if self._fail_at is not None and self.step + num_steps >= self._fail_at:
             raise RuntimeError("the step failed")
         self.step += num_steps + self.lost_call_steps

@@ -63,7 +63,10 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(checkpoints: Checkpoint
 def test_all_damaged_is_an_error_and_never_step_0(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, VALUES, keep=3)
     Path(f"{checkpoints.path(1)}.data-00000-of-00001").write_bytes(b"")
-    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match=r"every checkpoint.*run\.resume=never"):
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(CheckpointError, match=r"every checkpoint.*run\.resume=never"),
+    ):
         checkpoints.restore(SHAPES)
 
 

@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from kdist.recipes.mnist import load_data
 
 from kdist.data import DataContext, split_validation, training_data, worker_arguments, worker_dataset
 from kdist.errors import ConfigError
-from kdist.recipes.mnist import load_data
 
 
 def batches(data: Any, num_workers: int, worker: int, count: int, seed: int = 0, first_step: int = 0) -> list[Any]:
@@ -126,7 +126,10 @@ def test_shipped_mnist_is_real_and_small() -> None:
     assert 0.1 < data["x"].mean() < 0.2
 
 
-@pytest.mark.parametrize("content", [None, b"no npz", {"x_train": np.zeros(3)}, {k: np.zeros(3) for k in ("x_train", "y_train", "x_test", "y_test")}])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"no npz", {"x_train": np.zeros(3)}, {k: np.zeros(3) for k in ("x_train", "y_train", "x_test", "y_test")}],
+)
 def test_a_wrong_data_path_is_refused(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "data.npz"
     if isinstance(content, bytes):

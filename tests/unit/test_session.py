@@ -41,7 +41,12 @@ class Recorder(Hook):
 
 
 def make_session(hooks: list[Hook], strategy: CountingStrategy | None = None, **options: Any) -> TrainSession:
-    options = {"checkpoints": FakeCheckpoints(), "summaries": FakeSummaries(), "print_line": lambda line: None, **options}
+    options = {
+        "checkpoints": FakeCheckpoints(),
+        "summaries": FakeSummaries(),
+        "print_line": lambda line: None,
+        **options,
+    }
     return TrainSession(strategy or CountingStrategy(), FakeProgram(), hooks, **options)  # type: ignore[arg-type]
 
 
@@ -86,7 +91,9 @@ def test_stops_exactly(last_step: int) -> None:
 
 
 def test_never_steps_over_a_boundary_of_a_hook() -> None:
-    session = run_all(make_session([CheckpointSaver(every_steps=25), SummarySaver(every_steps=10), StopAtStep(last_step=60)]))
+    session = run_all(
+        make_session([CheckpointSaver(every_steps=25), SummarySaver(every_steps=10), StopAtStep(last_step=60)])
+    )
     assert session.checkpoints.saved == [0, 25, 50, 60]
     train = [step for split, step, tags in session.summaries.written if "loss" in tags]
     assert train == [10, 20, 30, 40, 50, 60]
@@ -136,7 +143,9 @@ def test_does_not_save_a_step_twice() -> None:
     session = run_all(make_session([CheckpointSaver(every_steps=10), StopAtStep(last_step=20)]))
     assert session.checkpoints.saved == [0, 10, 20]
     resumed = run_all(
-        make_session([CheckpointSaver(every_steps=10), StopAtStep(last_step=20)], checkpoints=FakeCheckpoints(restorable=20))
+        make_session(
+            [CheckpointSaver(every_steps=10), StopAtStep(last_step=20)], checkpoints=FakeCheckpoints(restorable=20)
+        )
     )
     assert resumed.checkpoints.saved == []
 

@@ -6,7 +6,8 @@ from kdist.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "num_ps", "num_workers"), [("2ps2w", 2, 2), ("1ps4w", 1, 4), ("12ps30w", 12, 30), ("4w", 0, 4), ("local", 0, 0)]
+    ("text", "num_ps", "num_workers"),
+    [("2ps2w", 2, 2), ("1ps4w", 1, 4), ("12ps30w", 12, 30), ("4w", 0, 4), ("local", 0, 0)],
 )
 def test_shape_is_read_and_written(text: str, num_ps: int, num_workers: int) -> None:
     shape = ClusterShape.parse(text)
@@ -16,7 +17,13 @@ def test_shape_is_read_and_written(text: str, num_ps: int, num_workers: int) -> 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("0ps2w", "no parameter server"), ("2ps0w", "no worker"), ("banana", "not the form"), ("2ps", "not the form"), ("", "not")],
+    [
+        ("0ps2w", "no parameter server"),
+        ("2ps0w", "no worker"),
+        ("banana", "not the form"),
+        ("2ps", "not the form"),
+        ("", "not"),
+    ],
 )
 def test_wrong_shape_is_refused_with_the_form(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
@@ -26,6 +33,7 @@ def test_wrong_shape_is_refused_with_the_form(text: str, problem: str) -> None:
 
 def test_only_the_chief_is_chief() -> None:
     assert CHIEF.is_chief
+    assert str(CHIEF) == "chief"
     assert not any(task.is_chief for task in ClusterShape(2, 2).tasks)
 
 

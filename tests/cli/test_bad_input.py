@@ -1,0 +1,144 @@
+"""Each wrong input: one message, the right exit code, nothing made, nothing left running."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import kdist, result_of
+
+from kdist.cli import help_text, run
+
+MINE = ["model._target_=user_code.build", "data._target_=user_code.data"]
+
+REFUSED = [
+    (["+recipe=mnist", "cluster=0ps2w"], ["cluster=0ps2w", "NpsMw", "no parameter server"]),
+    (["+recipe=mnist", "cluster=2ps0w"], ["cluster=2ps0w", "NpsMw", "no worker"]),
+    (["+recipe=mnist", "cluster=banana"], ["cluster=banana", "NpsMw"]),
+    (["+recipe=mnist", "cluster=2"], ["cluster=2", "NpsMw"]),
+    (["+recipe=mnist", "cluster=4w"], ["cluster=4w", "NpsMw"]),
+    (["+recipe=mnist", "strategy=warp"], ["strategy=warp", "auto, parameter_server, single"]),
+    (["+recipe=mnist", "strategy=parameter_server"], ["parameter_server", "NpsMw"]),
+    (["+recipe=mnist", "strategy=single", "cluster=1ps1w"], ["single", "cluster=local"]),
+    (["model=nope"], ["model=nope", "mnist_cnn, mnist_mlp"]),
+    (["+recipe=nope"], ["recipe=nope", "mnist, mnist_mlp"]),
+    (["+recipe=mnist", "train.stpes=5"], ["train.stpes", "did you mean train.steps?"]),
+    (["+recipe=mnist", "hooks.checkpoint.evry_steps=5"], ["did you mean hooks.checkpoint.every_steps?"]),
+    (["+recipe=mnist", "train.steps=0"], ["train.steps=0", "at least 1"]),
+    (["+recipe=mnist", "train.steps=many"], ["train.steps", "many"]),
+    (["+recipe=mnist", "train.batch_size=0"], ["train.batch_size=0", "at least 1"]),
+    (["+recipe=mnist", "train.steps_per_call=-1"], ["train.steps_per_call=-1", "at least 1, or auto"]),
+    (["+recipe=mnist", "train.epochs=2"], ["train.steps=2000", "train.epochs=2", "one"]),
+    (["+recipe=mnist", "run.resume=maybe"], ["run.resume=maybe", "auto, never, must"]),
+    (["+recipe=mnist", "strategy.placement=best"], ["strategy.placement=best", "round_robin, greedy"]),
+    (["+recipe=mnist", "optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1", "more than 0"]),
+    (
+        ["+recipe=mnist", "model._target_=nosuch.module.build"],
+        ["model", "nosuch.module.build", "No module named 'nosuch'"],
+    ),
+    (["+recipe=mnist", "model._target_=user_code.nope"], ["model", "user_code.nope", "has no nope"]),
+    (["+recipe=mnist", "hooks.stop._target_=kdist.hooks.Never"], ["hooks.stop", "kdist.hooks.Never"]),
+    (["+recipe=mnist", "+model.units=3"], ["model", "units"]),
+    ([], ["model", "+recipe=mnist"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
+def test_a_wrong_config_is_refused_in_one_line_before_anything_is_made(
+    arguments: list[str],
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("kdist: error: ")
+    assert captured.err.count("\n") == 1
+    for words in said:
+        assert words in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+FAILING = [
+    (["model._target_=user_code.not_a_model"], 2, ["user_code.not_a_model", "int", "keras.Model"]),
+    (["+model.compiled=false"], 2, ["not compiled", "optimizer", "loss"]),
+    (["model._target_=user_code.build_own_train_step"], 2, ["overrides train_step", "compute_loss"]),
+    (["data._target_=user_code.wrong_form"], 2, ["user_code.wrong_form", "features", "must return"]),
+    (["optimizer.name=nope"], 2, ["optimizer.name=nope", "adam"]),
+    (["optimizer.beta_1=0.5"], 2, ["optimizer.beta_1", "SGD takes no beta_1", "momentum"]),
+    (["loss=nope"], 2, ["loss=nope"]),
+    (["+data.label_offset=9"], 1, ["chief: InvalidArgumentError", "label value"]),
+    (["+data.num_features=4"], 1, ["incompatible"]),
+    (["data._target_=user_code.raising_dataset"], 1, ["KeyError", "no such column", "user_code.py"]),
+    (["+data.scale=1e30"], 1, ["NanTensor", "step", "last good checkpoint", "checkpoints/ckpt-0"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"), FAILING, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
+def test_a_failing_run_says_whose_error_it_is_once(
+    arguments: list[str], code: int, said: list[str], tmp_path: Path
+) -> None:
+    done = kdist(*MINE, "train.steps=20", "run.dir=out", *arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("kdist: error: ") == 1
+    assert "Traceback" not in done.stderr
+    for words in said:
+        assert words in done.stderr
+    if code == 1:
+        result = result_of(tmp_path / "out")
+        assert result["status"] == "failed"
+        assert result["error"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["+data.label_offset=9"], ["worker:", "label value"]),
+        (["data._target_=user_code.raising_dataset"], ["KeyError", "no such column"]),
+        (["+data.scale=1e30"], ["NanTensor", "last good checkpoint"]),
+    ],
+)
+def test_a_failing_run_on_a_cluster_says_whose_error_it_is_once(
+    arguments: list[str], said: list[str], tmp_path: Path
+) -> None:
+    done = kdist(*MINE, "cluster=1ps2w", "train.steps=20", "run.dir=out", *arguments, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("kdist: error: ") == 1
+    for words in said:
+        assert words in done.stderr
+
+
+def test_data_path_is_refused_with_what_is_expected(tmp_path: Path) -> None:
+    done = kdist("+recipe=mnist", "data.path=nowhere.npz", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "data.path=nowhere.npz" in done.stderr
+    assert "x_train" in done.stderr
+
+
+def test_help_and_refusal_do_not_import_tensorflow(tmp_path: Path) -> None:
+    code = (
+        "import sys; from kdist.cli import run; run(['--help']); run(['+recipe=mnist', 'train.steps=0']); "
+        "run(['+recipe=mnist', 'cluster=x']); assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True, timeout=60)
+
+
+def test_help_lists_every_group_and_key_with_its_meaning() -> None:
+    text = help_text()
+    for words in (
+        "cluster=2ps2w",
+        "parameter_server | single",
+        "mnist | mnist_mlp",
+        "train.steps ",
+        "run.resume ",
+        "75",
+    ):
+        assert words in text
+    assert all(len(line) < 160 for line in text.splitlines())

@@ -1,0 +1,165 @@
+"""Whole runs by the command line, looked at from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPO, kdist, result_of, tasks_running, wait_until
+
+pytestmark = pytest.mark.cluster
+
+MINE = ["model._target_=user_code.build", "data._target_=user_code.data"]
+
+
+def test_mnist_on_two_servers_and_two_workers(tmp_path: Path) -> None:
+    """The main job, shortened; the whole recipe reaches 0.97."""
+    part = REPO / "recipes" / "mnist_part.npz"
+    done = kdist("+recipe=mnist", "cluster=2ps2w", "train.steps=400", f"data.path={part}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run_dir = next((tmp_path / "runs" / "mnist").iterdir())
+    result = result_of(run_dir)
+    assert (result["status"], result["global_step"], result["strategy"]) == ("done", 400, "parameter_server")
+    assert result["metrics"]["validation"]["accuracy"] > 0.93
+    assert (run_dir / ".hydra" / "config.yaml").exists()
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("kdist 0.1.0 | mnist | parameter_server on 2ps2w")
+    assert lines[2].startswith(f"run dir   {run_dir.relative_to(tmp_path)}      tensorboard --logdir runs")
+    assert any(line.startswith("train | step    100/400 | loss ") for line in lines)
+    assert lines[-1].startswith("done  | step    400/400 | loss ")
+    assert done.stderr == ""
+    # Plain Keras, in a process that does not know kdist.
+    code = (
+        "import sys, keras, numpy as np; d = np.load(sys.argv[1]); m = keras.saving.load_model(sys.argv[2]);"
+        "print(m.evaluate(d['x_test'].astype('float32') / 255, d['y_test'], verbose=0, return_dict=True)['accuracy'],"
+        " int(m.optimizer.iterations)); assert 'kdist' not in sys.modules"
+    )
+    plain = subprocess.run(
+        [sys.executable, "-c", code, str(part), str(run_dir / "model.keras")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    accuracy, iterations = plain.stdout.split()
+    assert float(accuracy) == pytest.approx(result["metrics"]["validation"]["accuracy"], abs=1e-6)
+    assert iterations == "400"
+
+
+def test_the_same_run_dir_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    for cluster, steps in (("2ps2w", 30), ("local", 50)):
+        done = kdist(*MINE, f"cluster={cluster}", f"train.steps={steps}", "run.dir=D", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert result_of(tmp_path / "D")["global_step"] == steps
+    assert "load  | step     30    | checkpoints/ckpt-30" in done.stdout
+    assert result_of(tmp_path / "D")["gradients"]["applied"] == 20
+
+
+def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> None:
+    overrides = ["+model.compiled=false", "optimizer=adam", "optimizer.learning_rate=0.02", "optimizer.clipnorm=1"]
+    done = kdist(
+        *MINE, *overrides, "loss=sparse_categorical_crossentropy", "metrics=[accuracy]", "train.epochs=2", "run.dir=D",
+        "data._target_=user_code.keras_form", "hooks.summary=null", "hooks.checkpoint.every_steps=5", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert set(result_of(tmp_path / "D")["metrics"]["validation"]) == {"loss", "accuracy"}
+    assert result_of(tmp_path / "D")["global_step"] == 16
+    code = (
+        "import keras; m = keras.saving.load_model('D/model.keras'); o = m.optimizer;"
+        "print(type(o).__name__, round(float(o.learning_rate), 4), o.clipnorm)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert shown.stdout.split() == ["Adam", "0.02", "1.0"]
+
+
+def test_multirun_runs_jobs_one_after_another_each_on_its_own_cluster(tmp_path: Path) -> None:
+    done = kdist("-m", *MINE, "cluster=local,1ps1w", "train.steps=10", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sweep = next((tmp_path / "runs" / "train").iterdir())
+    assert [result_of(sweep / number)["cluster"] for number in ("0", "1")] == ["local", "1ps1w"]
+    assert not tasks_running(under=os.getpid())
+
+
+class Run:
+    """A long run in the background whose console and tasks a test can watch."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.log = cwd / "console.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kdist", *MINE, "cluster=1ps2w", "train.steps=1000000", "run.dir=D"],
+                cwd=cwd,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(REPO / "tests")},
+            )
+        wait_until(lambda: "train | step" in self.log.read_text(), 60, "the run trains")
+        self.tasks = tasks_running(under=self.process.pid)
+        assert len(self.tasks) == 3
+
+    def no_task_is_left(self) -> bool:
+        return not [pid for pid in self.tasks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_ends_everything_within_five_seconds(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    run = Run(tmp_path)
+    try:
+        run.process.send_signal(number)
+        assert run.process.wait(5) == code
+        assert run.no_task_is_left()
+    finally:
+        run.process.kill()
+    result = result_of(tmp_path / "D")
+    assert result["status"] == "preempted"
+    assert result["stopped_by"] == number.name
+    newest = max(int(p.stem.removeprefix("ckpt-")) for p in (tmp_path / "D" / "checkpoints").glob("ckpt-*.index"))
+    assert newest == result["global_step"] > 0
+    assert (
+        f"stopped by {number.name} at step {newest}; last checkpoint: D/checkpoints/ckpt-{newest}"
+        in run.log.read_text()
+    )
+
+
+def test_kill_9_of_the_chief_leaves_no_task(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.process.kill()
+    run.process.wait()
+    wait_until(run.no_task_is_left, 5, "every task has ended")
+
+
+def test_the_python_of_the_readme_works_as_a_script_without_a_guard(tmp_path: Path) -> None:
+    script = tmp_path / "train_mine.py"
+    script.write_text(
+        """
+import keras, kdist
+from helpers import toy_data
+x, y = toy_data()
+
+def build_model():
+    model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+for cluster in ("2ps2w", "1ps1w"):
+    trainer = kdist.Trainer(build_model, cluster=cluster, strategy="parameter_server",
+                            hooks=[kdist.hooks.StopAtStep(last_step=60), kdist.hooks.CheckpointSaver(every_secs=60)])
+    history = trainer.fit(x, y, batch_size=64, steps=60, validation_data=(x, y))
+    assert trainer.evaluate(x, y)["loss"] > 0 and trainer.predict(x).shape == (256, 3)
+    trainer.model.save("mine.keras")
+    assert len(history.history["val_loss"]) == len(history.epoch) == 15
+""",
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO / "tests")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "runs" / "train_mine").iterdir())) == 2
+    assert done.stdout.count("stopped by StopAtStep") == 2

@@ -1,0 +1,105 @@
+"""Tasks start, answer, and end with their chief."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import tasks_running, wait_until
+
+from kdist.cluster.local import LocalCluster
+from kdist.cluster.spec import ClusterShape, Task
+from kdist.errors import ClusterError
+
+pytestmark = pytest.mark.cluster
+
+CHIEF = """
+import sys, time
+from pathlib import Path
+from kdist.cluster.local import LocalCluster
+from kdist.cluster.spec import ClusterShape
+with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
+    print("started", flush=True)
+    mode = sys.argv[2]
+    if mode == "raise":
+        raise RuntimeError("chief failed")
+    if mode == "wait":
+        time.sleep(60)
+"""
+
+
+def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
+    with LocalCluster(ClusterShape(1, 2), tmp_path) as cluster:
+        assert {str(task) for task in cluster.pids} == {"ps:0", "worker:0", "worker:1"}
+        for task in cluster.shape.tasks:
+            host, port = cluster.spec.address(task).split(":")
+            socket.create_connection((host, int(port)), timeout=2).close()
+        assert cluster.lost_tasks() == {}
+        os.kill(cluster.pids[Task("worker", 1)], signal.SIGKILL)
+        wait_until(cluster.lost_tasks, 5, "the loss is seen")
+        assert cluster.lost_tasks() == {Task("worker", 1): "killed by signal 9, SIGKILL"}
+        pids = list(cluster.pids.values())
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert {path.name for path in tmp_path.iterdir()} == {"ps-0.log", "worker-0.log", "worker-1.log"}
+    assert "serves at" in (tmp_path / "ps-0.log").read_text()
+
+
+@pytest.mark.parametrize(("mode", "code"), [("return", 0), ("raise", 1)])
+def test_tasks_end_when_the_chief_returns_or_raises(tmp_path: Path, mode: str, code: int) -> None:
+    chief = subprocess.run(
+        [sys.executable, "-c", CHIEF, str(tmp_path), mode], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert chief.returncode == code
+    assert "started" in chief.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_tasks_end_within_five_seconds_when_the_chief_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    chief = subprocess.Popen(
+        [sys.executable, "-c", CHIEF, str(tmp_path), "wait"],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert chief.stdout is not None
+        assert chief.stdout.readline() == "started\n"
+        pids = tasks_running(under=chief.pid)
+        assert len(pids) == 3
+        chief.send_signal(number)
+        wait_until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 5, "every task has ended")
+    finally:
+        chief.kill()
+        chief.wait()
+        chief.stdout.close()
+
+
+def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster(ClusterShape(1, 1), tmp_path, start_timeout=0.01)
+    with pytest.raises(
+        ClusterError, match=r"ps:0, worker:0 did not answer within 0\.01 s \(cluster\.start_timeout\)"
+    ) as error:
+        cluster.start()
+    assert error.value.exit_code == 75
+    assert cluster.pids == {}
+
+
+def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.cluster.server.ServerOptions.to_json", lambda self: "not json")
+    with pytest.raises(
+        ClusterError, match=r"(?s)(ps|worker):0 ended while it started \(exit code 1\).*JSONDecodeError"
+    ):
+        LocalCluster(ClusterShape(1, 1), tmp_path).start()
+
+
+def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPC_FAIL_FAST", "false")
+    monkeypatch.setenv("TF_CONFIG", "{broken")
+    with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+        for pid in cluster.pids.values():
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"GRPC_FAIL_FAST" not in environment
+            assert b"TF_CONFIG" not in environment

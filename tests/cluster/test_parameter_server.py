@@ -1,0 +1,219 @@
+"""Asynchronous training on real TensorFlow servers."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import result_of, tags_of, toy_data
+
+import kdist
+from kdist.checkpoint import Checkpoints
+from kdist.hooks import CheckpointSaver, Hook
+
+pytestmark = pytest.mark.cluster
+
+
+class StepNotes(Hook):
+    """Notes staleness and example counts as they come."""
+
+    def __init__(self) -> None:
+        self.staleness: list[int] = []
+        self.totals: Any = None
+
+    def after_run(self, context: Any, values: Any) -> None:
+        self.staleness += values.staleness.tolist()
+        self.totals = values.totals if self.totals is None else self.totals + values.totals
+
+
+def test_steps_metrics_and_iterations_are_exact_with_four_workers(run_dir: Path) -> None:
+    x, y = toy_data()
+    notes = StepNotes()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps4w", run_dir=run_dir, hooks=[notes], steps_per_call=7)
+    trainer.fit(x, y, batch_size=8, steps=500, verbose=0)
+
+    result = result_of(run_dir)
+    assert result["status"] == "done"
+    assert result["stopped_by"] == "StopAtStep"
+    assert result["global_step"] == result["gradients"]["applied"] == 500
+    assert result["examples"] == 500 * 8
+    assert int(trainer.model.optimizer.iterations) == 500
+    counts = [
+        v for v, variable in zip(notes.totals.values, trainer.model.metrics_variables) if variable.name == "count"
+    ]
+    assert [float(count) for count in counts] == [500 * 8, 500 * 8]
+    # With four workers some gradient was computed from parameters that had changed meanwhile, and that is seen.
+    assert len(notes.staleness) == 500
+    assert min(notes.staleness) >= 0
+    assert result["gradients"]["staleness_max"] == max(notes.staleness) > 0
+    assert result["gradients"]["staleness_mean"] == pytest.approx(np.mean(notes.staleness))
+
+
+def test_checkpoints_go_from_strategy_to_strategy_and_server_to_server(run_dir: Path) -> None:
+    x, y = toy_data()
+    steps = 0
+    for cluster in ("2ps1w", "local", "3ps1w"):
+        steps += 20
+        trainer = kdist.Trainer(models.mlp, cluster=cluster, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=10)])
+        before = Checkpoints(run_dir / "checkpoints").newest()
+        with trainer.session(x, y, batch_size=8, steps=steps, verbose=0) as session:
+            assert session.first_step == steps - 20
+            if before is not None:
+                reader = tf.train.load_checkpoint(str(before))
+                for name, value in session.strategy.read().items():
+                    np.testing.assert_array_equal(value, reader.get_tensor(name), err_msg=name)
+            while not session.should_stop():
+                session.run()
+        assert result_of(run_dir)["global_step"] == steps
+    assert Checkpoints(run_dir / "checkpoints").steps() == [20, 30, 40, 50, 60]
+
+
+def test_the_run_dir_is_complete(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="2ps2w", run_dir=run_dir)
+    trainer.fit(x, y, batch_size=8, steps=200, validation_data=(x, y), verbose=0)
+    found = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if "tfevents" not in path.name}
+    assert found == {
+        "checkpoints",
+        "checkpoints/checkpoint",
+        *(f"checkpoints/ckpt-{step}.{end}" for step in (0, 200) for end in ("index", "data-00000-of-00001")),
+        "logs",
+        *(f"logs/{task}.log" for task in ("chief-0", "ps-0", "ps-1", "worker-0", "worker-1")),
+        "model.keras",
+        "placement.png",
+        "placement.txt",
+        "result.json",
+        "tb",
+        "tb/train",
+        "tb/validation",
+    }
+    assert tags_of(run_dir / "tb" / "train") == {
+        "loss",
+        "accuracy",
+        "learning_rate",
+        "epoch_loss",
+        "epoch_accuracy",
+        "perf/steps_per_sec",
+        "perf/examples_per_sec",
+        "async/staleness",
+    }
+    assert tags_of(run_dir / "tb" / "validation") == {"loss", "accuracy", "epoch_loss", "epoch_accuracy"}
+    loaded = keras.saving.load_model(run_dir / "model.keras")
+    validation = result_of(run_dir)["metrics"]["validation"]
+    assert loaded.evaluate(x, y, batch_size=8, verbose=0, return_dict=True) == pytest.approx(validation, rel=1e-5)
+
+
+def test_slots_live_beside_their_parameter_and_one_tensor_travels_each_way(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="2ps1w", run_dir=run_dir, steps_per_call=1)
+    with trainer.session(x, y, batch_size=8, steps=2, verbose=0) as session:
+        session.run()
+        store = session.strategy._store  # type: ignore[attr-defined]
+        devices = {name: variable.device for name, variable in store._named.items()}
+        parameters = {name.removeprefix("parameters/") for name in devices if name.startswith("parameters/")}
+        for name in parameters:
+            slots = [device for key, device in devices.items() if key.startswith(f"slots/{name}/")]
+            assert set(slots) == {devices[f"parameters/{name}"]}
+            assert len(slots) == 2
+        assert {d.split("/device")[0] for d in devices.values()} == {
+            "/job:ps/replica:0/task:0",
+            "/job:ps/replica:0/task:1",
+        }
+        graph = session.strategy._calls.function(1).graph  # type: ignore[attr-defined]
+        floats = [
+            (source.device, op.device)
+            for op in graph.get_operations()
+            for source in op.inputs
+            # A variable is read where it is, whatever device its read asks for.
+            if source.dtype == tf.float32 and source.op.type not in ("Placeholder", "ReadVariableOp")
+        ]
+        crossing = [edge for edge in floats if ("/job:ps" in edge[0]) != ("/job:ps" in edge[1])]
+        # Two servers: one fused tensor down from each, one fused tensor up to each.
+        assert len(crossing) == 4
+
+
+def test_state_goes_back_as_a_sum_of_changes(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.batch_normalized, cluster="1ps2w", run_dir=run_dir)
+    trainer.fit(x + 5.0, y, batch_size=32, steps=300, verbose=0)
+    normalization = trainer.model.layers[1]
+    expected = (trainer.model.layers[0](x + 5.0)).numpy().mean(0)
+    assert np.isfinite(normalization.moving_variance.numpy()).all()
+    assert np.abs(normalization.moving_mean.numpy() - expected).max() < 0.5 * np.abs(expected).max() + 0.5
+
+
+def test_workers_read_different_parts(run_dir: Path) -> None:
+    """Each worker's own feature is all ones: only if both shards are read do both weights move."""
+
+    def function(context: kdist.DataContext) -> tf.data.Dataset:
+        x = tf.one_hot(context.worker_index, context.num_workers)
+        return tf.data.Dataset.from_tensors((x[None, :], tf.ones([1, 1])))
+
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        return model
+
+    trainer = kdist.Trainer(build, cluster="1ps2w", run_dir=run_dir)
+    trainer.fit(function, steps=200, verbose=0)
+    assert (trainer.model.get_weights()[0] > 0.05).all()
+
+
+def test_a_dataset_object_reaches_the_workers(run_dir: Path) -> None:
+    x, y = toy_data()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(256).batch(8)
+    history = kdist.Trainer(models.mlp, cluster="1ps2w", run_dir=run_dir).fit(dataset, epochs=8, verbose=0)
+    assert result_of(run_dir)["global_step"] == 8 * 32
+    assert history.history["accuracy"][-1] > history.history["accuracy"][0]
+
+
+def test_labels_outside_the_classes_name_the_worker(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", run_dir=run_dir)
+    with pytest.raises(kdist.TaskError, match=r"^worker:\d: .*label value") as error:
+        trainer.fit(x, y + 7, batch_size=8, steps=20, verbose=0)
+    assert error.value.exit_code == 1
+    assert result_of(run_dir)["status"] == "failed"
+    assert "label value" in result_of(run_dir)["error"]
+
+
+def test_an_optimizer_that_cannot_be_shared_is_refused(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(lambda: models.mlp(keras.optimizers.Nadam()), cluster="1ps1w", run_dir=run_dir)
+    with pytest.raises(kdist.ConfigError, match="Nadam"):
+        trainer.fit(x, y, steps=2, verbose=0)
+
+
+def test_the_process_stays_whole_beside_several_clusters(tmp_path: Path) -> None:
+    """A plain Keras model is trained before, between and after; variables, datasets, functions and seeds live on."""
+    x, y = toy_data()
+    keras.utils.set_random_seed(1)
+    plain, twin = models.mlp("sgd"), models.mlp("sgd")
+    twin.set_weights(plain.get_weights())
+    variable = tf.Variable([1.0, 2.0])
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+    doubled = tf.function(lambda: variable.assign(variable * 2))
+    losses = [plain.fit(dataset, verbose=0).history["loss"][0]]
+    for number, cluster in enumerate(("1ps1w", "2ps2w")):
+        trainer = kdist.Trainer(models.mlp, cluster=cluster, run_dir=tmp_path / str(number))
+        with trainer.session(x, y, batch_size=8, steps=30, verbose=0) as session:
+            while not session.should_stop():
+                session.run()
+                variable.assign_add([1.0, 1.0])
+                variable.assign(variable - 1.0)
+            during = plain.evaluate(x, y, verbose=0, return_dict=True)
+        losses.append(plain.fit(dataset, verbose=0).history["loss"][0])
+        assert plain.evaluate(x, y, verbose=0, return_dict=True)["loss"] < during["loss"]
+        doubled()
+        assert trainer.evaluate(x, y)["loss"] > 0
+    np.testing.assert_allclose(variable.numpy(), [4.0, 8.0])
+    # The same model trained with no cluster beside it.
+    expected = [twin.fit(dataset, verbose=0).history["loss"][0] for _ in range(3)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    gc.collect()

@@ -1,0 +1,33 @@
+"""Errors are one message, without the traces of TensorFlow."""
+
+import tensorflow as tf
+
+from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
+
+GRAPH_ERROR = """Graph execution error:
+
+Detected at node compile_loss/Sparse defined at (most recent call last):
+  File "train.py", line 16, in <module>
+
+  File "keras/losses.py", line 34, in call
+
+{{function_node __inference_call_2050}} Received a label value of 9 which is outside the valid range of [0, 3).
+\t [[{{node compile_loss/Sparse}}]]
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling Enqueue:
+:UNKNOWN:Error received from peer  {grpc_message:"Received a label value", grpc_status:3} [Op:__inference_call_2050]"""
+
+
+def test_of_a_graph_error_only_the_reason_is_said() -> None:
+    error = TaskError("worker:1", tf.errors.InvalidArgumentError(None, None, GRAPH_ERROR))
+    assert str(error) == (
+        "worker:1: InvalidArgumentError: Received a label value of 9 which is outside the valid range of [0, 3)."
+    )
+
+
+def test_other_messages_are_said_whole() -> None:
+    assert str(TaskError("chief", ValueError("first\nsecond"))) == "chief: ValueError: first\nsecond"
+    assert str(TaskError("chief", ValueError())) == "chief: ValueError: (no message)"
+
+
+def test_exit_codes_tell_a_wrong_config_a_failed_run_and_a_failed_cluster_apart() -> None:
+    assert (ConfigError.exit_code, KdistError.exit_code, TaskError.exit_code, ClusterError.exit_code) == (2, 1, 1, 75)
