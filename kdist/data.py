@@ -235,7 +235,13 @@ def worker_dataset(
             stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])
             return tf.random.stateless_uniform([num_seeds, 2], stream, minval=None, maxval=None, dtype=tf.uint32)
 
-        return tf.data.Dataset.zip((batches, tf.data.Dataset.counter().map(seeds))).prefetch(2)
+        dataset = tf.data.Dataset.zip((batches, tf.data.Dataset.counter().map(seeds))).prefetch(2)
+        # The thread that tunes a pipeline may sleep through the end of its iterator: TensorFlow wakes it before it
+        # marks it as cancelled. Ending a run then took as long again as the run had, up to a minute. Without the
+        # tuner, AUTOTUNE means as many parallel calls as there are cores.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return dataset.with_options(options)
 
     specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)]
     for argument in data.arguments(0, num_workers):

@@ -75,7 +75,7 @@ class TrainSession:
         self.is_started = False
         self.account = Account()
         self._resume = resume
-        self._print_line = print_line
+        self.print_line = print_line
         self._clock = clock
         self._saved_step: int | None = None
         self._longest_run = _FIRST_RUN_STEPS
@@ -137,7 +137,7 @@ class TrainSession:
             return
         path = self.checkpoints.save(self.global_step, self.strategy.read(), keep=keep)
         self._saved_step = self.global_step
-        self._print_line(console.save_line(self.global_step, self.last_step, _short(path)))
+        self.print_line(console.save_line(self.global_step, self.last_step, _short(path)))
 
     def publish_validation(self, logs: Mapping[str, float]) -> None:
         """Tells every hook the validation loss and metrics of the present step."""
@@ -198,7 +198,7 @@ class TrainSession:
             path, values = restored
             self.strategy.write(values)
             self._saved_step = int(values["global_step"])
-            self._print_line(console.resume_line(self._saved_step, self.last_step, _short(path)))
+            self.print_line(console.resume_line(self._saved_step, self.last_step, _short(path)))
         elif self._resume == "must":
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.folder}")
         self.global_step = self.first_step = self.strategy.global_step()

@@ -25,8 +25,11 @@ _FORM = "an npz file with x_train, y_train, x_test and y_test, images uint8 [n, 
 _DOWNLOAD_TIMEOUT_SECS = 10.0
 
 
-def build_cnn(dropout: float = 0.25) -> keras.Model:
-    """Two convolutions and a dense layer; compiled with Adam. Input: float32 [batch, 28, 28] in 0..1."""
+def build_cnn(dropout: float = 0.4) -> keras.Model:
+    """Three convolutions and a dense layer; compiled with Adam and a decaying learning rate.
+
+    Input: float32 [batch, 28, 28] in 0..1.
+    """
     import keras
 
     model = keras.Sequential(
@@ -37,13 +40,17 @@ def build_cnn(dropout: float = 0.25) -> keras.Model:
             keras.layers.MaxPooling2D(),
             keras.layers.Conv2D(32, 3, activation="relu"),
             keras.layers.MaxPooling2D(),
+            keras.layers.Conv2D(64, 3, activation="relu"),
             keras.layers.Flatten(),
             keras.layers.Dropout(dropout),
             keras.layers.Dense(10, activation="softmax"),
         ],
         name="mnist_cnn",
     )
-    model.compile(optimizer=keras.optimizers.Adam(0.002), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    learning_rate = keras.optimizers.schedules.ExponentialDecay(0.002, decay_steps=1000, decay_rate=0.3)
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate), loss="sparse_categorical_crossentropy", metrics=["accuracy"]
+    )
     return model
 
 

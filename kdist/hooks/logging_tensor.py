@@ -21,7 +21,7 @@ class LoggingTensor(Hook):
     Args:
         every_steps: steps between two lines; 100 if neither is given, as in TF1.
         every_secs: seconds between two lines.
-        print_line: takes each line.
+        print_line: takes each line; the session's own if None, which `fit(verbose=0)` silences.
         clock: seconds from any start; a test's own.
     """
 
@@ -29,7 +29,7 @@ class LoggingTensor(Hook):
         self,
         every_steps: int | None = None,
         every_secs: float | None = None,
-        print_line: Callable[[str], None] = console.print_line,
+        print_line: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if every_steps is None and every_secs is None:
@@ -50,15 +50,18 @@ class LoggingTensor(Hook):
         if self._timer.due(values.global_step):
             rate = self._num_steps / self._seconds if self._seconds else None
             last_step = context.session.last_step
-            self._print_line(console.train_line(values.global_step, last_step, self._totals.logs, rate))
+            self._print(context.session, console.train_line(values.global_step, last_step, self._totals.logs, rate))
             self._timer.restart(values.global_step)
             self._restart()
 
     def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:
-        self._print_line(console.validation_line(session.global_step, session.last_step, logs))
+        self._print(session, console.validation_line(session.global_step, session.last_step, logs))
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
+
+    def _print(self, session: TrainSession, line: str) -> None:
+        (self._print_line or session.print_line)(line)
 
     def _restart(self) -> None:
         self._totals = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,10 @@ from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaStep, batch_size_of
 
 # A call should take long against the 1 ms that dispatching it costs, and be short against a person's patience.
-_AUTO_CALL_SECS = 0.03
+_AUTO_CALL_SECS = 0.1
 _AUTO_MAX_STEPS = 32
+# Doubling again needs a gain from the last one: at most this fraction of the former time per step.
+_AUTO_GAIN = 0.95
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ class UnrolledCalls:
 class CallSizer:
     """Decides how many steps the next call unrolls.
 
-    With `auto` it starts with single steps and doubles, in powers of two so that few functions are traced, until a
-    call takes a few tens of milliseconds: models with slow steps are never unrolled for nothing.
+    With `auto` it starts with single steps and doubles, in powers of two so that few functions are traced, as long as
+    that pays: the last doubling made steps faster, calls stay short, and training has taken as long as tracing the
+    next size will (so tracing costs at most as much as it could have saved, as in ski rental).
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
@@ -118,7 +120,10 @@ class CallSizer:
         self._fixed = steps_per_call
         self._num_workers = num_workers
         self._auto = 1
-        self._fastest: dict[int, float] = {}
+        self._tracing_secs = math.inf
+        self._trained_secs = 0.0
+        self._step_secs = math.inf
+        self._step_secs_before = math.inf
 
     @property
     def steps_per_call(self) -> int:
@@ -135,23 +140,29 @@ class CallSizer:
             size = min(size, math.ceil(remaining / self._num_workers))
         return 1 << (size.bit_length() - 1)
 
-    def observe(self, num_steps: int, secs: float) -> None:
-        """Learns from a call that took `secs` from when a worker could take it until its result was here."""
-        best = self._fastest[num_steps] = min(secs, self._fastest.get(num_steps, secs))
-        if num_steps == self._auto and best * 2 <= _AUTO_CALL_SECS and self._auto * 2 <= _AUTO_MAX_STEPS:
-            self._auto *= 2
+    def observe(self, num_steps: int, secs: float, *, traced: bool) -> None:
+        """Learns from a run.
 
-
-class Stopwatch:
-    """Seconds since the last `lap`."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        secs, self._last = now - self._last, now
-        return secs
+        Args:
+            num_steps: steps of the run, over all workers.
+            secs: how long it took.
+            traced: whether functions were traced meanwhile.
+        """
+        if traced:
+            self._tracing_secs = secs
+            return
+        self._trained_secs += secs
+        self._step_secs = min(self._step_secs, secs / num_steps * self._num_workers)
+        twice = 2 * self._auto
+        if (
+            twice <= _AUTO_MAX_STEPS
+            and twice * self._step_secs <= _AUTO_CALL_SECS
+            and self._trained_secs >= 2 * self._tracing_secs
+            and self._step_secs <= _AUTO_GAIN * self._step_secs_before
+        ):
+            self._auto = twice
+            self._trained_secs = 0.0
+            self._step_secs_before, self._step_secs = self._step_secs, math.inf
 
 
 def _pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -21,7 +21,7 @@ from kdist.errors import ClusterError, ConfigError, TaskError
 from kdist.parameters.apply import check_slots_only
 from kdist.parameters.placement import POLICIES
 from kdist.strategies.base import Program
-from kdist.strategies.calls import StepLogs, Stopwatch
+from kdist.strategies.calls import StepLogs
 from kdist.strategies.stored import StoredStrategy, prepare
 
 # A second call waits at each worker while the first runs; more would only sit in the chief's memory.
@@ -78,36 +78,28 @@ class ParameterServer(StoredStrategy):
         self._sizer = self._program.sizer()
 
     def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        self._warming_up = False
         try:
-            return self._run(num_steps, interrupted)
+            return super().run(num_steps, interrupted)
         except tf.errors.OpError as error:
             raise self._explained(error) from error
 
     def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         coordinator, iterators = self._started()
-        in_flight: deque[tuple[Any, int, bool]] = deque()
+        in_flight: deque[tuple[Any, int]] = deque()
         logs: StepLogs | None = None
         remaining = num_steps
-        watch = Stopwatch()
         while remaining or in_flight:
             if interrupted():
                 remaining = 0
             while remaining and len(in_flight) < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers:
                 size = self._sizer.next_size(remaining)
-                traced = self._calls.traced(size)
-                self._warming_up |= not traced
-                in_flight.append((coordinator.schedule(self._calls.function(size), iterators), size, traced))
+                self._warming_up |= not self._calls.traced(size)
+                in_flight.append((coordinator.schedule(self._calls.function(size), iterators), size))
                 remaining -= size
             if not in_flight:
                 break
-            value, size, traced = in_flight.popleft()
-            packed = coordinator.result(value)
-            secs = watch.lap()
-            if not self._warming_up:
-                # Results arrive from all workers in turn.
-                self._sizer.observe(size, secs * self._shape.num_workers)
-            more = self._calls.logs(packed, size)
+            value, size = in_flight.popleft()
+            more = self._calls.logs(coordinator.result(value), size)
             logs = more if logs is None else logs + more
         return logs
 

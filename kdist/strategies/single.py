@@ -12,7 +12,7 @@ from kdist.cluster.spec import CHIEF
 from kdist.data import worker_arguments
 from kdist.errors import TaskError
 from kdist.strategies.base import Program
-from kdist.strategies.calls import StepLogs, Stopwatch
+from kdist.strategies.calls import StepLogs
 from kdist.strategies.stored import StoredStrategy, prepare
 
 
@@ -32,25 +32,20 @@ class Single(StoredStrategy):
         self._calls = self._program.calls(self._store, IteratorSpec(element_spec))
         self._sizer = self._program.sizer()
 
-    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if self._iterator is None:
             arguments = worker_arguments(self._program.program.data, 0, 1, self.global_step())
             self._iterator = iter(self._make_dataset(*arguments))
-        self._warming_up = False
         logs: StepLogs | None = None
         remaining = num_steps
         while remaining and not interrupted():
             size = self._sizer.next_size(remaining)
-            traced = self._calls.traced(size)
-            self._warming_up |= not traced
+            self._warming_up |= not self._calls.traced(size)
             function = self._calls.function(size)
-            watch = Stopwatch()
             try:
                 packed = function(self._iterator).numpy()
             except tf.errors.OpError as error:
                 raise TaskError(str(CHIEF), error) from error
-            if traced:
-                self._sizer.observe(size, watch.lap())
             more = self._calls.logs(packed, size)
             logs = more if logs is None else logs + more
             remaining -= size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import abc
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,14 +18,27 @@ from kdist.parameters.placement import Plan, Variable, place
 from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaStep
 from kdist.strategies.base import Program, Strategy
-from kdist.strategies.calls import CallSizer, UnrolledCalls
+from kdist.strategies.calls import CallSizer, StepLogs, UnrolledCalls
 
 
 class StoredStrategy(Strategy):
-    """A strategy whose values live in a `ParameterStore`. Subclasses set `_store` in `start`."""
+    """A strategy whose values live in a `ParameterStore`. Subclasses set `_store` and `_sizer` in `start`."""
 
     _store: ParameterStore
+    _sizer: CallSizer
     _warming_up = True
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        self._warming_up = False
+        started = time.perf_counter()
+        logs = self._run(num_steps, interrupted)
+        if logs is not None:
+            self._sizer.observe(logs.num_steps, time.perf_counter() - started, traced=self._warming_up)
+        return logs
+
+    @abc.abstractmethod
+    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        """Does what `run` promises, and sets `_warming_up` when it traces a function."""
 
     def global_step(self) -> int:
         return self._store.global_step()

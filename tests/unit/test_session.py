@@ -169,8 +169,8 @@ def test_console_line_has_interval_loss_rate_and_time_left() -> None:
     lines: list[str] = []
     clock = FakeClock()
     strategy = CountingStrategy(clock, secs_per_step=0.01)
-    hook = LoggingTensor(every_steps=100, print_line=lines.append, clock=clock)
-    run_all(make_session([hook, StopAtStep()], strategy, last_step=300, clock=clock))
+    hook = LoggingTensor(every_steps=100, clock=clock)
+    run_all(make_session([hook, StopAtStep()], strategy, last_step=300, clock=clock, print_line=lines.append))
     assert lines == [
         "train | step    100/300 | loss 50.5000 |  100.0 steps/s | ETA 2s",
         "train | step    200/300 | loss 150.5000 |  100.0 steps/s | ETA 1s",
