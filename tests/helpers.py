@@ -42,6 +42,15 @@ def tasks_running(under: int | None = None) -> list[int]:
     return found
 
 
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has carried so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[0])
+    raise LookupError("no loopback interface")
+
+
 def wait_until(condition: Any, timeout: float, what: str) -> None:
     """Waits for another process, checking often; fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout

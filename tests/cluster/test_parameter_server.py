@@ -9,7 +9,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import result_of, tags_of, toy_data
+from helpers import loopback_bytes, result_of, tags_of, toy_data
 
 import kdist
 from kdist.checkpoint import Checkpoints
@@ -220,3 +220,23 @@ def test_the_process_stays_whole_beside_several_clusters(tmp_path: Path) -> None
     expected = [twin.fit(dataset, verbose=0).history["loss"][0] for _ in range(3)]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     gc.collect()
+
+
+def test_only_parameters_and_gradients_cross_the_network(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4000), keras.layers.Dense(200)])
+        model.compile(optimizer="adam", loss="mse")
+        return model
+
+    x, _ = toy_data()
+    trainer = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir, steps_per_call=5)
+    parameter_bytes = 4 * trainer.model.count_params()
+    with trainer.session(x, np.zeros([256, 200], np.float32), batch_size=8, steps=60, verbose=0) as session:
+        while session.global_step < 20:
+            session.run()
+        bytes_before, steps_before = loopback_bytes(), session.global_step
+        while not session.should_stop():
+            session.run()
+        num_steps, num_bytes = session.global_step - steps_before, loopback_bytes() - bytes_before
+    # Adam's slots would be twice as much again.
+    assert 2 * parameter_bytes <= num_bytes / num_steps <= 1.05 * 2 * parameter_bytes
