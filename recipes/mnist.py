@@ -36,7 +36,7 @@ def build_cnn(dropout: float = 0.4) -> keras.Model:
         [
             keras.layers.Input((28, 28)),
             keras.layers.Reshape((28, 28, 1)),
-            keras.layers.Conv2D(16, 3, activation="relu"),
+            keras.layers.Conv2D(16, 5, activation="relu"),
             keras.layers.MaxPooling2D(),
             keras.layers.Conv2D(32, 3, activation="relu"),
             keras.layers.MaxPooling2D(),
@@ -47,7 +47,7 @@ def build_cnn(dropout: float = 0.4) -> keras.Model:
         ],
         name="mnist_cnn",
     )
-    learning_rate = keras.optimizers.schedules.ExponentialDecay(0.002, decay_steps=1000, decay_rate=0.3)
+    learning_rate = keras.optimizers.schedules.ExponentialDecay(0.003, decay_steps=1000, decay_rate=0.15)
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate), loss="sparse_categorical_crossentropy", metrics=["accuracy"]
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LoggingTensor(Hook):
-    """Prints loss and metrics over the steps since the last line, the rate and the time left.
+    """Prints loss and metrics over the steps since the last line, the rate (without tracing) and the time left.
 
     Args:
         every_steps: steps between two lines; 100 if neither is given, as in TF1.
@@ -45,8 +45,9 @@ class LoggingTensor(Hook):
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
-        self._num_steps += values.num_steps
-        self._seconds += values.seconds
+        if not values.warming_up:
+            self._num_steps += values.num_steps
+            self._seconds += values.seconds
         if self._timer.due(values.global_step):
             rate = self._num_steps / self._seconds if self._seconds else None
             last_step = context.session.last_step

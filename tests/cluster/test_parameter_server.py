@@ -72,9 +72,7 @@ def test_checkpoints_go_from_strategy_to_strategy_and_server_to_server(run_dir: 
     assert Checkpoints(run_dir / "checkpoints").steps() == [20, 30, 40, 50, 60]
 
 
-def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(
-    run_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="2ps2w", run_dir=run_dir)
     trainer.fit(x, y, batch_size=8, steps=200, validation_data=(x, y), verbose=0)
