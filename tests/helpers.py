@@ -67,9 +67,13 @@ def tags_of(folder: Path) -> set[str]:
     return {tag for tags in events.Tags().values() if isinstance(tags, list) for tag in tags}
 
 
-def kdist(
-    *arguments: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def environment() -> dict[str, str]:
+    """This process's environment, for one that imports from `tests` as well."""
+    path = os.pathsep.join(filter(None, [str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def kdist(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Runs `python -m kdist`."""
     return subprocess.run(
         [sys.executable, "-m", "kdist", *arguments],
@@ -78,5 +82,5 @@ def kdist(
         text=True,
         timeout=timeout,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{REPO / 'tests'}", **(env or {})},
+        env=environment(),
     )

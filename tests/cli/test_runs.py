@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPO, kdist, result_of, tasks_running, wait_until
+from helpers import REPO, environment, kdist, result_of, tasks_running, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -95,7 +95,7 @@ class Run:
                 cwd=cwd,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(REPO / "tests")},
+                env=environment(),
             )
         wait_until(lambda: "train | step" in self.log.read_text(), 60, "the run trains")
         self.tasks = tasks_running(under=self.process.pid)
@@ -158,7 +158,7 @@ for cluster in ("2ps2w", "1ps1w"):
     )
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPO / "tests")},
+        env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs" / "train_mine").iterdir())) == 2
