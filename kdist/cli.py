@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
@@ -18,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kdist.errors import ConfigError, KdistError
+from kdist.errors import ClusterError, ConfigError, KdistError
+from kdist.native_log import keep_python_stderr, native_log
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ groups (GROUP=OPTION)
 keys (KEY=VALUE; null is "not given")
 {keys}
 
+hooks (hooks.NAME.KEY=VALUE; hooks.NAME=null removes one)
+{hooks}
+
 exit codes: 0 done, 1 the run failed, 2 the config is wrong, 75 the cluster failed (a retry may help),
             130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint
 Hydra's own options: python -m kdist --hydra-help
@@ -54,6 +59,8 @@ def main() -> NoReturn:
     # As `python -m` does by itself: a config may name a module of the folder that the command runs in.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
+    keep_python_stderr()
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,7 +97,12 @@ def help_text() -> str:
         "+recipe": _options("recipe"),
     }
     lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
-    return _HELP.format(version=__version__, groups="\n".join(lines), keys="\n".join(_described_keys()))
+    return _HELP.format(
+        version=__version__,
+        groups="\n".join(lines),
+        keys="\n".join(_described_keys()),
+        hooks="\n".join(_described_hooks()),
+    )
 
 
 def _run_hydra(arguments: list[str]) -> None:
@@ -102,6 +114,8 @@ def _run_hydra(arguments: list[str]) -> None:
 
     from kdist.config_sources import register
 
+    # TensorFlow's C++ code talks on standard error otherwise, from the moment that a user's module imports it.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     register()
     parsed = get_args_parser().parse_args(arguments)
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
@@ -113,6 +127,8 @@ def _run_hydra(arguments: list[str]) -> None:
     def job(config: DictConfig) -> float | None:
         # Hydra would print a traceback of its own, and end a sweep at its first failure.
         try:
+            if parsed.multirun:
+                _print_job_line()
             return _job(config)
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
@@ -127,6 +143,8 @@ def _run_hydra(arguments: list[str]) -> None:
         hydra_main(version_base="1.3", config_path="pkg://kdist.conf", config_name="config")(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(error) from None
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot be made: {error}") from None
     if failures:
         raise failures[0]
 
@@ -153,8 +171,16 @@ def _check(overrides: list[str]) -> None:
             with open_dict(config):
                 del config["hydra"]
             _checked(config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explained(error) from None
+
+
+def _print_job_line() -> None:
+    """Says which job of a sweep begins, and what it has that the others have not."""
+    from hydra.core.hydra_config import HydraConfig
+
+    job = HydraConfig.get().job
+    print(f"\njob {job.num} | {job.override_dirname.replace(',', ' ')}", flush=True)
 
 
 def _checked(config: DictConfig) -> Config:
@@ -164,11 +190,37 @@ def _checked(config: DictConfig) -> Config:
     from kdist import strategies
     from kdist.cluster.spec import ClusterShape
     from kdist.experiment import check_targets
+    from kdist.schema import Config
 
+    _check_keys(config, Config)
     checked: Any = OmegaConf.to_object(config)
+    if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
+        raise ConfigError(f"run.dir={checked.run.dir}: is a file")
     strategies.resolve(checked.strategy.name, ClusterShape.parse(checked.cluster.shape))
     check_targets(checked)
     return checked
+
+
+def _check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:
+    """Refuses keys that `+` added where no key is free to choose."""
+    known = {item.name: item for item in fields(schema)}
+    for name in map(str, config):
+        key = f"{prefix}{name}"
+        if name not in known:
+            raise ConfigError(_unknown_key(key))
+        make_default: Any = known[name].default_factory
+        default = None if make_default is MISSING else make_default()
+        if is_dataclass(default) and config[name] is not None:
+            _check_keys(config[name], type(default), f"{key}.")
+
+
+def _unknown_key(key: str) -> str:
+    near = _nearest(key)
+    if near is None and key.startswith(("model.", "data.", "hooks.")):
+        hint = f"a new argument is added with a plus: +{key}=..."
+    else:
+        hint = f"did you mean {near}?" if near else "--help lists the keys"
+    return f"{key}: there is no such key; {hint}"
 
 
 def _job(config: DictConfig) -> float | None:
@@ -176,16 +228,26 @@ def _job(config: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
 
     checked = _checked(config)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 
-    from kdist.native_log import native_log
-
-    with native_log(run_dir / "logs" / "chief-0.log"):
+    log = run_dir / "logs" / "chief-0.log"
+    with native_log(log):
         from kdist.experiment import run_experiment
 
-        return run_experiment(checked, run_dir)
+        try:
+            return run_experiment(checked, run_dir)
+        except ClusterError as error:
+            raise ClusterError(
+                f"{error}\n  the same command with run.dir={run_dir} goes on from the last checkpoint"
+                f"    logs: {run_dir / 'logs'}"
+            ) from error
+        except KdistError:
+            raise
+        except Exception:
+            with log.open("a") as file:
+                traceback.print_exc(file=file)
+            raise
 
 
 def _explained(error: Exception) -> ConfigError:
@@ -201,12 +263,7 @@ def _explained(error: Exception) -> ConfigError:
         return ConfigError(f"{group}={option}: there is no such {group}; choose one of {', '.join(options)}")
     key = getattr(cause, "full_key", None) or _quoted_key(str(error))
     if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
-        near = _nearest(key)
-        if near is None and key.startswith(("model.", "data.", "hooks.")):
-            hint = f"a new argument is added with a plus: +{key}=..."
-        else:
-            hint = f"did you mean {near}?" if near else "--help lists the keys"
-        return ConfigError(f"{key}: there is no such key; {hint}")
+        return ConfigError(_unknown_key(key))
     first_line = str(cause).strip().splitlines()[0]
     return ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line)
 
@@ -229,10 +286,25 @@ def _known_keys() -> list[str]:
 
 
 def _known_hook_keys() -> list[str]:
+    return [f"hooks.{name}.{key}" for name, hook in _default_hooks().items() for key in hook]
+
+
+def _default_hooks() -> dict[str, dict[str, Any]]:
     from omegaconf import OmegaConf
 
     hooks: Any = OmegaConf.to_container(OmegaConf.create((_conf() / "hooks" / "default.yaml").read_text()))
-    return [f"hooks.{name}.{key}" for name, hook in hooks.items() for key in hook]
+    return hooks
+
+
+def _described_hooks() -> list[str]:
+    from kdist import hooks
+
+    lines = []
+    for name, node in _default_hooks().items():
+        summary = str(getattr(hooks, node["_target_"].rpartition(".")[2]).__doc__).splitlines()[0]
+        keys = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in node.items()]
+        lines += [f"  hooks.{name:<12}  {summary}", f"  {'':<18}  {' '.join(keys[1:])}"]
+    return lines
 
 
 def _described_keys() -> list[str]:

@@ -10,6 +10,10 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
+def print_nothing(line: str) -> None:
+    """Takes the place of `print_line` where nothing is to be shown."""
+
+
 def train_line(step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None) -> str:
     """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
     columns = [_step(step, last_step), *_metrics(logs)]

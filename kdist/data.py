@@ -168,13 +168,13 @@ def training_data(
         else:
             _check_takes_context(x)
             data = FunctionData(x)
-    elif isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__"):
+    elif isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__") or _is_iterable_only(x):
         raise ConfigError(
             f"x is a {type(x).__name__}, which lives in this process and cannot travel to the workers; give arrays, a "
             "tf.data.Dataset or a function (context) -> tf.data.Dataset"
         )
     else:
-        arrays = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        arrays = keras.utils.pack_x_y_sample_weight(*map(_as_tuples, (x, y, sample_weight)))
         if not isinstance(arrays, tuple):
             arrays = (arrays,)
         data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
@@ -261,6 +261,10 @@ def worker_arguments(data: TrainingData, worker_index: int, num_workers: int, fi
     return (index, step, *data.arguments(worker_index, num_workers))
 
 
+def _is_iterable_only(x: Any) -> bool:
+    return hasattr(x, "__iter__") and not hasattr(x, "__array__") and not isinstance(x, (list, tuple, Mapping))
+
+
 def is_dataset_function(x: Any) -> bool:
     """Whether `x` is a function that makes a dataset, and not data that happens to be callable."""
     return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
@@ -294,6 +298,15 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
         )
 
     return part(slice(0, split)), part(slice(split, None))
+
+
+def _as_tuples(tree: Any) -> Any:
+    """Lists of arrays as tuples, which tf.data keeps apart; a list of numbers is an array."""
+    if isinstance(tree, Mapping):
+        return {key: _as_tuples(item) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)) and any(hasattr(item, "__array__") or isinstance(item, dict) for item in tree):
+        return tuple(_as_tuples(item) for item in tree)
+    return tree
 
 
 def _as_array(values: Any) -> np.ndarray:

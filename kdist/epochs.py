@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import keras
 
+from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class EpochRecorder(Hook):
     Args:
         history: filled as `keras.Model.fit` would: `history.epoch` and `history.history`, validation under `val_`.
         steps_per_epoch: steps of an epoch; None makes the whole run one epoch.
+        first_step, first_epoch: the global step at which epoch `first_epoch` begins.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
         validation_freq: validate every so many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: validate at multiples of this step as well.
@@ -30,12 +32,16 @@ class EpochRecorder(Hook):
         history: keras.callbacks.History,
         *,
         steps_per_epoch: int | None,
+        first_step: int = 0,
+        first_epoch: int = 0,
         validate: Callable[[TrainSession], Mapping[str, float]] | None,
         validation_freq: int | Collection[int] = 1,
         validation_every_steps: int | None = None,
     ) -> None:
         self._history = history
         self._steps_per_epoch = steps_per_epoch
+        self._first_step = first_step
+        self._first_epoch = first_epoch
         self._validate = validate
         self._validation_freq = validation_freq
         self._validation_every_steps = validation_every_steps
@@ -43,7 +49,7 @@ class EpochRecorder(Hook):
         self.validation_logs: dict[str, float] = {}
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._epoch = session.global_step // self._steps_per_epoch if self._steps_per_epoch else 0
+        self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
 
@@ -51,9 +57,9 @@ class EpochRecorder(Hook):
         self._totals = values.totals if self._totals is None else self._totals + values.totals
         step = values.global_step
         # A run never passes the end of an epoch, but steps that a lost worker's call repeats may.
-        if self._steps_per_epoch and step // self._steps_per_epoch > self._epoch:
+        if self._epoch_at(step) > self._epoch:
             self._finish_epoch(context.session, validate=self._is_validation_epoch())
-            self._epoch = step // self._steps_per_epoch
+            self._epoch = self._epoch_at(step)
         elif self._validation_every_steps and step % self._validation_every_steps == 0:
             self._run_validation(context.session)
 
@@ -65,8 +71,17 @@ class EpochRecorder(Hook):
             self._run_validation(session)
 
     def due_in(self, step: int) -> int | None:
-        lengths = [n for n in (self._steps_per_epoch, self._validation_every_steps) if n]
-        return min(n - step % n for n in lengths) if lengths else None
+        due = []
+        if self._steps_per_epoch:
+            due.append(self._steps_per_epoch - (step - self._first_step) % self._steps_per_epoch)
+        if self._validation_every_steps:
+            due.append(self._validation_every_steps - step % self._validation_every_steps)
+        return min(due, default=None)
+
+    def _epoch_at(self, step: int) -> int:
+        if not self._steps_per_epoch:
+            return self._first_epoch
+        return self._first_epoch + (step - self._first_step) // self._steps_per_epoch
 
     def _is_validation_epoch(self) -> bool:
         epoch = self._epoch + 1
@@ -96,3 +111,20 @@ class EpochRecorder(Hook):
             epoch_logs = {f"epoch_{name}": value for name, value in self.validation_logs.items()}
             session.summaries.scalars("validation", epoch_logs, session.global_step)
         return True
+
+
+def last_step_of(
+    steps: int | None, epochs: int | None, steps_per_epoch: int | None, first_step: int, first_epoch: int
+) -> int | None:
+    """The global step at which `fit` is to stop: `steps`, or the end of the epoch before `epochs`.
+
+    Raises:
+        ConfigError: nothing is left to do, or the length of an epoch is not known.
+    """
+    if steps is not None or epochs is None:
+        return steps
+    if epochs <= first_epoch:
+        raise ConfigError(f"epochs={epochs}: must be more than initial_epoch={first_epoch}")
+    if steps_per_epoch is None:
+        raise ConfigError("the length of the data is not known: give steps (train.steps) or steps_per_epoch")
+    return first_step + (epochs - first_epoch) * steps_per_epoch

@@ -14,6 +14,8 @@ from kdist.schema import Config, OptimizerConfig
 if TYPE_CHECKING:
     import keras
 
+    from kdist.trainer import Trainer
+
 
 def run_experiment(config: Config, run_dir: Path) -> float | None:
     """Trains as `config` says.
@@ -27,11 +29,36 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
     """
     import keras
 
-    from kdist.trainer import Trainer
+    from kdist.result import Result
+    from kdist.run_dir import RunDir
 
+    # Names of layers count from the start in every run of a sweep.
+    keras.utils.clear_session()
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
-    trainer = Trainer(
+    try:
+        trainer, data = _trainer(config, run_dir), _data_arguments(config)
+    except BaseException as error:
+        # What fails before training leaves its result, too; from there on it is the trainer's business.
+        RunDir(run_dir, config.run.name).write_result(
+            Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=str(error) or repr(error))
+        )
+        raise
+    trainer.fit(
+        **data,
+        batch_size=config.train.batch_size,
+        steps=config.train.steps,
+        epochs=config.train.epochs or 1,
+        steps_per_epoch=config.train.steps_per_epoch,
+        validation_every_steps=config.train.validation_every_steps,
+    )
+    return trainer.result.metrics["validation"].get("loss")
+
+
+def _trainer(config: Config, run_dir: Path) -> Trainer:
+    from kdist.trainer import Trainer
+
+    return Trainer(
         build_model(config),
         cluster=config.cluster.shape,
         strategy=config.strategy.name,
@@ -46,15 +73,6 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
         step_timeout=config.cluster.step_timeout,
         use_default_hooks=False,
     )
-    trainer.fit(
-        **_fit_arguments(config),
-        batch_size=config.train.batch_size,
-        steps=config.train.steps,
-        epochs=config.train.epochs or 1,
-        steps_per_epoch=config.train.steps_per_epoch,
-        validation_every_steps=config.train.validation_every_steps,
-    )
-    return trainer.result.metrics["validation"].get("loss")
 
 
 def check_targets(config: Config) -> None:
@@ -142,7 +160,7 @@ def _optimizer(config: OptimizerConfig, present: Any) -> keras.optimizers.Optimi
         raise ConfigError(f"optimizer: {type(base).__name__}: {error}") from error
 
 
-def _fit_arguments(config: Config) -> dict[str, Any]:
+def _data_arguments(config: Config) -> dict[str, Any]:
     """The data arguments of `fit`: what the data function returned, also in the form of `keras.datasets`."""
     allowed = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
     data = _call("data", config.data)

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator
 
 from kdist.errors import ConfigError
 from kdist.parameters.apply import check_optimizer, clip_gradients
@@ -25,12 +26,12 @@ class ReplicaOutput:
     Attributes:
         gradients: one per trainable variable, clipped; `tf.IndexedSlices` of the rows that an embedding looked up;
             None where the loss does not depend on it.
-        state_deltas: one per state variable, new minus old value; None where the step left it alone.
+        state: new values of the state variables; None where the step left one alone.
         metrics: new values of the metric variables.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices | None]
-    state_deltas: list[tf.Tensor | None]
+    state: list[tf.Tensor | None]
     metrics: list[tf.Tensor]
 
 
@@ -52,7 +53,8 @@ class ReplicaStep:
         self.trainable: list[keras.Variable] = model.trainable_variables
         others = model.non_trainable_variables
         self.state = [v for v in others if not _is_seed(v)]
-        self.seeds = [v for v in others if _is_seed(v)]
+        # The last is the one that keras.random draws from when it is given no seed.
+        self.seeds = [*(v for v in others if _is_seed(v)), global_seed_generator().state]
         self.metrics: list[keras.Variable] = model.metrics_variables
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
@@ -99,7 +101,8 @@ class ReplicaStep:
         new_state = [scope.get_current_value(variable) for variable in self.state]
         return ReplicaOutput(
             clip_gradients(model.optimizer, gradients),
-            [_delta(old, new) for old, new in zip(state, new_state)],
+            # A variable that the step did not assign still maps to the very tensor that was put in.
+            [None if new is old else new for old, new in zip(state, new_state)],
             [scope.get_current_value(variable) for variable in self.metrics],
         )
 
@@ -133,8 +136,3 @@ def batch_size_of(batch: Any) -> tf.Tensor | int:
 
 def _is_seed(variable: keras.Variable) -> bool:
     return variable.name == "seed_generator_state"
-
-
-def _delta(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor | None:
-    # A variable that the step did not assign still maps to the very tensor that was put in.
-    return None if new is old else tf.cast(new, old.dtype) - old

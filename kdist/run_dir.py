@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist.checkpoint import Checkpoints
+from kdist.errors import ConfigError
 from kdist.parameters.picture import draw_plan
 from kdist.summaries import Summaries
 
@@ -25,12 +27,16 @@ class RunDir:
     Args:
         path: the folder; None makes a new `runs/<name>/<date_time>`.
         name: what the run is called.
+
+    Raises:
+        ConfigError: `path` is a file.
     """
 
     def __init__(self, path: str | Path | None, name: str) -> None:
         self.path = Path(path) if path is not None else _make_new(Path("runs") / name)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"run_dir={self.path}: is a file")
         self.logs = self.path / "logs"
-        self.chief_log = self.logs / "chief-0.log"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -44,12 +50,17 @@ class RunDir:
     @property
     def tensorboard_logdir(self) -> str:
         """The folder that shows this run beside its neighbours."""
-        return str(self.path) if self.path.is_absolute() else self.path.parts[0]
+        return self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path)
 
-    def write_plan(self, plan: Plan) -> None:
-        """Writes `placement.txt` and `placement.png`."""
-        (self.path / "placement.txt").write_text(plan.table())
-        draw_plan(plan, self.path / "placement.png")
+    def write_plan(self, plan: Plan | None) -> None:
+        """Writes `placement.txt` and `placement.png`; without a plan, removes those of an earlier run."""
+        table, picture = self.path / "placement.txt", self.path / "placement.png"
+        if plan is None:
+            table.unlink(missing_ok=True)
+            picture.unlink(missing_ok=True)
+            return
+        table.write_text(plan.table())
+        draw_plan(plan, picture)
 
     def write_model(self, model: keras.Model) -> None:
         """Writes `model.keras`; warns if the model cannot be written in that form."""
@@ -71,6 +82,12 @@ class RunDir:
         unfinished = self.path / ".result.json"
         unfinished.write_text(result.to_json())
         os.replace(unfinished, self.path / "result.json")
+
+
+def name_of_program() -> str:
+    """What a run is called that was given no name."""
+    stem = Path(sys.argv[0]).stem
+    return "notebook" if stem == "ipykernel_launcher" else stem or "python"
 
 
 def _make_new(parent: Path) -> Path:

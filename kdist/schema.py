@@ -6,10 +6,11 @@ imports TensorFlow, so that a wrong config is refused at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, check_whole_number
 
 RESUME_MODES = ("auto", "never", "must")
 
@@ -119,9 +120,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"train.{name}={value}: must be at least 1")
+            check_whole_number(f"train.{name}", getattr(self, name))
         checked_steps_per_call("train.steps_per_call", self.steps_per_call)
 
 
@@ -129,10 +128,10 @@ class TrainConfig:
 class RunConfig:
     """One run."""
 
-    name: str = "train"
+    name: str = "${kdist.run_name:}"
     """What the run is called: the recipe's name, or `train`."""
 
-    dir: str = "runs"
+    dir: str = "runs/${run.name}/${now:%Y-%m-%d_%H-%M-%S}"
     """Folder of everything that the run leaves behind; the same folder again resumes."""
 
     seed: Optional[int] = None
@@ -143,8 +142,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _one_of("run.resume", self.resume, RESUME_MODES)
-        if self.seed is not None and self.seed < 0:
-            raise ConfigError(f"run.seed={self.seed}: must be at least 0")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise ConfigError(f"run.seed={self.seed}: must be at least 0 and less than 2**32")
 
 
 @dataclass
@@ -209,8 +208,8 @@ def _check_target(key: str, node: Any) -> None:
 
 
 def _more_than_zero(key: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{key}={value:g}: must be more than 0")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kdist import console
 from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.parameters.names import LEARNING_RATE
+from kdist.result import Gradients
 from kdist.schema import RESUME_MODES
 
 if TYPE_CHECKING:
@@ -196,7 +199,8 @@ class TrainSession:
         restored = self.checkpoints.restore(self.strategy.shapes) if self._resume is not None else None
         if restored is not None:
             path, values = restored
-            self.strategy.write(values)
+            # The learning rate is what this run was told, not what an earlier one was.
+            self.strategy.write({name: value for name, value in values.items() if name != LEARNING_RATE})
             self._saved_step = int(values["global_step"])
             self.print_line(console.resume_line(self._saved_step, self.last_step, _short(path)))
         elif self._resume == "must":
@@ -204,12 +208,12 @@ class TrainSession:
         self.global_step = self.first_step = self.strategy.global_step()
 
     def _close(self) -> None:
-        try:
-            for hook in self.hooks:
-                hook.close()
-        finally:
-            self.summaries.close()
-            self.strategy.stop()
+        with ExitStack() as closing:
+            # Each is called whatever another one raises; the last first.
+            closing.callback(self.strategy.stop)
+            closing.callback(self.summaries.close)
+            for hook in reversed(self.hooks):
+                closing.callback(hook.close)
 
 
 class Account:
@@ -219,15 +223,14 @@ class Account:
         applied: updates applied.
         extra_steps: of those, updates beyond what was asked for, from calls that ran again after a loss.
         num_examples: examples seen.
-        staleness_sum, staleness_max: over all updates.
     """
 
     def __init__(self) -> None:
         self.applied = 0
         self.extra_steps = 0
         self.num_examples = 0
-        self.staleness_sum = 0
-        self.staleness_max = 0
+        self._staleness_sum = 0
+        self._staleness_max = 0
         self._steady_steps = 0
         self._steady_examples = 0
         self._steady_seconds = 0.0
@@ -236,12 +239,18 @@ class Account:
         self.applied += values.num_steps
         self.extra_steps += extra_steps
         self.num_examples += values.num_examples
-        self.staleness_sum += int(values.staleness.sum())
-        self.staleness_max = max(self.staleness_max, int(values.staleness.max(initial=0)))
+        self._staleness_sum += int(values.staleness.sum())
+        self._staleness_max = max(self._staleness_max, int(values.staleness.max(initial=0)))
         if not values.warming_up:
             self._steady_steps += values.num_steps
             self._steady_examples += values.num_examples
             self._steady_seconds += values.seconds
+
+    @property
+    def gradients(self) -> Gradients:
+        """What became of the gradients."""
+        staleness_mean = self._staleness_sum / self.applied if self.applied else 0.0
+        return Gradients(applied=self.applied, staleness_mean=staleness_mean, staleness_max=self._staleness_max)
 
     @property
     def steps_per_second(self) -> float | None:

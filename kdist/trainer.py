@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,13 @@ import tensorflow as tf
 from kdist import console, strategies
 from kdist.cluster.spec import ClusterShape
 from kdist.data import is_dataset_function, read_locally, split_validation, training_data
-from kdist.epochs import EpochRecorder
-from kdist.errors import ConfigError
+from kdist.epochs import EpochRecorder, last_step_of
+from kdist.errors import ConfigError, check_whole_number
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep, with_defaults
-from kdist.native_log import native_log
 from kdist.parameters.local import write_to_model
 from kdist.replica import check_model
-from kdist.result import Gradients, Result
-from kdist.run_dir import RunDir
+from kdist.result import Result
+from kdist.run_dir import RunDir, name_of_program
 from kdist.schema import checked_steps_per_call
 from kdist.session import TrainSession
 from kdist.signals import StopSignals
@@ -74,11 +72,11 @@ class Trainer:
     ) -> None:
         self.shape = ClusterShape.parse(cluster)
         self.strategy = strategies.resolve(strategy, self.shape)
-        self.name = name or Path(sys.argv[0]).stem or "python"
+        self.name = name or name_of_program()
         self._run_dir = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self._build_model = build_model
-        self._model: keras.Model | None = None
+        self._model = _checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._resume: str | None = resume
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
@@ -99,11 +97,7 @@ class Trainer:
     def model(self) -> keras.Model:
         """The model: an ordinary local Keras model, with the trained values as soon as `fit` returns."""
         if self._model is None:
-            built = self._build_model if isinstance(self._build_model, keras.Model) else self._build_model()
-            if not isinstance(built, keras.Model):
-                raise ConfigError(f"the model function returned {type(built).__name__}; it must return a keras.Model")
-            check_model(built)
-            self._model = built
+            self._model = _checked(self._build_model())
         return self._model
 
     def fit(
@@ -139,7 +133,8 @@ class Trainer:
                 part of its elements.
             batch_size: examples per replica and step; 32 if None. Every step has a full batch: the last of an epoch is
                 filled up from the next.
-            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters.
+            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. A run that
+                is resumed from a checkpoint goes on to the end of epoch `epochs` and counts from where it stopped.
             verbose: 0 prints nothing.
             callbacks: not supported; use hooks.
             validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras;
@@ -166,7 +161,8 @@ class Trainer:
             y,
             batch_size=batch_size,
             steps=steps,
-            epochs=epochs - initial_epoch,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
@@ -192,6 +188,7 @@ class Trainer:
         batch_size: int | None = None,
         steps: int | None = None,
         epochs: int | None = None,
+        initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         shuffle: bool = True,
         class_weight: Mapping[int, float] | None = None,
@@ -218,7 +215,12 @@ class Trainer:
         """
         if x is None:
             raise ConfigError("fit needs data: x is None")
-        print_line = console.print_line if verbose else _print_nothing
+        sizes = {"batch_size": batch_size, "steps": steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch}
+        sizes |= {"validation_batch_size": validation_batch_size, "validation_steps": validation_steps}
+        for key, value in {**sizes, "validation_every_steps": validation_every_steps}.items():
+            check_whole_number(key, value)
+        check_whole_number("initial_epoch", initial_epoch, at_least=0)
+        print_line = console.print_line if verbose else console.print_nothing
         data = training_data(
             x,
             y,
@@ -229,6 +231,11 @@ class Trainer:
             seed=self._shuffle_seed,
         )
         steps_per_epoch = steps_per_epoch or data.steps_per_epoch
+        checkpoints = self._run_dir.checkpoints()
+        resumes = self._resume in ("auto", "must") and checkpoints.newest() is not None
+        # A resumed run counts from its beginning; any other from the model as it is.
+        first_step = 0 if resumes else int(self.model.optimizer.iterations)
+        first_epoch = 0 if resumes else initial_epoch
         evaluate = self._evaluator(
             validation_data, batch_size=validation_batch_size or batch_size, steps=validation_steps
         )
@@ -243,6 +250,8 @@ class Trainer:
         recorder = EpochRecorder(
             history,
             steps_per_epoch=steps_per_epoch,
+            first_step=first_step,
+            first_epoch=first_epoch,
             validate=validate if evaluate is not None else None,
             validation_freq=validation_freq,
             validation_every_steps=validation_every_steps,
@@ -258,9 +267,9 @@ class Trainer:
                 log_dir=self._run_dir.logs,
             ),
             self._session_hooks(recorder, has_last_step=bool(steps or epochs)),
-            checkpoints=self._run_dir.checkpoints(),
+            checkpoints=checkpoints,
             summaries=self._run_dir.summaries(),
-            last_step=self._last_step(steps, epochs, steps_per_epoch),
+            last_step=last_step_of(steps, epochs, steps_per_epoch, first_step, first_epoch),
             resume=self._resume,
             print_line=print_line,
         )
@@ -269,10 +278,8 @@ class Trainer:
         started = time.monotonic()
         signals = StopSignals(session)
         try:
-            with native_log(self._run_dir.chief_log), signals, session:
-                self._resume = None
-                if session.strategy.plan is not None:
-                    self._run_dir.write_plan(session.strategy.plan)
+            with signals, session:
+                self._run_dir.write_plan(session.strategy.plan)
                 yield session
                 self._read_back(session)
             if self.model.optimizer.use_ema and not session.interrupted:
@@ -280,7 +287,10 @@ class Trainer:
                 self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
                 recorder.validation_logs = evaluate() if evaluate is not None else {}
             self._finish("preempted" if session.interrupted else "done", session, recorder, started)
+            self._resume = None
         except BaseException as error:
+            # The model has nothing of it: another fit goes on from the last checkpoint.
+            self._resume = "auto"
             self._finish("failed", session, recorder, started, error)
             raise
         if session.interrupted:
@@ -343,23 +353,10 @@ class Trainer:
     def _session_hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
         """The hooks in their order: savers last, so that what another hook raises comes before a save."""
         hooks = list(self.hooks)
-        if has_last_step and not any(isinstance(hook, StopAtStep) for hook in hooks):
+        if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
             hooks.append(StopAtStep())
         savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
         return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
-
-    def _last_step(self, steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> int | None:
-        if steps is not None:
-            if steps < 1:
-                raise ConfigError(f"steps={steps}: must be at least 1")
-            return steps
-        if epochs is None:
-            return None
-        if epochs < 1:
-            raise ConfigError(f"epochs={epochs}: must be at least 1")
-        if steps_per_epoch is None:
-            raise ConfigError("the length of the data is not known: give steps (train.steps) or steps_per_epoch")
-        return int(self.model.optimizer.iterations) + epochs * steps_per_epoch
 
     def _read_back(self, session: TrainSession) -> None:
         write_to_model(self.model, session.strategy.read())
@@ -386,16 +383,15 @@ class Trainer:
             seconds=time.monotonic() - started,
             examples=account.num_examples,
             metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
-            gradients=Gradients(
-                applied=account.applied,
-                staleness_mean=account.staleness_sum / account.applied if account.applied else 0.0,
-                staleness_max=account.staleness_max,
-            ),
+            gradients=account.gradients,
             extra_steps=account.extra_steps,
             error=None if error is None else str(error) or type(error).__name__,
         )
         self._run_dir.write_result(self.result)
 
 
-def _print_nothing(line: str) -> None:
-    pass
+def _checked(model: Any) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
+    check_model(model)
+    return model

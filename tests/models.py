@@ -58,6 +58,16 @@ def two_inputs_two_outputs(optimizer: Any = "adam") -> keras.Model:
     return model
 
 
+def lists(optimizer: Any = "adam") -> keras.Model:
+    """Lists of inputs and of outputs."""
+    left, right = layers.Input((6,)), layers.Input((6,))
+    hidden = layers.Dense(8, activation="tanh")(layers.Concatenate()([left, right]))
+    outputs = [layers.Dense(3, activation="softmax", name="label")(hidden), layers.Dense(1, name="size")(hidden)]
+    model = keras.Model([left, right], outputs)
+    model.compile(optimizer=optimizer, loss=["sparse_categorical_crossentropy", "mse"])
+    return model
+
+
 @keras.saving.register_keras_serializable("tests")
 class Subclassed(keras.Model):
     """Two inputs as a tuple, its own compute_loss, and a metric of its own."""

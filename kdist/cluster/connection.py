@@ -23,6 +23,8 @@ from tensorflow.core.protobuf import config_pb2, tensorflow_server_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
+from kdist.errors import ConfigError
+
 _JOB = "localhost"
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 
@@ -42,7 +44,15 @@ class ConnectedStrategy(tf.distribute.ParameterServerStrategy):
 
 
 def connect(spec: tf.train.ClusterSpec) -> None:
-    """Makes the tasks of `spec`, which all serve already, devices of this process."""
+    """Makes the tasks of `spec`, which all serve already, devices of this process.
+
+    Raises:
+        ConfigError: it is connected to other tasks.
+    """
+    server_def = context.context().get_server_def()
+    if server_def is not None and len(server_def.cluster.job) > 1:
+        # TensorFlow would crash when the first cluster is used again.
+        raise ConfigError("this process is using a cluster already; end its session before starting another one")
     probe = tf.Variable(0, trainable=False)
     cluster = spec.as_cluster_def()
     job = cluster.job.add()

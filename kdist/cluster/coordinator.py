@@ -10,12 +10,15 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
+from tensorflow.python.distribute.coordinator.cluster_coordinator import WorkerPreemptionHandler
+from tensorflow.python.eager import context
 
 from kdist.cluster.connection import ConnectedStrategy, disconnect
 from kdist.cluster.spec import ClusterSpec
@@ -41,6 +44,7 @@ class Coordinator:
         self._timeout = timeout
         self._lost_tasks = lost_tasks
         self._num_workers = len(spec.worker)
+        self._told: set[Any] = set()
         self._cleanup = ExitStack()
         # TensorFlow sets the first two for the whole process and reads the third at every connection.
         for name in (
@@ -55,7 +59,12 @@ class Coordinator:
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec.jobs), rpc_layer="grpc"
         )
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
+        try:
+            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
+            _LostWorkers.replace_handler(self._coordinator._cluster, lost_tasks)
+        except BaseException:
+            self._cleanup.close()
+            raise
 
     def per_worker_iterators(
         self, make_dataset: tf.types.experimental.ConcreteFunction, arguments: Callable[[int], tuple[Any, ...]]
@@ -98,17 +107,31 @@ class Coordinator:
         available: threading.Event = value._status_available_event
         deadline = time.monotonic() + self._timeout
         while not available.wait(min(_LIVENESS_CHECK_SECS, self._timeout)):
-            lost = self._lost_tasks()
-            lost_servers = [task for task in lost if task.job == "ps"]
-            lost_workers = [task for task in lost if task.job == "worker"]
-            if lost_servers:
-                raise ClusterError(describe_lost({task: lost[task] for task in lost_servers}))
-            if len(lost_workers) == self._num_workers:
-                raise ClusterError("no worker is left: " + describe_lost(lost))
+            self.check_tasks()
             if time.monotonic() > deadline:
+                lost = self._lost_tasks()
                 suspects = describe_lost(lost) if lost else "every task is alive but may be stopped or out of reach"
                 raise ClusterError(f"no worker answered for {self._timeout:g} s (cluster.step_timeout); {suspects}")
         return value.fetch()
+
+    def check_tasks(self) -> None:
+        """Says once of each lost worker that training goes on without it.
+
+        Raises:
+            ClusterError: a parameter server is lost, or no worker is left.
+        """
+        lost = self._lost_tasks()
+        servers = {task: how for task, how in lost.items() if task.job == "ps"}
+        if servers:
+            raise ClusterError(describe_lost(servers))
+        if len(lost) == self._num_workers:
+            raise ClusterError("no worker is left: " + describe_lost(lost))
+        for task in lost.keys() - self._told:
+            self._told.add(task)
+            warnings.warn(
+                f"kdist: {describe_lost({task: lost[task]})}; training goes on without it and its part of the data",
+                stacklevel=2,
+            )
 
     def stop(self) -> None:
         """Ends the coordinator's threads and the connection, waiting a few seconds at most.
@@ -125,6 +148,61 @@ class Coordinator:
         for worker in self._coordinator._cluster.workers:
             worker.executor.clear_error()
         self._cleanup.close()
+
+
+class _LostWorkers(WorkerPreemptionHandler):
+    """Lets a worker whose call failed rest until every lost task is back.
+
+    TensorFlow's own handler renews the connection at once, which waits for the lost worker inside its runtime without
+    a bound; whatever ends the cluster then waits as well.
+    """
+
+    def __init__(self, cluster: Any, lost_tasks: Callable[[], dict[Any, str]]) -> None:
+        self._lost_tasks = lost_tasks
+        self._stopped = threading.Event()
+        super().__init__(context.get_server_def(), cluster)
+
+    @classmethod
+    def replace_handler(cls, cluster: Any, lost_tasks: Callable[[], dict[Any, str]]) -> None:
+        """Takes the place of the handler that `cluster`, TensorFlow's, has made."""
+        cluster.failure_handler.stop()
+        cluster.failure_handler = cls(cluster, lost_tasks)
+        for worker in cluster.workers:
+            worker.failure_handler = cluster.failure_handler
+
+    def stop(self) -> None:
+        self._stopped.set()
+        super().stop()
+        with self._cluster_update_lock:
+            self._worker_up_cond.notify_all()
+
+    @contextmanager
+    def wait_on_failure(self, on_recovery_fn: Callable[[], None], **callbacks: Any) -> Iterator[None]:
+        def recover() -> None:
+            # `stop` wakes the threads that rest, too; they find nothing to do then, and end.
+            if not self._stopped.is_set():
+                on_recovery_fn()
+
+        if self._stopped.is_set():
+            yield
+        else:
+            with super().wait_on_failure(on_recovery_fn=recover, **callbacks):
+                yield
+
+    def _preemption_handler(self) -> None:
+        while self._cluster_due_for_update_or_finish.wait():
+            # A process that was killed is known to be lost a moment after its connections end.
+            if self._stopped.wait(_LIVENESS_CHECK_SECS):
+                return
+            if self._lost_tasks():
+                continue
+            with self._cluster_update_lock:
+                try:
+                    context.context().update_server_def(self._server_def)
+                except tf.errors.OpError as error:
+                    self._error_from_recovery = error
+                self._cluster_due_for_update_or_finish.clear()
+                self._worker_up_cond.notify_all()
 
 
 def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -46,7 +48,8 @@ class ServerOptions:
 
 def serve(options: ServerOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent is gone."""
-    parent = os.getppid()
+    # From the first moment on: importing TensorFlow alone takes seconds.
+    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     import tensorflow as tf
 
     config = tf.compat.v1.ConfigProto(
@@ -64,16 +67,18 @@ def serve(options: ServerOptions) -> NoReturn:
     os.write(1, READY)
     os.dup2(2, 1)
     print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
-    _wait_for_end_of_parent(parent)
-    # A TensorFlow server has no stop; leaving at once is its clean end, it holds nothing that must be written.
-    os._exit(0)
+    while True:
+        signal.pause()
 
 
-def _wait_for_end_of_parent(parent: int) -> None:
+def _end_with(parent: int) -> None:
+    """Ends this process when its standard input closes or its parent is gone."""
     while os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECS)
         if readable and not os.read(0, 1024):
-            return
+            break
+    # A TensorFlow server has no stop; leaving at once is its clean end, it holds nothing that must be written.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kdist.errors import ConfigError
+from kdist.errors import check_whole_number
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.timer import Timer
 
@@ -34,8 +34,7 @@ class CheckpointSaver(Hook):
         keep: int = 5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if keep < 1:
-            raise ConfigError(f"hooks.checkpoint.keep={keep}: must be at least 1")
+        check_whole_number("hooks.checkpoint.keep", keep)
         if every_secs is None and every_steps is None:
             every_secs = 600.0
         self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.checkpoint", clock=clock)

@@ -37,6 +37,7 @@ class LoggingTensor(Hook):
         self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.logging", clock=clock)
         self._print_line = print_line
         self._totals: MetricTotals | None = None
+        self._rate: float | None = None
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:
@@ -49,9 +50,11 @@ class LoggingTensor(Hook):
             self._num_steps += values.num_steps
             self._seconds += values.seconds
         if self._timer.due(values.global_step):
-            rate = self._num_steps / self._seconds if self._seconds else None
-            last_step = context.session.last_step
-            self._print(context.session, console.train_line(values.global_step, last_step, self._totals.logs, rate))
+            if self._seconds:
+                self._rate = self._num_steps / self._seconds
+            session = context.session
+            line = console.train_line(values.global_step, session.last_step, self._totals.logs, self._rate)
+            self._print(session, line)
             self._timer.restart(values.global_step)
             self._restart()
 

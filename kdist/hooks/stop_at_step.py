@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, check_whole_number
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class StopAtStep(Hook):
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
         if num_steps is not None and last_step is not None:
             raise ConfigError(f"StopAtStep: give num_steps={num_steps} or last_step={last_step}, not both")
-        for name, value in (("num_steps", num_steps), ("last_step", last_step)):
-            if value is not None and value < 1:
-                raise ConfigError(f"StopAtStep.{name}={value}: must be at least 1")
+        check_whole_number("StopAtStep.num_steps", num_steps)
+        check_whole_number("StopAtStep.last_step", last_step)
         self._num_steps = num_steps
         self._configured_last_step = last_step
+        self.follows_fit = num_steps is None and last_step is None
         self.last_step: int | None = last_step
 
     def begin(self, session: TrainSession) -> None:

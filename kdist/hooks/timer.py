@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from numbers import Real
 
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, check_whole_number
 
 
 class Timer:
@@ -34,9 +35,8 @@ class Timer:
     ) -> None:
         if every_steps is None and every_secs is None:
             raise ConfigError(f"{owner}: give every_steps or every_secs; to remove the hook set {owner}=null")
-        if every_steps is not None and every_steps < 1:
-            raise ConfigError(f"{owner}.every_steps={every_steps}: must be at least 1")
-        if every_secs is not None and every_secs <= 0:
+        check_whole_number(f"{owner}.every_steps", every_steps)
+        if every_secs is not None and not (isinstance(every_secs, Real) and every_secs > 0):
             raise ConfigError(f"{owner}.every_secs={every_secs}: must be more than 0")
         self._every_steps = every_steps
         self._every_secs = every_secs

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdist.errors import ConfigError
+from kdist.parameters.names import LEARNING_RATE
 
 
 class ServerOptimizer:
@@ -76,6 +77,9 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"optimizer {optimizer.name}: gradient_accumulation_steps={optimizer.gradient_accumulation_steps} is not "
             "supported; use a larger train.batch_size"
         )
+    if isinstance(optimizer, keras.optimizers.Muon):
+        # It tells variables apart by an attribute that they lack inside a tf.function.
+        raise ConfigError("optimizer Muon is not supported; choose another optimizer")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
             "the model scales its loss (mixed_float16); use the policy mixed_bfloat16, which needs no loss scaling, or "
@@ -90,11 +94,11 @@ def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[
         ConfigError: names the optimizer.
     """
     state = optimizer_state(optimizer, trainable, [str(i) for i in range(len(trainable))])
-    loose = [name for name in state if name.startswith("optimizer/") and name != "optimizer/learning_rate"]
+    loose = [name for name in state if name.startswith("optimizer/") and name != LEARNING_RATE]
     if loose:
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: its state {', '.join(loose)} belongs to no single parameter and "
-            "cannot be shared by asynchronous workers; choose another optimizer, or strategy=single"
+            f"optimizer {type(optimizer).__name__}: it keeps state that belongs to no single parameter, which "
+            "asynchronous workers cannot share; choose another optimizer, or strategy=single"
         )
 
 
@@ -109,7 +113,7 @@ def optimizer_state(
         names: their names in checkpoints.
 
     Returns:
-        `slots/<variable>/<slot>` for each slot and `optimizer/<name>` for the rest, such as the learning rate.
+        `slots/<variable>/<slot>` for each slot, `optimizer/learning_rate`, and `optimizer/state_<n>` for the rest.
     """
     by_prefix: dict[str, list[str]] = defaultdict(list)
     for variable, name in zip(variables, names):
@@ -126,8 +130,11 @@ def optimizer_state(
             name = by_prefix[prefix][seen[variable.name]]
             seen[variable.name] += 1
             state[f"slots/{name}/{variable.name.removeprefix(prefix)}"] = variable
+        elif variable is getattr(optimizer, "_learning_rate", None):
+            state[LEARNING_RATE] = variable
         else:
-            state[f"optimizer/{variable.name}"] = variable
+            # Keras numbers their names by what else the process has made.
+            state[f"optimizer/state_{len(state)}"] = variable
     return state
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import keras
+if TYPE_CHECKING:
+    import keras
+
+#: The name of the learning rate in a store and in checkpoints.
+LEARNING_RATE = "optimizer/learning_rate"
 
 
 def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:

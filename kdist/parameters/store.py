@@ -117,7 +117,9 @@ class ParameterStore:
         values = self._transport_to_worker(values) if self._is_remote else [value.read_value() for value in values]
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], tf.identity(step))
 
-    def push(self, gradients: Sequence[tf.Tensor | None], state_deltas: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    def push(
+        self, gradients: Sequence[tf.Tensor | None], state: Sequence[tf.Tensor | None], pulled: Pulled
+    ) -> tf.Tensor:
         """Applies gradients and state changes, and counts one step.
 
         The step is counted on the first server once that server's gradients have arrived.
@@ -125,13 +127,17 @@ class ParameterStore:
         Args:
             gradients: one per trainable variable, a tensor, or `tf.IndexedSlices` of some of its rows; None where the
                 loss does not depend on it.
-            state_deltas: one per state variable, new value minus pulled value; None where nothing changed.
+            state: new values of the state variables; None where nothing changed. On servers what is added to the
+                present value is the difference to the pulled one, so that no worker undoes what another one did.
+            pulled: what the step started from.
 
         Returns:
             Scalar int64, the global step of this update.
         """
         arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {
-            i: tensor for i, tensor in enumerate([*gradients, *state_deltas]) if tensor is not None
+            i: tensor
+            for i, tensor in enumerate([*gradients, *self._state_changes(state, pulled)])
+            if tensor is not None
         }
         if self._is_remote:
             arrived = self._transport_to_servers(arrived)
@@ -150,7 +156,9 @@ class ParameterStore:
                     )
                 for i in indices:
                     if i >= self._num_trainable and i in arrived:
-                        self._variables[i].value.assign_add(arrived[i], read_value=False)
+                        variable = self._variables[i].value
+                        change = variable.assign_add if self._adds(variable.dtype) else variable.assign
+                        change(arrived[i], read_value=False)
         return step_at_worker
 
     def read(self) -> dict[str, np.ndarray]:
@@ -167,6 +175,16 @@ class ParameterStore:
         for name, value in values.items():
             for variable in self._copies.get(name) or [self._named[name]]:
                 variable.assign(tf.cast(value, variable.dtype))
+
+    def _adds(self, dtype: tf.DType) -> bool:
+        """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""
+        return self._is_remote and dtype != tf.bool
+
+    def _state_changes(self, state: Sequence[tf.Tensor | None], pulled: Pulled) -> list[tf.Tensor | None]:
+        return [
+            new if new is None else tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
+            for new, old in zip(state, pulled.state)
+        ]
 
     def _by_server(self, indices: Iterable[int]) -> dict[int, list[int]]:
         """The variable indices, grouped by the server that holds them."""
@@ -225,6 +243,8 @@ class ParameterStore:
 def _copy_to(device: str, original: keras.Variable, name: str) -> keras.Variable:
     with tf.device(device):
         variable = keras.Variable(original.numpy(), dtype=original.dtype, trainable=original.trainable, name=name)
+    # Some optimizers treat variables by their path.
+    variable._path = original.path
     variable.constraint = original.constraint
     variable.overwrite_with_gradient = original.overwrite_with_gradient
     return variable

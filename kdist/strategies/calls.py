@@ -96,7 +96,7 @@ class UnrolledCalls:
             batch, seeds = next(iterator)
             pulled = self._store.pull()
             output = self._replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
-            step = self._store.push(output.gradients, output.state_deltas)
+            step = self._store.push(output.gradients, output.state, pulled)
             metrics = output.metrics
             num_examples += tf.cast(batch_size_of(batch), tf.int64)
             staleness.append(step - 1 - pulled.global_step)

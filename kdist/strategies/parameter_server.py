@@ -22,7 +22,7 @@ from kdist.parameters.apply import check_slots_only
 from kdist.parameters.placement import POLICIES
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
-from kdist.strategies.stored import StoredStrategy, prepare
+from kdist.strategies.stored import StoredStrategy, no_batch, prepare
 
 # A second call waits at each worker while the first runs; more would only sit in the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
@@ -85,6 +85,7 @@ class ParameterServer(StoredStrategy):
 
     def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         coordinator, iterators = self._started()
+        coordinator.check_tasks()
         in_flight: deque[tuple[Any, int]] = deque()
         logs: StepLogs | None = None
         remaining = num_steps
@@ -134,6 +135,8 @@ class ParameterServer(StoredStrategy):
             return ClusterError(describe_lost(lost))
         jobs = _WORKER_IN_MESSAGE.findall(error.message)
         workers = [index for job, index in jobs if job == "worker"]
+        if isinstance(error, tf.errors.OutOfRangeError):
+            return TaskError("a worker", no_batch())
         if isinstance(error, tf.errors.UnavailableError):
             return ClusterError(f"a task is out of reach: {error.message}")
         return TaskError(f"worker:{workers[0]}" if workers else "a worker", error)

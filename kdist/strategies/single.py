@@ -13,7 +13,7 @@ from kdist.data import worker_arguments
 from kdist.errors import TaskError
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
-from kdist.strategies.stored import StoredStrategy, prepare
+from kdist.strategies.stored import StoredStrategy, no_batch, prepare
 
 
 class Single(StoredStrategy):
@@ -44,6 +44,8 @@ class Single(StoredStrategy):
             function = self._calls.function(size)
             try:
                 packed = function(self._iterator).numpy()
+            except tf.errors.OutOfRangeError as error:
+                raise TaskError(str(CHIEF), no_batch()) from error
             except tf.errors.OpError as error:
                 raise TaskError(str(CHIEF), error) from error
             more = self._calls.logs(packed, size)

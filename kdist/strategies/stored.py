@@ -111,6 +111,11 @@ class PreparedProgram:
         return described
 
 
+def no_batch() -> ValueError:
+    """What the end of a dataset means, since every dataset is repeated without end."""
+    return ValueError("the dataset has not a single batch")
+
+
 def prepare(program: Program, num_workers: int) -> PreparedProgram:
     """Builds the model for the batches of its data; needs no task yet.
 

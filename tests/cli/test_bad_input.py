@@ -39,6 +39,14 @@ REFUSED = [
     (["+recipe=mnist", "model._target_=user_code.nope"], ["model", "user_code.nope", "has no nope"]),
     (["+recipe=mnist", "hooks.stop._target_=kdist.hooks.Never"], ["hooks.stop", "kdist.hooks.Never"]),
     (["+recipe=mnist", "+model.units=3"], ["model", "units"]),
+    (["+recipe=mnist", "+train.foo=1"], ["train.foo", "no such key"]),
+    (["+recipe=mnist", "+trian.steps=5"], ["trian", "did you mean train?"]),
+    (["+recipe=mnist", "model.units=3"], ["model.units", "+model.units=..."]),
+    (["+recipe=mnist", "train.steps=1.5"], ["train.steps", "1.5"]),
+    (["+recipe=mnist", "run.seed=99999999999"], ["run.seed=99999999999", "2**32"]),
+    (["+recipe=mnist", "cluster.start_timeout=inf"], ["cluster.start_timeout=inf", "finite"]),
+    (["+recipe=mnist", "run.dir=/dev/null"], ["run.dir=/dev/null", "is a file"]),
+    (["+recipe=mnist", "hooks=null"], ["None"]),
     ([], ["model", "+recipe=mnist"]),
 ]
 
@@ -71,6 +79,8 @@ FAILING = [
     (["optimizer.name=nope"], 2, ["optimizer.name=nope", "adam"]),
     (["optimizer.beta_1=0.5"], 2, ["optimizer.beta_1", "SGD takes no beta_1", "momentum"]),
     (["loss=nope"], 2, ["loss=nope"]),
+    (["hooks.stop.last_step=abc"], 2, ["last_step=abc", "whole number"]),
+    (["hooks.checkpoint.every_steps=1.5"], 2, ["hooks.checkpoint.every_steps=1.5", "whole number"]),
     (["+data.label_offset=9"], 1, ["chief: InvalidArgumentError", "label value"]),
     (["+data.num_features=4"], 1, ["incompatible"]),
     (["data._target_=user_code.raising_dataset"], 1, ["KeyError", "no such column", "user_code.py"]),
@@ -90,10 +100,9 @@ def test_a_failing_run_says_whose_error_it_is_once(
     assert "Traceback" not in done.stderr
     for words in said:
         assert words in done.stderr
-    if code == 1:
-        result = result_of(tmp_path / "out")
-        assert result["status"] == "failed"
-        assert result["error"]
+    result = result_of(tmp_path / "out")
+    assert result["status"] == "failed"
+    assert result["error"]
 
 
 @pytest.mark.cluster

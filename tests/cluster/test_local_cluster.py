@@ -77,6 +77,20 @@ def test_tasks_end_within_five_seconds_when_the_chief_is_killed(tmp_path: Path, 
         chief.stdout.close()
 
 
+def test_tasks_end_when_the_chief_is_killed_while_they_start(tmp_path: Path) -> None:
+    chief = subprocess.Popen(
+        [sys.executable, "-c", CHIEF, str(tmp_path), "wait"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: len(tasks_running(under=chief.pid)) == 3, 30, "every task is started")
+        pids = tasks_running(under=chief.pid)
+        chief.kill()
+        wait_until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 5, "every task has ended")
+    finally:
+        chief.kill()
+        chief.wait()
+
+
 def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(ClusterShape(1, 1), tmp_path, start_timeout=0.01)
     with pytest.raises(

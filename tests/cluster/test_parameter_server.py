@@ -1,6 +1,8 @@
 """Asynchronous training on real TensorFlow servers."""
 
 import gc
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from helpers import loopback_bytes, result_of, tags_of, toy_data
 
 import kdist
 from kdist.checkpoint import Checkpoints
+from kdist.cluster.spec import Task
 from kdist.hooks import CheckpointSaver, Hook
 
 pytestmark = pytest.mark.cluster
@@ -28,6 +31,11 @@ class StepNotes(Hook):
     def after_run(self, context: Any, values: Any) -> None:
         self.staleness += values.staleness.tolist()
         self.totals = values.totals if self.totals is None else self.totals + values.totals
+
+
+def run_to_the_end(session: kdist.TrainSession) -> None:
+    while not session.should_stop():
+        session.run()
 
 
 def test_steps_metrics_and_iterations_are_exact_with_four_workers(run_dir: Path) -> None:
@@ -83,7 +91,7 @@ def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, cap
         "checkpoints/checkpoint",
         *(f"checkpoints/ckpt-{step}.{end}" for step in (0, 200) for end in ("index", "data-00000-of-00001")),
         "logs",
-        *(f"logs/{task}.log" for task in ("chief-0", "ps-0", "ps-1", "worker-0", "worker-1")),
+        *(f"logs/{task}.log" for task in ("ps-0", "ps-1", "worker-0", "worker-1")),
         "model.keras",
         "placement.png",
         "placement.txt",
@@ -189,6 +197,31 @@ def test_an_optimizer_that_cannot_be_shared_is_refused(run_dir: Path) -> None:
     trainer = kdist.Trainer(lambda: models.mlp(keras.optimizers.Nadam()), cluster="1ps1w", run_dir=run_dir)
     with pytest.raises(kdist.ConfigError, match="Nadam"):
         trainer.fit(x, y, steps=2, verbose=0)
+
+
+def test_a_second_cluster_beside_an_open_one_is_refused(tmp_path: Path) -> None:
+    x, y = toy_data()
+    first = kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=tmp_path / "1")
+    with first.session(x, y, steps=4, verbose=0) as session:
+        session.run()
+        with pytest.raises(kdist.ConfigError, match="using a cluster already"):
+            kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=tmp_path / "2").fit(x, y, steps=4, verbose=0)
+        run_to_the_end(session)
+    assert session.global_step == 4
+
+
+def test_a_lost_worker_is_told_and_done_without(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", run_dir=run_dir, steps_per_call=1)
+    with trainer.session(x, y, batch_size=8, steps=1500, verbose=0) as session:
+        session.run()
+        pids = session.strategy._cluster.pids  # type: ignore[attr-defined]
+        os.kill(pids[Task("worker", 1)], signal.SIGKILL)
+        with pytest.warns(UserWarning, match=r"worker:1 is lost \(killed by signal 9"):
+            run_to_the_end(session)
+    result = result_of(run_dir)
+    assert result["status"] == "done"
+    assert result["global_step"] == 1500 + result["extra_steps"]
 
 
 def test_the_process_stays_whole_beside_several_clusters(tmp_path: Path) -> None:

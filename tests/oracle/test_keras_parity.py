@@ -39,12 +39,24 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 
 
+# Their state belongs to no single parameter, so they train in one process only.
+LOCAL_OPTIMIZERS = {
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
+}
+
+
 def multi_data() -> tuple[Any, Any]:
     x, y = toy_data(BATCH * STEPS)
     return (
         {"numbers": x, "category": (np.arange(len(x)) % 5).astype(np.int32)[:, None]},
         {"label": y, "size": np.abs(x).sum(1, keepdims=True)},
     )
+
+
+def list_data() -> tuple[Any, Any]:
+    x, y = toy_data(BATCH * STEPS)
+    return [x, -x], [y, np.abs(x).sum(1, keepdims=True)]
 
 
 def tuple_data() -> tuple[Any, Any]:
@@ -56,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]
     "batch_normalized": (models.batch_normalized, lambda: toy_data(BATCH * STEPS)),
     "two_inputs_two_outputs": (models.two_inputs_two_outputs, multi_data),
     "subclassed": (models.subclassed, tuple_data),
+    "lists": (models.lists, list_data),
 }
 
 
@@ -80,10 +93,11 @@ def assert_same_as_keras(
     assert history.epoch == expected_history.epoch
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *LOCAL_OPTIMIZERS])
 def test_every_optimizer_does_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
-    assert_same_as_keras(lambda: models.mlp(OPTIMIZERS[name]()), x, y, run_dir, "local")
+    make = {**OPTIMIZERS, **LOCAL_OPTIMIZERS}[name]
+    assert_same_as_keras(lambda: models.mlp(make()), x, y, run_dir, "local")
 
 
 @pytest.mark.parametrize("name", MODELS)

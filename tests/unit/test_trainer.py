@@ -1,0 +1,142 @@
+"""What a user of `Trainer` may rely on, seen in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import toy_data
+
+import kdist
+from kdist.hooks import CheckpointSaver, Hook, StopAtStep
+
+X, Y = toy_data(40)
+
+
+def fit(trainer: kdist.Trainer, **arguments: Any) -> keras.callbacks.History:
+    return trainer.fit(X, Y, **{"batch_size": 10, "verbose": 0, **arguments})
+
+
+class FailOnce(Hook):
+    """Raises the first time that it sees a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if values.global_step >= self._step:
+            self._step = 10**9
+            raise RuntimeError("the hook failed")
+
+
+class Drawer(keras.layers.Layer):
+    """Sums up what keras.random gives it without a seed, and notes that it was called."""
+
+    def build(self, shape: Any) -> None:
+        self.draws = self.add_weight(shape=(), initializer="zeros", trainable=False, name="draws")
+        self.squares = self.add_weight(shape=(), initializer="zeros", trainable=False, name="squares")
+        self.lowest = self.add_weight(
+            shape=(), initializer=keras.initializers.Constant(1e9), trainable=False, name="low"
+        )
+        self.called = self.add_weight(shape=(), dtype="bool", initializer="zeros", trainable=False, name="called")
+
+    def call(self, inputs: Any) -> Any:
+        draw = keras.random.normal(())
+        self.draws.assign_add(draw)
+        self.squares.assign_add(draw * draw)
+        self.lowest.assign(keras.ops.minimum(self.lowest, keras.ops.min(inputs)))
+        self.called.assign(keras.ops.convert_to_tensor(True))
+        return inputs
+
+
+def drawing() -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((6,)), Drawer(), keras.layers.Dense(3, activation="softmax")])
+    model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+    return model
+
+
+def test_random_numbers_differ_from_step_to_step_and_state_is_exact(run_dir: Path) -> None:
+    trainer = kdist.Trainer(drawing, run_dir=run_dir)
+    fit(trainer, steps=20)
+    layer = trainer.model.layers[0]
+    assert layer.squares.numpy() > 1.5 * layer.draws.numpy() ** 2 / 20
+    assert layer.lowest.numpy() == X.min()
+    assert layer.called.numpy()
+
+
+def test_the_global_random_seed_stays_as_it_was(run_dir: Path) -> None:
+    keras.utils.set_random_seed(5)
+    expected = keras.random.normal((3,)).numpy()
+    keras.utils.set_random_seed(5)
+    model = models.mlp()
+    keras.utils.set_random_seed(5)
+    fit(kdist.Trainer(model, run_dir=run_dir), steps=3)
+    np.testing.assert_array_equal(keras.random.normal((3,)).numpy(), expected)
+
+
+def test_a_resumed_run_takes_the_new_learning_rate(run_dir: Path) -> None:
+    fit(kdist.Trainer(lambda: models.mlp(keras.optimizers.SGD(0.1)), run_dir=run_dir), steps=4)
+    trainer = kdist.Trainer(lambda: models.mlp(keras.optimizers.SGD(0.01)), run_dir=run_dir)
+    fit(trainer, steps=8)
+    assert float(trainer.model.optimizer.learning_rate) == pytest.approx(0.01)
+    assert int(trainer.model.optimizer.iterations) == 8
+
+
+def test_epochs_are_numbered_as_by_keras_and_go_on_after_a_resume(run_dir: Path, tmp_path: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    assert fit(trainer, epochs=2).epoch == [0, 1]
+    resumed = kdist.Trainer(models.mlp, run_dir=run_dir)
+    assert fit(resumed, epochs=5).epoch == [2, 3, 4]
+    assert resumed.result.global_step == 20
+    fresh = kdist.Trainer(models.mlp, run_dir=tmp_path / "fresh")
+    assert fit(fresh, initial_epoch=2, epochs=5).epoch == [2, 3, 4]
+    assert fresh.result.global_step == 12
+    # A second fit off an epoch's boundary.
+    fit(fresh, steps=14)
+    assert fit(fresh, epochs=2).epoch == [0, 1]
+    assert fresh.result.global_step == 22
+
+
+def test_a_fit_after_a_failed_one_goes_on_from_its_last_checkpoint(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=10), FailOnce(25)])
+    with pytest.raises(RuntimeError, match="the hook failed"):
+        fit(trainer, steps=40)
+    fit(trainer, steps=40)
+    assert (trainer.result.status, trainer.result.global_step, trainer.result.gradients.applied) == ("done", 40, 20)
+
+
+def test_the_first_of_two_ends_counts(tmp_path: Path) -> None:
+    for last_step in (3, 9):
+        trainer = kdist.Trainer(models.mlp, run_dir=tmp_path / str(last_step), hooks=[StopAtStep(last_step=last_step)])
+        fit(trainer, steps=5)
+        assert trainer.result.global_step == min(5, last_step)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"batch_size": 2.5}, {"steps_per_epoch": -1}, {"epochs": 0}, {"steps": 0}]
+)
+def test_wrong_arguments_are_refused_with_what_is_allowed(run_dir: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(kdist.ConfigError, match=rf"{next(iter(wrong))}=.*at least 1"):
+        fit(kdist.Trainer(models.mlp, run_dir=run_dir), **wrong)
+
+
+def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(kdist.ConfigError, match="is a file"):
+        kdist.Trainer(models.mlp, run_dir=tmp_path / "file")
+
+
+def test_a_dataset_without_a_batch_is_said_to_be_empty(run_dir: Path) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: False).batch(4)
+    with pytest.raises(kdist.TaskError, match="not a single batch"):
+        kdist.Trainer(models.mlp, run_dir=run_dir).fit(dataset, steps=3, verbose=0)
+
+
+def test_the_plan_of_an_earlier_run_does_not_stay(run_dir: Path) -> None:
+    run_dir.mkdir()
+    (run_dir / "placement.txt").touch()
+    fit(kdist.Trainer(models.mlp, run_dir=run_dir), steps=1)
+    assert not (run_dir / "placement.txt").exists()
