@@ -238,16 +238,23 @@ def _job(config: DictConfig) -> float | None:
         try:
             return run_experiment(checked, run_dir)
         except ClusterError as error:
-            raise ClusterError(
-                f"{error}\n  the same command with run.dir={run_dir} goes on from the last checkpoint"
-                f"    logs: {run_dir / 'logs'}"
-            ) from error
+            raise ClusterError(f"{error}\n  {_way_on(run_dir)}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise
         except Exception:
             with log.open("a") as file:
                 traceback.print_exc(file=file)
             raise
+
+
+def _way_on(run_dir: Path) -> str:
+    """What to do after the cluster failed."""
+    from kdist.run_dir import RunDir
+
+    newest = RunDir(run_dir, "").checkpoints().newest()
+    if newest is None:
+        return "there is no checkpoint yet"
+    return f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
 
 
 def _explained(error: Exception) -> ConfigError:

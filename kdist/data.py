@@ -63,7 +63,11 @@ class TrainingData(abc.ABC):
 
 
 class ArrayData(TrainingData):
-    """Arrays in memory, cut into one shard per worker; each worker shuffles its own shard."""
+    """Arrays in memory, cut into one shard per worker, at random if they are shuffled; each worker shuffles its own.
+
+    A shard of every n-th example would inherit whatever order the data came in. In MNIST the images at even places are
+    much more like the first test images than those at odd places.
+    """
 
     def __init__(self, arrays: Any, *, batch_size: int, shuffle: bool, seed: int | None) -> None:
         self._arrays = tf.nest.map_structure(_as_array, arrays)
@@ -78,11 +82,16 @@ class ArrayData(TrainingData):
         if self._num_examples == 0:
             raise ValueError("x holds no example")
         self.steps_per_epoch = math.ceil(self._num_examples / batch_size)
+        self._order = np.arange(self._num_examples)
+        if shuffle:
+            np.random.default_rng(seed).shuffle(self._order)
 
     def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
         # With fewer examples than workers some would get nothing: then they all read everything.
-        step = num_workers if self._num_examples >= num_workers else 1
-        return tuple(tf.constant(array[worker_index % step :: step]) for array in tf.nest.flatten(self._arrays))
+        if not 1 < num_workers <= self._num_examples:
+            return tuple(tf.constant(array) for array in tf.nest.flatten(self._arrays))
+        shard = self._order[worker_index::num_workers]
+        return tuple(tf.constant(array[shard]) for array in tf.nest.flatten(self._arrays))
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         num_examples = tf.shape(arguments[0], out_type=tf.int64)[0]

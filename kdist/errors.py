@@ -10,6 +10,8 @@ from numbers import Integral
 
 # Lines in which TensorFlow says where in a graph an error happened; the reason stands before or after them.
 _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+File "|\s+\[\[')
+# Of several errors of one call, the first.
+_FIRST_ROOT = re.compile(r"root error\(s\) found\.\s*\(0\) \w+:\s*(.*?)\s*(?:\(1\) \w+:|\d+ successful|\Z)", re.DOTALL)
 _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
 
 
@@ -68,5 +70,7 @@ def _reason(error: BaseException, limit: int = 600) -> str:
     """The message of `error` without TensorFlow's graph trace and what gRPC adds, at most `limit` characters."""
     text = getattr(error, "message", None) or str(error)
     text = text.partition("\nAdditional GRPC error information")[0]
+    if first := _FIRST_ROOT.search(text):
+        text = first[1]
     lines = [_FUNCTION_NODE.sub("", line) for line in text.splitlines() if line.strip() and not _TRACE.match(line)]
     return "\n".join(lines)[:limit] or "(no message)"

@@ -128,7 +128,7 @@ class Trainer:
 
         Args:
             x: arrays (also in dicts or tuples), a `tf.data.Dataset` of batches, or a function
-                `(DataContext) -> tf.data.Dataset` of batches. Workers read different parts and repeat them without end.
+                `(DataContext) -> tf.data.Dataset` of batches. Workers read different parts of it, without end.
             y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
                 part of its elements.
             batch_size: examples per replica and step; 32 if None. Every step has a full batch: the last of an epoch is

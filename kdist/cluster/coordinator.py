@@ -12,17 +12,22 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.distribute.coordinator.cluster_coordinator import WorkerPreemptionHandler
 from tensorflow.python.eager import context
+from tensorflow.python.eager.executor import Executor
 
 from kdist.cluster.connection import ConnectedStrategy, disconnect
-from kdist.cluster.spec import ClusterSpec
+from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
+
+T = TypeVar("T")
 
 _STOP_SECS = 2.0
 _LIVENESS_CHECK_SECS = 0.5
@@ -33,14 +38,16 @@ class Coordinator:
 
     Args:
         spec: addresses of parameter servers and workers, all of which serve already.
-        timeout: seconds that a result may take without any other result arriving.
+        timeout: seconds that a result may take without any other result arriving, and that connecting may take.
         lost_tasks: says which tasks have ended, and how; asked while waiting.
 
     Raises:
-        ClusterError: from `result`, when no worker is left or nothing happened for `timeout` seconds.
+        ClusterError: here, from `result` and from `watch`: a parameter server or the last worker is lost, or nothing
+            happened for `timeout` seconds.
     """
 
     def __init__(self, spec: ClusterSpec, *, timeout: float, lost_tasks: Callable[[], dict[Any, str]]) -> None:
+        self._spec = spec
         self._timeout = timeout
         self._lost_tasks = lost_tasks
         self._num_workers = len(spec.worker)
@@ -60,11 +67,22 @@ class Coordinator:
             tf.train.ClusterSpec(spec.jobs), rpc_layer="grpc"
         )
         try:
-            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
-            _LostWorkers.replace_handler(self._coordinator._cluster, lost_tasks)
+            self._coordinator = self.watch(
+                lambda: tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
+            )
+            self._adapt(self._coordinator._cluster, lost_tasks)
         except BaseException:
             self._cleanup.close()
             raise
+
+    @staticmethod
+    def _adapt(cluster: Any, lost_tasks: Callable[[], dict[Any, str]]) -> None:
+        """Puts pieces of ours in the place of some that `cluster`, TensorFlow's, has made."""
+        cluster.failure_handler.stop()
+        cluster.failure_handler = _LostWorkers(cluster, lost_tasks)
+        for worker in cluster.workers:
+            worker.failure_handler = cluster.failure_handler
+            worker.executor = _QuietExecutor()
 
     def per_worker_iterators(
         self, make_dataset: tf.types.experimental.ConcreteFunction, arguments: Callable[[int], tuple[Any, ...]]
@@ -104,15 +122,53 @@ class Coordinator:
             ClusterError: see the class.
             tf.errors.OpError: what the call raised.
         """
-        available: threading.Event = value._status_available_event
+        self._wait(value._status_available_event)
+        return value.fetch()
+
+    def watch(self, function: Callable[[], T]) -> T:
+        """Runs what itself waits for tasks, watching them meanwhile; given up, it stays behind in its thread.
+
+        Raises:
+            ClusterError: see the class.
+        """
+        outcome: Future[T] = Future()
+        ended = threading.Event()
+
+        def work() -> None:
+            try:
+                with context.executor_scope(_QuietExecutor()):
+                    outcome.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
+                outcome.set_exception(error)
+            ended.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        self._wait(ended)
+        return outcome.result()
+
+    def all_answer(self) -> bool:
+        """Whether every task that is not lost answers within a few seconds."""
+        answered = threading.Event()
+
+        def ask() -> None:
+            with context.executor_scope(_QuietExecutor()):
+                for job, addresses in self._spec.jobs.items():
+                    for index in range(len(addresses)):
+                        with suppress(tf.errors.OpError), tf.device(Task(job, index).device):
+                            tf.identity(0).numpy()
+            answered.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        return answered.wait(_STOP_SECS)
+
+    def _wait(self, done: threading.Event) -> None:
         deadline = time.monotonic() + self._timeout
-        while not available.wait(min(_LIVENESS_CHECK_SECS, self._timeout)):
+        while not done.wait(min(_LIVENESS_CHECK_SECS, self._timeout)):
             self.check_tasks()
             if time.monotonic() > deadline:
                 lost = self._lost_tasks()
                 suspects = describe_lost(lost) if lost else "every task is alive but may be stopped or out of reach"
-                raise ClusterError(f"no worker answered for {self._timeout:g} s (cluster.step_timeout); {suspects}")
-        return value.fetch()
+                raise ClusterError(f"no task answered for {self._timeout:g} s (cluster.step_timeout); {suspects}")
 
     def check_tasks(self) -> None:
         """Says once of each lost worker that training goes on without it.
@@ -144,9 +200,6 @@ class Coordinator:
         stopping.join(_STOP_SECS)
         gc.collect()
         disconnect()
-        # Each worker's executor keeps the last error of its calls and would print it when Python collects it.
-        for worker in self._coordinator._cluster.workers:
-            worker.executor.clear_error()
         self._cleanup.close()
 
 
@@ -161,14 +214,6 @@ class _LostWorkers(WorkerPreemptionHandler):
         self._lost_tasks = lost_tasks
         self._stopped = threading.Event()
         super().__init__(context.get_server_def(), cluster)
-
-    @classmethod
-    def replace_handler(cls, cluster: Any, lost_tasks: Callable[[], dict[Any, str]]) -> None:
-        """Takes the place of the handler that `cluster`, TensorFlow's, has made."""
-        cluster.failure_handler.stop()
-        cluster.failure_handler = cls(cluster, lost_tasks)
-        for worker in cluster.workers:
-            worker.failure_handler = cluster.failure_handler
 
     def stop(self) -> None:
         self._stopped.set()
@@ -205,9 +250,36 @@ class _LostWorkers(WorkerPreemptionHandler):
                 self._worker_up_cond.notify_all()
 
 
+class _QuietExecutor(Executor):
+    """Runs what may fail with a task.
+
+    An executor keeps the last error of its ops. TensorFlow's own one, which the whole process shares, would fail with
+    it later; one of its coordinator's would print it when Python collects it.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(pywrap_tfe.TFE_NewExecutor(False, True, 0))
+
+    def wait(self) -> None:
+        try:
+            super().wait()
+        except tf.errors.OpError:
+            self.clear_error()
+
+
 def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
     """The type spec of iterators over the dataset that `make_dataset` returns."""
     return IteratorSpec(make_dataset.structured_outputs.element_spec)
+
+
+def lost_soon(lost_tasks: Callable[[], dict[Any, str]]) -> dict[Any, str]:
+    """The lost tasks; with none, those after a moment: a process that was killed ends after its connections."""
+    if lost := lost_tasks():
+        return lost
+    threading.Event().wait(_LIVENESS_CHECK_SECS)
+    return lost_tasks()
 
 
 def describe_lost(lost: dict[Any, str]) -> str:

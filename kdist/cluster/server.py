@@ -7,6 +7,7 @@ It writes `ready` to standard output once it serves; everything else goes to sta
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -18,6 +19,8 @@ from typing import NoReturn
 
 READY = b"ready\n"
 _PARENT_CHECK_SECS = 1.0
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class ServerOptions:
 
 def serve(options: ServerOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent is gone."""
+    _be_killed_with_parent()
     # From the first moment on: importing TensorFlow alone takes seconds.
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     import tensorflow as tf
@@ -69,6 +73,12 @@ def serve(options: ServerOptions) -> NoReturn:
     print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         signal.pause()
+
+
+def _be_killed_with_parent() -> None:
+    """Asks Linux to kill this process when its parent ends: a process that is stopped does not see its input close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with(parent: int) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import Coordinator, describe_lost, iterator_spec
+from kdist.cluster.coordinator import Coordinator, describe_lost, iterator_spec, lost_soon
 from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import ClusterShape
 from kdist.data import worker_arguments
@@ -24,8 +26,11 @@ from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
 from kdist.strategies.stored import StoredStrategy, no_batch, prepare
 
+T = TypeVar("T")
+
 # A second call waits at each worker while the first runs; more would only sit in the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
+_OUT_OF_REACH = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
 
 
@@ -68,23 +73,31 @@ class ParameterServer(StoredStrategy):
         check_slots_only(program.model.optimizer, self._program.replica_step.trainable)
         self.plan = self._program.plan(self._shape.num_ps, self._placement)
         self._cluster.wait()
-        self._coordinator = Coordinator(
-            self._cluster.spec, timeout=self._step_timeout, lost_tasks=self._cluster.lost_tasks
-        )
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
-        self._store = self._program.store(devices, self.plan)
+        with self._explaining():
+            self._coordinator = Coordinator(
+                self._cluster.spec, timeout=self._step_timeout, lost_tasks=self._cluster.lost_tasks
+            )
+            self._store = self._program.store(devices, self.plan)
         self._make_dataset = self._program.trace_dataset()
         self._calls = self._program.calls(self._store, iterator_spec(self._make_dataset))
         self._sizer = self._program.sizer()
 
     def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        try:
+        with self._explaining():
             return super().run(num_steps, interrupted)
-        except tf.errors.OpError as error:
-            raise self._explained(error) from error
+
+    def global_step(self) -> int:
+        return self._watched(super().global_step)
+
+    def read(self) -> dict[str, np.ndarray]:
+        return self._watched(super().read)
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self._watched(lambda: super(ParameterServer, self).write(values))
 
     def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        coordinator, iterators = self._started()
+        coordinator, iterators = self._running(), self._worker_iterators()
         coordinator.check_tasks()
         in_flight: deque[tuple[Any, int]] = deque()
         logs: StepLogs | None = None
@@ -105,6 +118,12 @@ class ParameterServer(StoredStrategy):
         return logs
 
     def stop(self) -> None:
+        if self._cluster is None:
+            return
+        if self._coordinator is not None and not self._coordinator.all_answer():
+            # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
+            # an error at once.
+            self._cluster.kill()
         # Whatever stands for something on the tasks goes first, while they are there.
         self._iterators = None
         for name in ("_program", "_store", "_calls", "_make_dataset"):
@@ -112,31 +131,43 @@ class ParameterServer(StoredStrategy):
         if self._coordinator is not None:
             self._coordinator.stop()
         self._coordinator = None
-        if self._cluster is not None:
-            self._cluster.stop()
+        self._cluster.stop()
         self._cluster = None
 
-    def _started(self) -> tuple[Coordinator, Any]:
-        """The coordinator, and the workers' iterators, which are made when the first step runs."""
+    def _running(self) -> Coordinator:
         if self._coordinator is None:
-            raise RuntimeError("run() before start() or after stop()")
+            raise RuntimeError("used before start() or after stop()")
+        return self._coordinator
+
+    def _worker_iterators(self) -> Any:
+        """Iterators over the workers' data, made when the first step runs."""
         if self._iterators is None:
             data, num_workers, first_step = self._program.program.data, self._shape.num_workers, self.global_step()
-            self._iterators = self._coordinator.per_worker_iterators(
+            self._iterators = self._running().per_worker_iterators(
                 self._make_dataset,
                 lambda worker_index: worker_arguments(data, worker_index, num_workers, first_step),
             )
-        return self._coordinator, self._iterators
+        return self._iterators
+
+    def _watched(self, function: Callable[[], T]) -> T:
+        """What a function that talks to the servers returns."""
+        with self._explaining():
+            return self._running().watch(function)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self._explained(error) from error
 
     def _explained(self, error: tf.errors.OpError) -> ClusterError | TaskError:
         """What an error of TensorFlow's runtime means: a lost task, or the user's own error on some worker."""
-        lost = self._cluster.lost_tasks() if self._cluster is not None else {}
-        if lost:
-            return ClusterError(describe_lost(lost))
+        if isinstance(error, _OUT_OF_REACH):
+            lost = lost_soon(self._cluster.lost_tasks) if self._cluster is not None else {}
+            return ClusterError(describe_lost(lost) or f"a task is out of reach: {error.message.splitlines()[0]}")
         jobs = _WORKER_IN_MESSAGE.findall(error.message)
         workers = [index for job, index in jobs if job == "worker"]
         if isinstance(error, tf.errors.OutOfRangeError):
             return TaskError("a worker", no_batch())
-        if isinstance(error, tf.errors.UnavailableError):
-            return ClusterError(f"a task is out of reach: {error.message}")
         return TaskError(f"worker:{workers[0]}" if workers else "a worker", error)

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,33 @@ def test_a_lost_worker_is_told_and_done_without(run_dir: Path) -> None:
     result = result_of(run_dir)
     assert result["status"] == "done"
     assert result["global_step"] == 1500 + result["extra_steps"]
+
+
+@pytest.mark.parametrize(("blow", "saves"), [(signal.SIGKILL, False), (signal.SIGSTOP, False), (signal.SIGSTOP, True)])
+def test_a_server_that_is_killed_or_stopped_ends_the_run(blow: signal.Signals, saves: bool, run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="2ps1w", run_dir=run_dir, step_timeout=3)
+    pids: dict[Task, int] = {}
+
+    def strike_and_go_on() -> None:
+        with trainer.session(x, y, steps=99_999, verbose=0) as session:
+            session.run()
+            pids.update(session.strategy._cluster.pids)  # type: ignore[attr-defined]
+            os.kill(pids[Task("ps", 1)], blow)
+            if saves:
+                session.save(keep=1)
+            run_to_the_end(session)
+
+    said = r"ps:1 is lost \(killed by signal 9" if blow is signal.SIGKILL else r"no task answered for 3 s \(cluster\."
+    started = time.monotonic()
+    with pytest.raises(kdist.ClusterError, match=said):
+        strike_and_go_on()
+    assert time.monotonic() - started < 30
+    assert result_of(run_dir)["status"] == "failed"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    # The process is whole: the next fit goes on from the last checkpoint, on a new cluster.
+    trainer.fit(x, y, steps=10, verbose=0)
+    assert result_of(run_dir)["gradients"]["applied"] == 10
 
 
 def test_the_process_stays_whole_beside_several_clusters(tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ def test_workers_read_different_parts_of_arrays_and_together_all_of_it() -> None
     assert set(seen[0]).isdisjoint(seen[1])
 
 
+def test_parts_of_shuffled_arrays_are_random() -> None:
+    """Each part has the classes of the whole, in whatever order the data came."""
+    data = training_data(numbers(400), np.arange(400) % 2, batch_size=4)
+    for worker in (0, 1):
+        classes = np.concatenate([y for (_, y), _ in batches(data, 2, worker, 50)])
+        assert 60 < classes.sum() < 140
+
+
 def test_x_and_y_stay_together_and_every_batch_is_full() -> None:
     data = training_data(numbers(30), -numbers(30), batch_size=4)
     for (x, y), _ in batches(data, 2, 1, 10):
@@ -46,6 +54,12 @@ def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:
 def test_without_shuffle_arrays_come_in_order() -> None:
     data = training_data(numbers(8), batch_size=4, shuffle=False)
     assert [list(x) for (x,), _ in batches(data, 1, 0, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_without_shuffle_workers_take_turns() -> None:
+    data = training_data(numbers(16), batch_size=4, shuffle=False)
+    parts = [list(x) for worker in (0, 1) for (x,), _ in batches(data, 2, worker, 1)]
+    assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_fewer_examples_than_workers_still_feed_every_worker() -> None:

@@ -26,6 +26,23 @@ def test_of_a_graph_error_only_the_reason_is_said() -> None:
     )
 
 
+SEVERAL_ERRORS = """Graph execution error:
+
+2 root error(s) found.
+  (0) INVALID_ARGUMENT:  {{function_node __inference_call_3}} Received a label value of 9.
+\t [[{{node compile_loss/Sparse}}]]
+\t [[Identity/_16]]
+  (1) INVALID_ARGUMENT:  {{function_node __inference_call_3}} Received a label value of 7.
+\t [[{{node compile_loss/Sparse}}]]
+0 successful operations.
+0 derived errors ignored."""
+
+
+def test_of_several_errors_the_first_is_said() -> None:
+    error = TaskError("worker:0", tf.errors.InvalidArgumentError(None, None, SEVERAL_ERRORS))
+    assert str(error) == "worker:0: InvalidArgumentError: Received a label value of 9."
+
+
 def test_other_messages_are_said_whole() -> None:
     assert str(TaskError("chief", ValueError("first\nsecond"))) == "chief: ValueError: first\nsecond"
     assert str(TaskError("chief", ValueError())) == "chief: ValueError: (no message)"
