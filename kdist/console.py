@@ -64,4 +64,4 @@ def _step(step: int, last_step: int | None = None) -> str:
 
 
 def _metrics(logs: Mapping[str, float]) -> list[str]:
-    return [f"{name} {value:.4f}" for name, value in logs.items()]
+    return [f"{name} {value:.4f}" if abs(value) < 1e6 else f"{name} {value:.3e}" for name, value in logs.items()]

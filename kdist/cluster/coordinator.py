@@ -63,6 +63,8 @@ class Coordinator:
         os.environ.pop("GRPC_FAIL_FAST", None)
         # Its logger repeats every error that is raised here anyway.
         self._cleanup.enter_context(_logger_level(tf.get_logger(), logging.CRITICAL))
+        # Functions that are garbage already would be looked for on every task, which knows nothing of them.
+        gc.collect()
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec.jobs), rpc_layer="grpc"
         )
