@@ -9,6 +9,7 @@ import ast
 import difflib
 import inspect
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -17,6 +18,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.errors import ClusterError, ConfigError, KdistError
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kdist.schema import Config
 
 _INTERRUPTED = 130
+_TERMINATED = 143
 
 _HELP = """\
 kdist {version}: distributed training of Keras 3 models on TensorFlow
@@ -60,12 +63,17 @@ def main() -> NoReturn:
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     keep_python_stderr()
+    signal.signal(signal.SIGTERM, _terminate)
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     # At a normal exit TensorFlow may wait for ever for a task that is gone. Everything is written and closed by now.
     os._exit(code)
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(_TERMINATED)
 
 
 def run(arguments: list[str]) -> int:
@@ -82,6 +90,8 @@ def run(arguments: list[str]) -> int:
         print("kdist: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except SystemExit as error:
+        if error.code == _TERMINATED:
+            print("kdist: terminated", file=sys.stderr)
         return error.code if isinstance(error.code, int) else 1
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
         _print_error(error)
@@ -197,7 +207,9 @@ def _checked(config: DictConfig) -> Config:
     if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
         raise ConfigError(f"run.dir={checked.run.dir}: is a file")
     strategies.resolve(checked.strategy.name, ClusterShape.parse(checked.cluster.shape))
-    check_targets(checked)
+    # What it imports may import TensorFlow, which has something to say of every machine.
+    with native_log(Path(os.devnull)):
+        check_targets(checked)
     return checked
 
 

@@ -74,6 +74,8 @@ class ArrayData(TrainingData):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        if any(array.ndim == 0 for array in tf.nest.flatten(self._arrays)):
+            raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
         lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1:
             shapes = ", ".join(str(array.shape) for array in tf.nest.flatten(self._arrays))

@@ -64,10 +64,9 @@ class EpochRecorder(Hook):
             self._run_validation(context.session)
 
     def end(self, session: TrainSession) -> None:
-        validate = not session.interrupted
         if self._totals is not None:
-            self._finish_epoch(session, validate=validate)
-        elif validate and self._validated_step != session.global_step:
+            self._finish_epoch(session, validate=True)
+        elif self._validated_step != session.global_step:
             self._run_validation(session)
 
     def due_in(self, step: int) -> int | None:
@@ -102,10 +101,14 @@ class EpochRecorder(Hook):
         self._history.on_epoch_end(self._epoch, logs)
 
     def _run_validation(self, session: TrainSession) -> bool:
-        if self._validate is None:
+        if self._validate is None or session.interrupted:
             return False
         if self._validated_step != session.global_step:
-            self.validation_logs = dict(self._validate(session))
+            logs = dict(self._validate(session))
+            if session.interrupted:
+                # It has not seen all of the data.
+                return False
+            self.validation_logs = logs
             self._validated_step = session.global_step
             session.publish_validation(self.validation_logs)
             epoch_logs = {f"epoch_{name}": value for name, value in self.validation_logs.items()}

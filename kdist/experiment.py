@@ -29,7 +29,7 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
     """
     import keras
 
-    from kdist.result import Result
+    from kdist.result import Result, describe
     from kdist.run_dir import RunDir
 
     # Names of layers count from the start in every run of a sweep.
@@ -41,7 +41,7 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
     except BaseException as error:
         # What fails before training leaves its result, too; from there on it is the trainer's business.
         RunDir(run_dir, config.run.name).write_result(
-            Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=str(error) or repr(error))
+            Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
         )
         raise
     trainer.fit(
@@ -155,9 +155,13 @@ def _optimizer(config: OptimizerConfig, present: Any) -> keras.optimizers.Optimi
             takes = [k for k in vars(config) if k != "name" and k in allowed]
             raise ConfigError(f"optimizer.{key}: {type(base).__name__} takes no {key}; it takes {', '.join(takes)}")
     try:
-        return type(base).from_config({**(base.get_config() if name is None else {}), **given})
+        optimizer = type(base).from_config({**(base.get_config() if name is None else {}), **given})
     except (ValueError, TypeError) as error:
         raise ConfigError(f"optimizer: {type(base).__name__}: {error}") from error
+    # What `exclude_from_weight_decay` sets is part of an optimizer, and not of its config.
+    kept = {key: value for key, value in vars(base).items() if key.startswith("_exclude_from_weight_decay")}
+    vars(optimizer).update({**kept, "_exclude_from_weight_decay_cache": {}})
+    return optimizer
 
 
 def _data_arguments(config: Config) -> dict[str, Any]:

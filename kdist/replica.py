@@ -93,6 +93,13 @@ class ReplicaStep:
         if loss is None:
             raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
         gradients = tape.gradient(loss, list(trainable))
+        # A variable that the step did not assign still maps to the very tensor that was put in.
+        assigned = [v.path for v, old in zip(self.trainable, trainable) if scope.get_current_value(v) is not old]
+        if assigned:
+            raise ConfigError(
+                f"model {model.name}: a layer assigns {', '.join(assigned)} when it is called (SpectralNormalization "
+                "does); only the optimizer may change a trainable variable"
+            )
         if all(gradient is None for gradient in gradients):
             raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
         with scope:
@@ -101,7 +108,6 @@ class ReplicaStep:
         new_state = [scope.get_current_value(variable) for variable in self.state]
         return ReplicaOutput(
             clip_gradients(model.optimizer, gradients),
-            # A variable that the step did not assign still maps to the very tensor that was put in.
             [None if new is old else new for old, new in zip(state, new_state)],
             [scope.get_current_value(variable) for variable in self.metrics],
         )
@@ -124,6 +130,12 @@ def check_model(model: keras.Model) -> None:
         raise ConfigError(
             f"model {model.name}: {type(model).__name__} overrides train_step, which no strategy could spread over "
             "tasks; override compute_loss (and compute_metrics) instead"
+        )
+    stateful = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    if stateful:
+        raise ConfigError(
+            f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
+            "batches, and no state could follow them"
         )
     check_optimizer(model.optimizer)
 

@@ -22,6 +22,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def describe(error: BaseException) -> str:
+    """One message for what ended a run."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (SIGINT)"
+    if isinstance(error, SystemExit):
+        return "terminated (SIGTERM)"
+    return str(error) or type(error).__name__
+
+
 @dataclass
 class Gradients:
     """What became of the gradients of this run.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +35,20 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path | None, name: str) -> None:
-        self.path = Path(path) if path is not None else _make_new(Path("runs") / name)
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"run_dir={self.path}: is a file")
-        self.logs = self.path / "logs"
+        self._given = None if path is None else Path(path)
+        self._name = name
+        if self._given is not None and self._given.exists() and not self._given.is_dir():
+            raise ConfigError(f"run_dir={path}: is a file")
+
+    @cached_property
+    def path(self) -> Path:
+        """The folder; a new one is made when it is first asked for."""
+        return self._given if self._given is not None else _make_new(Path("runs") / self._name)
+
+    @property
+    def logs(self) -> Path:
+        """Folder for the logs of the tasks."""
+        return self.path / "logs"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -50,7 +62,7 @@ class RunDir:
     @property
     def tensorboard_logdir(self) -> str:
         """The folder that shows this run beside its neighbours."""
-        return self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path)
+        return shlex.quote(self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path))
 
     def write_plan(self, plan: Plan | None) -> None:
         """Writes `placement.txt` and `placement.png`; without a plan, removes those of an earlier run."""

@@ -45,7 +45,7 @@ class TrainSession:
         summaries: TensorBoard writers for the hooks.
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew and sets
-            older checkpoints aside. None starts from the model as it is and leaves checkpoints alone.
+            older checkpoints aside. None goes on from the model as it is, and sets aside checkpoints of later steps.
         print_line: takes lines about saving and loading.
         clock: seconds from any start; a test's own.
     """
@@ -77,6 +77,7 @@ class TrainSession:
         self.interrupted = False
         self.is_started = False
         self.account = Account()
+        self._diverged = False
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
@@ -110,6 +111,13 @@ class TrainSession:
         """Like `request_stop`, and ends the present run early; may be called from a signal handler."""
         self.interrupted = True
         self.request_stop(reason)
+        # A validation that is under way ends early as well.
+        self.program.model.stop_evaluating = True
+
+    def stop_diverged(self, reason: str) -> None:
+        """Like `request_stop`, and saves no more: what training has come to is worth nothing."""
+        self._diverged = True
+        self.request_stop(reason)
 
     def run(self) -> RunValues | None:
         """Runs as many steps as the hooks allow, with the hooks around them.
@@ -127,7 +135,7 @@ class TrainSession:
         return values
 
     def save(self, *, keep: int) -> None:
-        """Saves a checkpoint of the present step, unless there is one already.
+        """Saves a checkpoint of the present step, unless there is one already or training has diverged.
 
         Args:
             keep: how many checkpoints to keep.
@@ -136,7 +144,7 @@ class TrainSession:
             CheckpointError: it cannot be written.
             NonFiniteError: a value is NaN or infinite.
         """
-        if self._saved_step == self.global_step:
+        if self._saved_step == self.global_step or self._diverged:
             return
         path = self.checkpoints.save(self.global_step, self.strategy.read(), keep=keep)
         self._saved_step = self.global_step
@@ -161,6 +169,7 @@ class TrainSession:
     ) -> None:
         try:
             if error is None:
+                self.request_stop("the caller")
                 for hook in self.hooks:
                     hook.end(self)
         finally:
@@ -206,6 +215,9 @@ class TrainSession:
         elif self._resume == "must":
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.folder}")
         self.global_step = self.first_step = self.strategy.global_step()
+        if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
+            # They would count as newer than what comes now.
+            self.checkpoints.set_aside()
 
     def _close(self) -> None:
         with ExitStack() as closing:

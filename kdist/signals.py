@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: the first ends the session in good order, a second one at once."""
+"""Ctrl-C and SIGTERM during training: the first ends the session in good order, a second Ctrl-C at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class StopSignals:
     Before the session has started there is nothing to save, and they are raised at once.
 
     Does nothing outside the main thread, where Python takes no signals. The handlers that were there before come back
-    on exit, and after the first signal: a second one acts as it always did.
+    on exit. Meanwhile a second Ctrl-C is raised at once; a second SIGTERM, as supervisors send it to a process and to
+    its group, says nothing new.
     """
 
     def __init__(self, session: TrainSession) -> None:
@@ -42,9 +43,13 @@ class StopSignals:
             raise SystemExit(128 + signal.SIGTERM)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         self.received = signal.Signals(number)
-        self._restore()
         if not self._session.is_started:
+            self._session.request_stop(self.received.name)
             self.raise_received()
         self._session.interrupt(self.received.name)
 

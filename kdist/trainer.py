@@ -20,7 +20,7 @@ from kdist.errors import ConfigError, check_whole_number
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep, with_defaults
 from kdist.parameters.local import write_to_model
 from kdist.replica import check_model
-from kdist.result import Result
+from kdist.result import Result, describe
 from kdist.run_dir import RunDir, name_of_program
 from kdist.schema import checked_steps_per_call
 from kdist.session import TrainSession
@@ -385,7 +385,7 @@ class Trainer:
             metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
             gradients=account.gradients,
             extra_steps=account.extra_steps,
-            error=None if error is None else str(error) or type(error).__name__,
+            error=None if error is None else describe(error),
         )
         self._run_dir.write_result(self.result)
 

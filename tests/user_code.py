@@ -16,6 +16,23 @@ def build(learning_rate: float = 0.1, compiled: bool = True, **compile_arguments
     return model
 
 
+def build_decayed() -> Any:
+    import keras
+
+    model = build(compiled=False)
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
+    return model
+
+
+def slow_data() -> Any:
+    import time
+
+    print("reading", flush=True)
+    time.sleep(60)
+
+
 def build_own_train_step() -> Any:
     import models
 

@@ -14,7 +14,7 @@ class NanTensor(Hook):
     It looks at every run before anything is saved, so that no checkpoint holds what comes of it.
 
     Args:
-        fail_on_nan_loss: raise; if false, stop cleanly instead.
+        fail_on_nan_loss: raise; if false, stop without an error, and without saving any more.
 
     Raises:
         NonFiniteError: from `after_run`; names the step and the last good checkpoint.
@@ -28,7 +28,7 @@ class NanTensor(Hook):
         if loss is None or math.isfinite(loss):
             return
         if not self._fail:
-            context.request_stop("NanTensor")
+            context.session.stop_diverged("NanTensor")
             return
         session = context.session
         good = session.checkpoints.newest()

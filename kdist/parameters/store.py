@@ -93,7 +93,7 @@ class ParameterStore:
                 for name, variable in optimizer_state(optimizer, trainable, names[: len(trainable)]).items()
             }
         )
-        self._read_fused = tf.function(self._fuse_all)
+        self._read_fused = tf.function(self._fuse_all).get_concrete_function()
 
     @property
     def names(self) -> list[str]:

@@ -112,6 +112,9 @@ def test_a_signal_saves_and_ends_everything_within_five_seconds(
     run = Run(tmp_path)
     try:
         run.process.send_signal(number)
+        if number is signal.SIGTERM:
+            # Supervisors send it to a process and to its group.
+            run.process.send_signal(number)
         assert run.process.wait(5) == code
         assert run.no_task_is_left()
     finally:
@@ -125,6 +128,23 @@ def test_a_signal_saves_and_ends_everything_within_five_seconds(
         f"stopped by {number.name} at step {newest}; last checkpoint: D/checkpoints/ckpt-{newest}"
         in run.log.read_text()
     )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_training_ends_the_run_with_a_result(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    arguments = [sys.executable, "-m", "kdist", MINE[0], "data._target_=user_code.slow_data", "run.dir=D"]
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=5)
+    assert process.returncode == code
+    assert said == ("kdist: interrupted\n" if number is signal.SIGINT else "kdist: terminated\n")
+    result = result_of(tmp_path / "D")
+    assert result["status"] == "failed"
+    assert number.name in result["error"]
 
 
 def test_kill_9_of_the_chief_leaves_no_task(tmp_path: Path) -> None:

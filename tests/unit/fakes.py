@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,9 @@ class FakeCheckpoints:
             return None
         return self.folder / f"ckpt-{self.restorable}", {"global_step": np.array(self.restorable)}
 
+    def steps(self) -> list[int]:
+        return sorted(self.saved)
+
     def newest(self) -> Path | None:
         return self.folder / f"ckpt-{self.saved[-1]}" if self.saved else None
 
@@ -118,5 +122,8 @@ class FakeSummaries:
 
 
 class FakeProgram:
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(stop_evaluating=False)
+
     def learning_rate(self, step: int) -> float:
         return 0.1

@@ -1,5 +1,8 @@
 """What a user of `Trainer` may rely on, seen in one process."""
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import tensorflow as tf
 from helpers import toy_data
 
 import kdist
+from kdist.checkpoint import Checkpoints
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
 
 X, Y = toy_data(40)
@@ -140,3 +144,82 @@ def test_the_plan_of_an_earlier_run_does_not_stay(run_dir: Path) -> None:
     (run_dir / "placement.txt").touch()
     fit(kdist.Trainer(models.mlp, run_dir=run_dir), steps=1)
     assert not (run_dir / "placement.txt").exists()
+
+
+def test_a_fit_that_begins_at_an_earlier_step_keeps_its_checkpoints(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=10)])
+    fit(trainer, steps=100)
+    trainer.model.compile("sgd", "sparse_categorical_crossentropy")
+    fit(trainer, steps=30)
+    weights = trainer.model.get_weights()
+    again = kdist.Trainer(lambda: models.mlp("sgd"), run_dir=run_dir)
+    fit(again, steps=30)
+    assert again.result.gradients.applied == 0
+    for mine, theirs in zip(again.model.get_weights(), weights):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def stateful() -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((6,), batch_size=10), layers.Reshape((6, 1)), layers.LSTM(4, stateful=True)])
+    model.add(layers.Dense(3, activation="softmax"))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def normalized() -> keras.Model:
+    dense = keras.layers.SpectralNormalization(keras.layers.Dense(3, activation="softmax"))
+    model = keras.Sequential([keras.layers.Input((6,)), dense])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+@pytest.mark.parametrize(("build", "said"), [(stateful, "stateful=True"), (normalized, "assigns .*kernel")])
+def test_layers_that_keep_what_no_server_holds_are_refused(build: Any, said: str, run_dir: Path) -> None:
+    with pytest.raises(kdist.ConfigError, match=said):
+        fit(kdist.Trainer(build, run_dir=run_dir), steps=3)
+
+
+def test_lists_of_numbers_are_refused(run_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"numpy\.asarray"):
+        kdist.Trainer(models.mlp, run_dir=run_dir).fit(X.tolist(), Y.tolist(), verbose=0)
+
+
+def test_nothing_is_saved_of_a_diverged_run(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e30), "mse")
+        return model
+
+    trainer = kdist.Trainer(build, run_dir=run_dir, hooks=[kdist.hooks.NanTensor(fail_on_nan_loss=False)])
+    fit(trainer, steps=50)
+    assert (trainer.result.status, trainer.result.stopped_by) == ("done", "NanTensor")
+    assert Checkpoints(run_dir / "checkpoints").steps() == [0]
+
+
+def test_leaving_a_session_early_is_said(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    with trainer.session(X, Y, batch_size=10, verbose=0) as session:
+        session.run()
+    assert (trainer.result.status, trainer.result.stopped_by) == ("done", "the caller")
+
+
+def test_ctrl_c_ends_a_validation_and_saves(run_dir: Path) -> None:
+    read = []
+
+    def examples() -> Iterator[Any]:
+        for i in range(5000):
+            if i == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+            read.append(i)
+            yield X[i % len(X)], Y[i % len(X)]
+
+    types = (tf.TensorSpec([6], tf.float32), tf.TensorSpec([], tf.int64))
+    data = tf.data.Dataset.from_generator(examples, output_signature=types).batch(1)
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, steps=8, validation_data=data)
+    assert len(read) < 5000
+    assert trainer.result.status == "preempted"
+    assert trainer.result.metrics["validation"] == {}
+    assert Checkpoints(run_dir / "checkpoints").steps()[-1] == trainer.result.global_step == 4
