@@ -1,3 +1,4 @@
+import keras
 import pytest
 
 from kdist.experiment import build_model
@@ -13,5 +14,6 @@ def test_an_override_changes_only_what_it_names() -> None:
     model = build_model(config)
     model.optimizer.build(model.trainable_variables)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+    assert isinstance(model.optimizer, keras.optimizers.AdamW)
     assert model.optimizer.weight_decay == 0.5
     assert [model.optimizer._use_weight_decay(v) for v in model.trainable_variables] == [True, False]
