@@ -312,7 +312,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
 
 
 def _as_tuples(tree: Any) -> Any:
-    """Lists of arrays as tuples, which tf.data keeps apart; a list of numbers is an array."""
+    """Lists of arrays as tuples, which tf.data keeps apart; a list of numbers stays one."""
     if isinstance(tree, Mapping):
         return {key: _as_tuples(item) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)) and any(hasattr(item, "__array__") or isinstance(item, dict) for item in tree):

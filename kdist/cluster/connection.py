@@ -48,6 +48,7 @@ def connect(spec: tf.train.ClusterSpec) -> None:
 
     Raises:
         ConfigError: it is connected to other tasks.
+        tf.errors.OpError: a task does not answer.
     """
     server_def = context.context().get_server_def()
     if server_def is not None and len(server_def.cluster.job) > 1:
@@ -70,8 +71,12 @@ def connect(spec: tf.train.ClusterSpec) -> None:
         default_session_config=_config_of_this_process(),
         cluster_device_filters=filters._as_cluster_device_filters(),
     )
-    with _deterministic_serialization():
-        context.set_server_def(server_def)
+    try:
+        with _deterministic_serialization():
+            context.set_server_def(server_def)
+    except tf.errors.OpError:
+        context.context()._server_def = None
+        raise
     context.ensure_initialized()
     probe.assign(1)
     if int(probe) != 1:

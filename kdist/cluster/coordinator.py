@@ -38,12 +38,13 @@ class Coordinator:
 
     Args:
         spec: addresses of parameter servers and workers, all of which serve already.
-        timeout: seconds that a result may take without any other result arriving, and that connecting may take.
+        timeout: seconds that a result may take without any other result arriving.
         lost_tasks: says which tasks have ended, and how; asked while waiting.
 
     Raises:
-        ClusterError: here, from `result` and from `watch`: a parameter server or the last worker is lost, or nothing
-            happened for `timeout` seconds.
+        tf.errors.UnavailableError: here, when a task does not answer.
+        ClusterError: from `result` and `watch`: a parameter server or the last worker is lost, or nothing happened for
+            `timeout` seconds.
     """
 
     def __init__(self, spec: ClusterSpec, *, timeout: float, lost_tasks: Callable[[], dict[Any, str]]) -> None:
@@ -60,7 +61,8 @@ class Coordinator:
             "GRPC_FAIL_FAST",
         ):
             self._cleanup.callback(_set_environment, name, os.environ.get(name))
-        os.environ.pop("GRPC_FAIL_FAST", None)
+        # All tasks serve already: connecting to one that is gone is an error, and not something to wait for.
+        os.environ["GRPC_FAIL_FAST"] = "true"
         # Its logger repeats every error that is raised here anyway.
         self._cleanup.enter_context(_logger_level(tf.get_logger(), logging.CRITICAL))
         # Functions that are garbage already would be looked for on every task, which knows nothing of them.
@@ -69,9 +71,8 @@ class Coordinator:
             tf.train.ClusterSpec(spec.jobs), rpc_layer="grpc"
         )
         try:
-            self._coordinator = self.watch(
-                lambda: tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
-            )
+            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
+            os.environ.pop("GRPC_FAIL_FAST")
             self._adapt(self._coordinator._cluster, lost_tasks)
         except BaseException:
             self._cleanup.close()

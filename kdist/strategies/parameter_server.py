@@ -163,9 +163,12 @@ class ParameterServer(StoredStrategy):
 
     def _explained(self, error: tf.errors.OpError) -> ClusterError | TaskError:
         """What an error of TensorFlow's runtime means: a lost task, or the user's own error on some worker."""
-        if isinstance(error, _OUT_OF_REACH):
-            lost = lost_soon(self._cluster.lost_tasks) if self._cluster is not None else {}
-            return ClusterError(describe_lost(lost) or f"a task is out of reach: {error.message.splitlines()[0]}")
+        if isinstance(error, _OUT_OF_REACH) and self._cluster is not None:
+            if lost := lost_soon(self._cluster.lost_tasks):
+                return ClusterError(describe_lost(lost))
+            spec = self._cluster.spec
+            who = ", ".join(str(task) for task in self._shape.tasks if spec.address(task) in error.message) or "a task"
+            return ClusterError(f"{who} is out of reach: {error.message.splitlines()[0]}")
         jobs = _WORKER_IN_MESSAGE.findall(error.message)
         workers = [index for job, index in jobs if job == "worker"]
         if isinstance(error, tf.errors.OutOfRangeError):

@@ -16,6 +16,7 @@ from helpers import loopback_bytes, result_of, tags_of, toy_data
 
 import kdist
 from kdist.checkpoint import Checkpoints
+from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import Task
 from kdist.hooks import CheckpointSaver, Hook
 
@@ -223,6 +224,25 @@ def test_a_lost_worker_is_told_and_done_without(run_dir: Path) -> None:
     result = result_of(run_dir)
     assert result["status"] == "done"
     assert result["global_step"] == 1500 + result["extra_steps"]
+
+
+def test_a_server_that_is_lost_before_it_is_connected_to_ends_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = LocalCluster.wait
+
+    def wait_and_strike(cluster: LocalCluster) -> None:
+        wait(cluster)
+        os.kill(cluster.pids[Task("ps", 0)], signal.SIGKILL)
+
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCluster, "wait", wait_and_strike)
+        with pytest.raises(kdist.ClusterError, match="ps:0 is lost"):
+            trainer.fit(x, y, steps=5, verbose=0)
+    trainer.fit(x, y, steps=5, verbose=0)
+    assert trainer.result.global_step == 5
 
 
 @pytest.mark.parametrize(("blow", "saves"), [(signal.SIGKILL, False), (signal.SIGSTOP, False), (signal.SIGSTOP, True)])
