@@ -52,7 +52,7 @@ hooks (hooks.NAME.KEY=VALUE; hooks.NAME=null removes one)
 {hooks}
 
 exit codes: 0 done, 1 the run failed, 2 the config is wrong, 75 the cluster failed (a retry may help),
-            130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint
+            130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint if training had begun
 Hydra's own options: python -m kdist --hydra-help
 """
 

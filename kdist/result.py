@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import signal
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +27,7 @@ def describe(error: BaseException) -> str:
     """One message for what ended a run."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (SIGINT)"
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
         return "terminated (SIGTERM)"
     return str(error) or type(error).__name__
 

@@ -289,8 +289,9 @@ class Trainer:
             self._finish("preempted" if session.interrupted else "done", session, recorder, started)
             self._resume = None
         except BaseException as error:
-            # The model has nothing of it: another fit goes on from the last checkpoint.
-            self._resume = "auto"
+            if session.is_started:
+                # The model has nothing of it: another fit goes on from the last checkpoint.
+                self._resume = "auto"
             self._finish("failed", session, recorder, started, error)
             raise
         if session.interrupted:

@@ -73,7 +73,7 @@ def test_random_numbers_differ_from_step_to_step_and_state_is_exact(run_dir: Pat
 
 
 def test_the_global_random_state_stays_as_it_was(run_dir: Path) -> None:
-    model = models.mlp()
+    model = drawing()
     before = global_seed_generator().state.numpy()
     fit(kdist.Trainer(model, run_dir=run_dir), steps=3)
     np.testing.assert_array_equal(global_seed_generator().state.numpy(), before)
@@ -108,6 +108,24 @@ def test_a_fit_after_a_failed_one_goes_on_from_its_last_checkpoint(run_dir: Path
         fit(trainer, steps=40)
     fit(trainer, steps=40)
     assert (trainer.result.status, trainer.result.global_step, trainer.result.gradients.applied) == ("done", 40, 20)
+
+
+def test_a_fit_that_failed_before_it_began_does_not_change_how_it_resumes(run_dir: Path) -> None:
+    fit(kdist.Trainer(models.mlp, run_dir=run_dir), steps=10)
+
+    class FailAtFirst(Hook):
+        begun = False
+
+        def begin(self, session: Any) -> None:
+            if not self.begun:
+                self.begun = True
+                raise RuntimeError("not yet")
+
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, resume="never", hooks=[FailAtFirst()])
+    with pytest.raises(RuntimeError, match="not yet"):
+        fit(trainer, steps=10)
+    fit(trainer, steps=10)
+    assert trainer.result.gradients.applied == 10
 
 
 def test_the_first_of_two_ends_counts(tmp_path: Path) -> None:
