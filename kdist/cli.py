@@ -206,7 +206,7 @@ def _checked(config: DictConfig) -> Config:
     checked: Any = OmegaConf.to_object(config)
     if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
         raise ConfigError(f"run.dir={checked.run.dir}: is a file")
-    strategies.resolve(checked.strategy.name, ClusterShape.parse(checked.cluster.shape))
+    strategies.resolve(checked.strategy, ClusterShape.parse(checked.cluster.shape))
     # What it imports may import TensorFlow, which has something to say of every machine.
     with native_log(Path(os.devnull)):
         check_targets(checked)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kdist.result import Contributions
 
 
 def print_line(line: str) -> None:
@@ -42,6 +47,14 @@ def resume_line(step: int, last_step: int | None, path: str) -> str:
 def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:
     """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | stopped by StopAtStep | 6.1s`"""
     return _line("done", [_step(step, last_step), *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s"])
+
+
+def contributions_lines(by_worker: Mapping[str, Contributions]) -> list[str]:
+    """`sync  | worker:0 | accepted    300 | dropped     12 | stale     12`, one line a worker."""
+    return [
+        _line("sync", [f"{worker:<8}", *(f"{what} {count:>6}" for what, count in asdict(counts).items())])
+        for worker, counts in by_worker.items()
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -68,10 +68,10 @@ def _trainer(config: Config, run_dir: Path) -> Trainer:
         steps_per_call=config.train.steps_per_call,
         resume=config.run.resume,
         seed=config.run.seed,
-        placement=config.strategy.placement,
         start_timeout=config.cluster.start_timeout,
         step_timeout=config.cluster.step_timeout,
         use_default_hooks=False,
+        **{key: value for key, value in vars(config.strategy).items() if key != "name"},
     )
 
 

@@ -7,7 +7,7 @@ that Keras's own trainers use in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from kdist.errors import ConfigError
-from kdist.parameters.apply import check_optimizer, clip_gradients
+from kdist.layers import Embedding
+from kdist.lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.parameters.apply import check_optimizer
+from kdist.parameters.transport import sum_duplicates
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class ReplicaOutput:
     """What one replica step gives back.
 
     Attributes:
-        gradients: one per trainable variable, clipped; `tf.IndexedSlices` of the rows that an embedding looked up;
-            None where the loss does not depend on it.
+        gradients: one per trainable variable, not clipped; `tf.IndexedSlices` of the rows that an embedding looked up,
+            a row as often as it was, as in Keras, or once if it is row-wise; None where the loss does not depend on it.
         state: new values of the state variables; None where the step left one alone.
         metrics: new values of the metric variables.
     """
@@ -41,6 +44,10 @@ class ReplicaStep:
     Args:
         model: a compiled model; Sequential, Functional or subclassed. It is built if it is not.
         batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Attributes:
+        tables: embedding layers whose tables a step looks up by rows, by the index of the table in `trainable`.
+        whole_tables: the other embedding tables, with what needs them whole.
 
     Raises:
         ConfigError: the model is not compiled, overrides `train_step`, or has an optimizer that is not supported.
@@ -58,10 +65,18 @@ class ReplicaStep:
         self.metrics: list[keras.Variable] = model.metrics_variables
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
+        self.tables: dict[int, keras.layers.Embedding] = {}
+        self.whole_tables: dict[int, str] = {}
+        self._find_tables(batch_spec)
+
+    @property
+    def row_wise(self) -> frozenset[int]:
+        """The tables of which the optimizer touches looked-up rows only, by index."""
+        return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
 
     def __call__(
         self,
-        trainable: Sequence[tf.Tensor],
+        trainable: Sequence[tf.Tensor | FetchRows],
         state: Sequence[tf.Tensor],
         metrics: Sequence[tf.Tensor],
         seeds: tf.Tensor,
@@ -70,31 +85,57 @@ class ReplicaStep:
         """One step on one batch.
 
         Args:
-            trainable: values of `self.trainable`.
+            trainable: values of `self.trainable`; for `self.tables` what fetches rows of them.
             state: values of `self.state`.
             metrics: values of `self.metrics` to add this batch to.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
         """
+        output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
+        return output
+
+    def _run(
+        self,
+        trainable: Sequence[tf.Tensor | FetchRows],
+        state: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+        seeds: tf.Tensor,
+        batch: Any,
+        tables: Mapping[int, keras.layers.Embedding],
+        whole_tables: Mapping[int, tf.Tensor] | None = None,
+    ) -> tuple[ReplicaOutput, RowLookups]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = self.model
+        whole = [i for i in range(len(trainable)) if i not in tables]
         mapping = [
-            *zip(self.trainable, trainable),
+            *((self.trainable[i], trainable[i]) for i in whole),
             *zip(self.state, state),
             *zip(self.metrics, metrics),
             *((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds)),
         ]
-        with tf.GradientTape() as tape:
-            tape.watch(trainable)
-            with keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True) as scope:
+            # Nothing but its layer reads a table; `_find_tables` makes sure of it, and gives the tables for that.
+            tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
+            scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
+            tape.watch([trainable[i] for i in whole])
+            lookups = RowLookups(tables, {i: trainable[i] for i in tables}, scope, tape)
+            with lookups.active():
                 arguments = {"training": True} if model._call_has_training_arg else {}
                 y_pred = model(x, **arguments)
                 loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         if loss is None:
             raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
-        gradients = tape.gradient(loss, list(trainable))
+        dense, of_rows = tape.gradient(loss, ([trainable[i] for i in whole], lookups.rows))
+        gradients: list[Any] = [None] * len(trainable)
+        for i, gradient in zip(whole, dense):
+            gradients[i] = gradient
+        for i in tables:
+            gradient = lookups.gradient(i, of_rows[i])
+            gradients[i] = gradient if gradient is None or i not in self.row_wise else sum_duplicates(gradient)
         # A variable that the step did not assign still maps to the very tensor that was put in.
-        assigned = [v.path for v, old in zip(self.trainable, trainable) if scope.get_current_value(v) is not old]
+        assigned = [
+            self.trainable[i].path for i in whole if scope.get_current_value(self.trainable[i]) is not trainable[i]
+        ]
         if assigned:
             raise ConfigError(
                 f"model {model.name}: a layer assigns {', '.join(assigned)} when it is called (SpectralNormalization "
@@ -106,11 +147,59 @@ class ReplicaStep:
             model._loss_tracker.update_state(loss, sample_weight=batch_size_of(batch))
             model.compute_metrics(x, y, y_pred, sample_weight)
         new_state = [scope.get_current_value(variable) for variable in self.state]
-        return ReplicaOutput(
-            clip_gradients(model.optimizer, gradients),
+        output = ReplicaOutput(
+            gradients,
             [None if new is old else new for old, new in zip(state, new_state)],
             [scope.get_current_value(variable) for variable in self.metrics],
         )
+        return output, lookups
+
+    def _find_tables(self, batch_spec: Any) -> None:
+        """Fills `tables` and `whole_tables`.
+
+        A table is looked up by rows if its layer does nothing else with it, and nobody else reads it: a step is traced
+        once with the whole tables given as well, and those that it makes use of are needed whole.
+        """
+        candidates = {}
+        for index, layer in embedding_layers(self.model).items():
+            if reason := why_needed_whole(layer):
+                self.whole_tables[index] = reason
+            else:
+                candidates[index] = layer
+        if not candidates:
+            return
+        readers: dict[int, list[Any]] = {}
+        hidden: dict[int, str] = {}
+
+        def probe(tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> None:
+            given = list(trainable)
+            for index, layer in candidates.items():
+                given[index] = lambda ids, layer=layer: tf.zeros(
+                    [tf.size(ids), layer.output_dim], layer._embeddings.dtype
+                )
+            whole = dict(zip(candidates, tables))
+            _, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
+            hidden.update(lookups.hidden)
+            readers.update((index, table.consumers()) for index, table in whole.items())
+
+        def spec(variable: keras.Variable) -> tf.TensorSpec:
+            return tf.TensorSpec(variable.shape, variable.dtype)
+
+        tf.function(probe, autograph=False).get_concrete_function(
+            [spec(self.trainable[i]) for i in candidates],
+            [tf.TensorSpec([]) if i in candidates else spec(v) for i, v in enumerate(self.trainable)],
+            [spec(v) for v in self.state],
+            [spec(v) for v in self.metrics],
+            tf.TensorSpec([len(self.seeds), 2], tf.uint32),
+            batch_spec,
+        )
+        for index, layer in candidates.items():
+            if index in hidden:
+                self.whole_tables[index] = hidden[index]
+            elif readers[index]:
+                self.whole_tables[index] = "another use of it in the model"
+            else:
+                self.tables[index] = layer
 
 
 def check_model(model: keras.Model) -> None:

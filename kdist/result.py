@@ -7,6 +7,7 @@ import math
 import platform
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -32,6 +33,32 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+@dataclass(frozen=True)
+class Contributions:
+    """What became of the gradients that one worker computed for synchronous updates.
+
+    Attributes:
+        accepted: part of an update.
+        dropped: computed in vain; none of it was applied.
+        stale: of the dropped ones, those whose parameters had been updated meanwhile.
+    """
+
+    accepted: int = 0
+    dropped: int = 0
+    stale: int = 0
+
+    def __add__(self, other: Contributions) -> Contributions:
+        return Contributions(self.accepted + other.accepted, self.dropped + other.dropped, self.stale + other.stale)
+
+
+def add_contributions(
+    some: Mapping[int, Contributions], others: Mapping[int, Contributions]
+) -> dict[int, Contributions]:
+    """The sums by worker index."""
+    none = Contributions()
+    return {worker: some.get(worker, none) + others.get(worker, none) for worker in sorted({*some, *others})}
+
+
 @dataclass
 class Gradients:
     """What became of the gradients of this run.
@@ -41,12 +68,14 @@ class Gradients:
         dropped: how many were computed in vain.
         staleness_mean, staleness_max: over the applied ones, how many others were applied between the pull of the
             parameters and the push of the gradient.
+        by_worker: with synchronous updates what became of each worker's gradients, by its name (`worker:0`).
     """
 
     applied: int = 0
     dropped: int = 0
     staleness_mean: float = 0.0
     staleness_max: int = 0
+    by_worker: dict[str, Contributions] = field(default_factory=dict)
 
 
 @dataclass

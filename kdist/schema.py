@@ -7,10 +7,11 @@ imports TensorFlow, so that a wrong config is refused at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from kdist.errors import ConfigError, check_whole_number
+from kdist.parameters.placement import PARTITION_MIN_BYTES, POLICIES
 
 RESUME_MODES = ("auto", "never", "must")
 
@@ -38,13 +39,33 @@ class StrategyConfig:
     """How training steps are spread over the tasks."""
 
     name: str = "auto"
-    """`parameter_server`, `single`, or `auto` to pick by the cluster."""
+    """`parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` by the cluster."""
 
     placement: str = "round_robin"
-    """Which server holds which variable: `round_robin` or `greedy` (by bytes)."""
+    """Which server holds which variable: `round_robin`, `greedy` (by bytes), or `partitioned` (cuts large ones)."""
+
+    partition_min_bytes: int = PARTITION_MIN_BYTES
+    """partitioned: cuts variables of more bytes than this by rows over the servers; at least 1."""
+
+    replicas_to_aggregate: Optional[int] = None
+    """sync_replicas: gradients of one update; null is all workers, less backup workers; more lets some bring two."""
+
+    backup_workers: int = 0
+    """sync_replicas: workers beyond those that an update waits for; less than there are workers."""
+
+    token_mode: str = "strict"
+    """sync_replicas: `strict`, each worker has its share of every step; `tf1`, whoever is fast takes more of it."""
+
+    devices: Optional[int] = None
+    """mirrored: GPUs to use (null: all), or on a machine without any, logical CPU devices to make; at least 2."""
 
     def __post_init__(self) -> None:
-        _one_of("strategy.placement", self.placement, ("round_robin", "greedy"))
+        _one_of("strategy.placement", self.placement, POLICIES)
+        _one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
+        check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
+        check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
+        check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0)
+        check_whole_number("strategy.devices", self.devices)
 
 
 @dataclass
@@ -190,6 +211,19 @@ class Config:
         for name, hook in self.hooks.items():
             if hook is not None:
                 _check_target(f"hooks.{name}", hook)
+
+
+def strategy_config(name: str, options: dict[str, Any]) -> StrategyConfig:
+    """The config of strategy `name` with `options` by their names.
+
+    Raises:
+        ConfigError: there is no such option, or a value is not allowed.
+    """
+    known = {item.name for item in fields(StrategyConfig)} - {"name"}
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"Trainer({option}=...): there is no such argument; strategies take {', '.join(known)}")
+    return StrategyConfig(name, **options)
 
 
 def checked_steps_per_call(key: str, value: int | str) -> int | None:

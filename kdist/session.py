@@ -17,7 +17,7 @@ from kdist import console
 from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.parameters.names import LEARNING_RATE
-from kdist.result import Gradients
+from kdist.result import Contributions, Gradients, add_contributions
 from kdist.schema import RESUME_MODES
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ class TrainSession:
             warming_up=self.strategy.warming_up,
             totals=logs.metrics,
             staleness=logs.staleness,
+            contributions=logs.contributions,
         )
         self.account.add(values, extra_steps=self.global_step - expected)
         if not values.warming_up and seconds > 0:
@@ -241,6 +242,7 @@ class Account:
         self.applied = 0
         self.extra_steps = 0
         self.num_examples = 0
+        self._contributions: dict[int, Contributions] = {}
         self._staleness_sum = 0
         self._staleness_max = 0
         self._steady_steps = 0
@@ -251,6 +253,7 @@ class Account:
         self.applied += values.num_steps
         self.extra_steps += extra_steps
         self.num_examples += values.num_examples
+        self._contributions = add_contributions(self._contributions, values.contributions)
         self._staleness_sum += int(values.staleness.sum())
         self._staleness_max = max(self._staleness_max, int(values.staleness.max(initial=0)))
         if not values.warming_up:
@@ -262,7 +265,13 @@ class Account:
     def gradients(self) -> Gradients:
         """What became of the gradients."""
         staleness_mean = self._staleness_sum / self.applied if self.applied else 0.0
-        return Gradients(applied=self.applied, staleness_mean=staleness_mean, staleness_max=self._staleness_max)
+        return Gradients(
+            applied=self.applied,
+            dropped=sum(counts.dropped for counts in self._contributions.values()),
+            staleness_mean=staleness_mean,
+            staleness_max=self._staleness_max,
+            by_worker={f"worker:{worker}": counts for worker, counts in self._contributions.items()},
+        )
 
     @property
     def steps_per_second(self) -> float | None:

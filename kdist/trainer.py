@@ -22,7 +22,7 @@ from kdist.parameters.local import write_to_model
 from kdist.replica import check_model
 from kdist.result import Result, describe
 from kdist.run_dir import RunDir, name_of_program
-from kdist.schema import checked_steps_per_call
+from kdist.schema import ClusterConfig, checked_steps_per_call, strategy_config
 from kdist.session import TrainSession
 from kdist.signals import StopSignals
 from kdist.strategies.base import Program
@@ -36,7 +36,8 @@ class Trainer:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
         cluster: `NpsMw` starts N parameter servers and M workers on this machine for the time of a `fit`; `local` is
             this process.
-        strategy: `parameter_server`, `single`, or `auto` to pick by the cluster.
+        strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
+            pick by the cluster.
         run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A folder
             with checkpoints is resumed.
         hooks: beside the default hooks, or instead of the one of the same class.
@@ -44,10 +45,12 @@ class Trainer:
         steps_per_call: steps that a worker runs for one call of the chief; `auto` fits them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
         seed: makes shuffling and Dropout repeatable; random if None.
-        placement: which server holds which variable: `round_robin` or `greedy`.
         start_timeout: seconds within which every task must serve.
         step_timeout: seconds without any progress after which a run is given up.
         use_default_hooks: whether the default hooks are there at all.
+        strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
+            `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers` and `token_mode`
+            (`sync_replicas`), `devices` (`mirrored`). See `kdist.schema.StrategyConfig`.
 
     Raises:
         ConfigError: a value that is not allowed, or a model that cannot be trained so.
@@ -65,13 +68,15 @@ class Trainer:
         steps_per_call: int | str = "auto",
         resume: str = "auto",
         seed: int | None = None,
-        placement: str = "round_robin",
         start_timeout: float = 120.0,
         step_timeout: float = 300.0,
         use_default_hooks: bool = True,
+        **strategy_options: Any,
     ) -> None:
         self.shape = ClusterShape.parse(cluster)
-        self.strategy = strategies.resolve(strategy, self.shape)
+        self._cluster_config = ClusterConfig(cluster, start_timeout, step_timeout)
+        self._strategy_config = strategy_config(strategy, strategy_options)
+        self.strategy = strategies.resolve(self._strategy_config, self.shape)
         self.name = name or name_of_program()
         self._run_dir = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
@@ -81,11 +86,6 @@ class Trainer:
         self._resume: str | None = resume
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._shuffle_seed = seed
-        self._strategy_options: dict[str, Any] = {
-            "placement": placement,
-            "start_timeout": start_timeout,
-            "step_timeout": step_timeout,
-        }
         self.result = Result()
 
     @property
@@ -257,7 +257,7 @@ class Trainer:
             validation_every_steps=validation_every_steps,
         )
         session = TrainSession(
-            strategies.create(self.strategy, self.shape, **self._strategy_options),
+            strategies.create(self._strategy_config, self._cluster_config),
             Program(
                 model=self.model,
                 data=data,
@@ -301,6 +301,8 @@ class Trainer:
             )
             signals.raise_received()
         self._run_dir.write_model(self.model)
+        for line in console.contributions_lines(session.account.gradients.by_worker):
+            print_line(line)
         print_line(
             console.done_line(
                 session.global_step,

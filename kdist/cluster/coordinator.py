@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import queue
 import threading
 import time
 import warnings
@@ -53,6 +54,8 @@ class Coordinator:
         self._lost_tasks = lost_tasks
         self._num_workers = len(spec.worker)
         self._told: set[Any] = set()
+        self._lanes: dict[int, _Lane] = {}
+        self._finished: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
         self._cleanup = ExitStack()
         # TensorFlow sets the first two for the whole process and reads the third at every connection.
         for name in (
@@ -114,6 +117,39 @@ class Coordinator:
             values.append(value)
         return tf.distribute.coordinator.PerWorkerValue(tuple(values))
 
+    def iterator_on(
+        self, worker_index: int, make_dataset: tf.types.experimental.ConcreteFunction, arguments: tuple[Any, ...]
+    ) -> Any:
+        """A dataset iterator on one worker, an argument for `start_on`."""
+        with tf.device(Task("worker", worker_index).device):
+            return iter(make_dataset(*arguments))
+
+    def start_on(self, worker_index: int, function: Callable[..., T], *args: Any) -> None:
+        """Calls `function` for one worker and returns at once; `next_finished` has its outcome.
+
+        Calls for one worker follow each other. The function runs in a thread of its own, in the scope of the worker's
+        device.
+        """
+        if worker_index not in self._lanes:
+            self._lanes[worker_index] = _Lane(Task("worker", worker_index), self._finished)
+        self._lanes[worker_index].calls.put((worker_index, function, args))
+
+    def next_finished(self) -> tuple[int, Future[Any]]:
+        """Waits for a call of `start_on`, watching the tasks meanwhile; returns its worker and its outcome.
+
+        Raises:
+            ClusterError: see the class.
+        """
+        found: list[tuple[int, Future[Any]]] = []
+
+        def wait(timeout: float) -> bool:
+            with suppress(queue.Empty):
+                found.append(self._finished.get(timeout=timeout))
+            return bool(found)
+
+        self._wait(wait)
+        return found[0]
+
     def schedule(self, function: tf.types.experimental.ConcreteFunction, *args: Any) -> Any:
         """Queues a call for the next free worker and returns its future result at once."""
         return self._coordinator.schedule(function, args=args)
@@ -125,7 +161,7 @@ class Coordinator:
             ClusterError: see the class.
             tf.errors.OpError: what the call raised.
         """
-        self._wait(value._status_available_event)
+        self._wait(value._status_available_event.wait)
         return value.fetch()
 
     def watch(self, function: Callable[[], T]) -> T:
@@ -146,7 +182,7 @@ class Coordinator:
             ended.set()
 
         threading.Thread(target=work, daemon=True).start()
-        self._wait(ended)
+        self._wait(ended.wait)
         return outcome.result()
 
     def all_answer(self) -> bool:
@@ -164,9 +200,10 @@ class Coordinator:
         threading.Thread(target=ask, daemon=True).start()
         return answered.wait(_STOP_SECS)
 
-    def _wait(self, done: threading.Event) -> None:
+    def _wait(self, is_done: Callable[[float], Any]) -> None:
+        """Waits until `is_done(timeout in seconds)` is true."""
         deadline = time.monotonic() + self._timeout
-        while not done.wait(min(_LIVENESS_CHECK_SECS, self._timeout)):
+        while not is_done(min(_LIVENESS_CHECK_SECS, self._timeout)):
             self.check_tasks()
             if time.monotonic() > deadline:
                 lost = self._lost_tasks()
@@ -197,6 +234,9 @@ class Coordinator:
 
         Whatever stood for something on the tasks (variables, functions, iterators) must have been let go before.
         """
+        for lane in self._lanes.values():
+            lane.calls.put(None)
+        self._finished = queue.SimpleQueue()
         # With a dead worker TensorFlow's own stop can block for ever, so it gets a thread that may be left behind.
         stopping = threading.Thread(target=self._coordinator._cluster.stop, daemon=True)
         stopping.start()
@@ -204,6 +244,33 @@ class Coordinator:
         gc.collect()
         disconnect()
         self._cleanup.close()
+
+
+class _Lane:
+    """A thread that makes the calls for one worker, one after the other.
+
+    It may be left behind in a call that never returns; it then ends with the process.
+    """
+
+    def __init__(self, task: Task, finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> None:
+        self._device = task.device
+        self._finished = finished
+        self.calls: queue.SimpleQueue[tuple[int, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        executor = _QuietExecutor()
+        while call := self.calls.get():
+            worker_index, function, args = call
+            outcome: Future[Any] = Future()
+            try:
+                with tf.device(self._device), context.executor_scope(executor):
+                    outcome.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
+                outcome.set_exception(error)
+            self._finished.put((worker_index, outcome))
+            # What the call held on the tasks must not live on in this frame.
+            del call, function, args, outcome
 
 
 class _LostWorkers(WorkerPreemptionHandler):

@@ -20,13 +20,14 @@ closed. Between two events no step is in flight, so what a hook reads is consist
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from kdist.metrics import MetricTotals
+    from kdist.result import Contributions
     from kdist.session import TrainSession
 
 
@@ -61,6 +62,7 @@ class RunValues:
         warming_up: whether functions were traced meanwhile, so that `seconds` says nothing about speed.
         totals: loss and metrics over its steps; `totals.logs` are their values, and totals of several runs add up.
         staleness: int array `[num_steps]`, for each update how many others came between its pull and its push.
+        contributions: with synchronous updates what became of each worker's gradients, by worker index.
     """
 
     global_step: int
@@ -70,6 +72,7 @@ class RunValues:
     warming_up: bool
     totals: MetricTotals
     staleness: np.ndarray
+    contributions: Mapping[int, Contributions] = field(default_factory=dict)
 
 
 class Hook:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.timer import Timer
+from kdist.result import Contributions, add_contributions
 
 if TYPE_CHECKING:
     from kdist.metrics import MetricTotals
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 class SummarySaver(Hook):
     """Writes `loss`, each metric and `learning_rate`, over the steps since the last time, to `tb/train`.
 
-    With asynchronous workers also a histogram `async/staleness`. Validation results go to `tb/validation` under the
-    same names, so that TensorBoard draws both in one chart.
+    With asynchronous workers also a histogram `async/staleness`; with synchronous ones how many gradients of each were
+    accepted, dropped and stale, as `sync/accepted/worker_0` and so on. Validation results go to `tb/validation` under
+    the same names, so that TensorBoard draws both in one chart.
 
     Args:
         every_steps: steps between two values; 100 if neither is given, as in TF1.
@@ -39,14 +42,16 @@ class SummarySaver(Hook):
         self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.summary", clock=clock)
         self._totals: MetricTotals | None = None
         self._staleness: list[np.ndarray] = []
+        self._contributions: dict[int, Contributions] = {}
 
     def after_create_session(self, session: TrainSession) -> None:
         self._timer.restart(session.global_step)
-        self._totals, self._staleness = None, []
+        self._totals, self._staleness, self._contributions = None, [], {}
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
         self._staleness.append(values.staleness)
+        self._contributions = add_contributions(self._contributions, values.contributions)
         if self._timer.due(values.global_step):
             self._write(context.session)
 
@@ -67,5 +72,8 @@ class SummarySaver(Hook):
         session.summaries.scalars("train", {**self._totals.logs, "learning_rate": session.learning_rate()}, step)
         if session.is_asynchronous:
             session.summaries.histogram("train", "async/staleness", np.concatenate(self._staleness), step)
-        self._totals, self._staleness = None, []
+        for worker, counts in self._contributions.items():
+            by_tag = {f"sync/{what}/worker_{worker}": count for what, count in asdict(counts).items()}
+            session.summaries.scalars("train", by_tag, step)
+        self._totals, self._staleness, self._contributions = None, [], {}
         self._timer.restart(step)

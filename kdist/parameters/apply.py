@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from kdist.errors import ConfigError
 from kdist.parameters.names import LEARNING_RATE
@@ -21,7 +24,8 @@ class ServerOptimizer:
     Args:
         optimizer: the optimizer that the model was compiled with.
         originals: the model's trainable variables of this server.
-        variables: the server's variables that stand for them, in the same order.
+        variables: the server's variables that stand for them or for some of their rows, in the same order.
+        row_wise: for each whether a sparse gradient touches its own rows only, whatever Keras does with the others.
         device: the device of the server.
     """
 
@@ -30,6 +34,7 @@ class ServerOptimizer:
         optimizer: keras.optimizers.Optimizer,
         originals: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
+        row_wise: Sequence[bool],
         device: str,
     ) -> None:
         self._variables = list(variables)
@@ -44,6 +49,11 @@ class ServerOptimizer:
             if excluded:
                 self.optimizer.exclude_from_weight_decay(var_list=excluded)
             self.optimizer.build(self._variables)
+            self._by_rows = {
+                i: RowOptimizer(self.optimizer, variable, decays=not any(variable is e for e in excluded))
+                for i, variable in enumerate(self._variables)
+                if len(variable.shape) > 1 and row_wise[i]
+            }
 
     def apply(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], step: tf.Tensor) -> None:
         """Updates the variables.
@@ -52,7 +62,15 @@ class ServerOptimizer:
             gradients: one per variable of this server, already clipped; None leaves its variable alone.
             step: scalar int64, how many updates were applied before this one.
         """
-        pairs = [(g, v) for g, v in zip(gradients, self._variables) if g is not None]
+        pairs = []
+        for i, (gradient, variable) in enumerate(zip(gradients, self._variables)):
+            if isinstance(gradient, tf.IndexedSlices) and i in self._by_rows:
+                self._by_rows[i].apply(gradient, step)
+            elif isinstance(gradient, tf.IndexedSlices):
+                shape = tf.constant(tuple(variable.shape))
+                pairs.append((tf.IndexedSlices(gradient.values, gradient.indices, shape), variable))
+            elif gradient is not None:
+                pairs.append((gradient, variable))
         if not pairs:
             return
         # In the scope `iterations` reads as `step`. The TF optimizer updates tf.Variables in place and atomically all
@@ -64,6 +82,106 @@ class ServerOptimizer:
             new_value = scope.get_current_value(variable)
             if new_value is not None and variable is not self.optimizer._iterations:
                 variable.value.assign(new_value)
+
+
+class RowOptimizer:
+    """Keras's own maths on some rows of a variable and of its slots; the other rows are neither read nor written.
+
+    For that the optimizer is built once more, on stand-ins whose number of rows is open, and its step run as a pure
+    function of the rows' present values. What TF1 called lazy: moments of rows that a batch does not touch do not
+    decay.
+
+    Args:
+        optimizer: built; owns the real variable and slots.
+        variable: the real variable, two or more dimensions.
+        decays: whether weight decay applies to it.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable, *, decays: bool) -> None:
+        self._optimizer = optimizer
+        pure: Any = type(type(optimizer).__name__, (_PureUpdates, type(optimizer)), {})
+        self._pure = pure.from_config(optimizer.get_config())
+        with tf.device("CPU:0"):
+            self._stand_in = keras.Variable(np.zeros((1, *variable.shape[1:])), dtype=variable.dtype)
+            self._stand_in._path = variable.path
+            if not decays:
+                self._pure.exclude_from_weight_decay(var_list=[self._stand_in])
+            self._pure.build([self._stand_in])
+        slots = optimizer_state(self._pure, [self._stand_in], ["row"])
+        index = optimizer._get_variable_index(variable)
+        real = optimizer_state(optimizer, optimizer._trainable_variables, _numbers(optimizer._trainable_variables))
+        self._pairs = [(self._stand_in, variable)]
+        self._pairs += [
+            (slot, real[name.replace("slots/row/", f"slots/{index}/")])
+            for name, slot in slots.items()
+            if name.startswith("slots/")
+        ]
+        for stand_in, _ in self._pairs:
+            # Keras takes None as "any".
+            stand_in._shape = (None, *stand_in.shape[1:])
+
+    def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
+        """Updates the rows of `gradient`, each of which it has once; `step` as in `ServerOptimizer.apply`."""
+        rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
+        with keras.StatelessScope([(self._pure._iterations, step)]) as scope:
+            scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
+            if isinstance(self._pure._learning_rate, keras.Variable):
+                scope.state_mapping[id(self._pure._learning_rate)] = self._optimizer._learning_rate.value.read_value()
+            self._pure.apply([gradient.values], [self._stand_in])
+        for (stand_in, real), row in zip(self._pairs, rows):
+            # As a sum, so that workers that update a row at the same time do not undo each other.
+            change = scope.get_current_value(stand_in) - row
+            real.value.scatter_add(tf.IndexedSlices(change, gradient.indices))
+
+
+class _InPlaceUpdates:
+    """Lets a Keras optimizer for TensorFlow update plain variables, and exchange nothing between replicas.
+
+    Keras would hand them to the `tf.distribute` strategy that is active, which knows nothing of them.
+    """
+
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        for gradient, variable in zip(grads, trainable_variables):
+            self.update_step(gradient, variable.value, learning_rate)
+
+    def _apply_weight_decay(self: Any, variables: Any) -> None:
+        for variable in [v.value for v in variables if self.weight_decay is not None]:
+            if self._use_weight_decay(variable):
+                factor = tf.cast(self.weight_decay, variable.dtype) * tf.cast(self.learning_rate, variable.dtype)
+                variable.assign_sub(variable * factor)
+
+    def _overwrite_model_variables_with_average_value(self: Any, trainable_variables: Any) -> None:
+        for variable, average in zip(trainable_variables, self._model_variables_moving_average):
+            variable.value.assign(average)
+
+
+class _PureUpdates:
+    """Gives a Keras optimizer for TensorFlow back what all backends share: updates that a StatelessScope collects."""
+
+    assign = BaseOptimizer.assign
+    assign_add = BaseOptimizer.assign_add
+    assign_sub = BaseOptimizer.assign_sub
+    _var_key = BaseOptimizer._var_key
+    _apply_weight_decay = BaseOptimizer._apply_weight_decay
+    _backend_update_step = BaseOptimizer._backend_update_step
+    _overwrite_model_variables_with_average_value = BaseOptimizer._overwrite_model_variables_with_average_value
+
+
+# They compute each element of a variable by itself, so that rows may be updated without the others.
+_ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"),
+}
+
+
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether a variable can be cut without changing what the optimizer does to it."""
+    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
+
+
+def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether Keras itself neither reads nor writes rows that have no gradient."""
+    is_plain = type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
+    return is_plain and optimizer.weight_decay is None and not optimizer.use_ema
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
@@ -93,7 +211,7 @@ def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[
     Raises:
         ConfigError: names the optimizer.
     """
-    state = optimizer_state(optimizer, trainable, [str(i) for i in range(len(trainable))])
+    state = optimizer_state(optimizer, trainable, _numbers(trainable))
     loose = [name for name in state if name.startswith("optimizer/") and name != LEARNING_RATE]
     if loose:
         raise ConfigError(
@@ -139,16 +257,25 @@ def optimizer_state(
 
 
 def clip_gradients(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor | None]
-) -> list[tf.Tensor | None]:
-    """Clips as the optimizer would. Only the worker can: a global norm needs the gradients of every server."""
-    present = iter(optimizer._clip_gradients([g for g in gradients if g is not None]))
-    return [None if g is None else next(present) for g in gradients]
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
+) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    """Clips as the optimizer would. Only the worker can: a global norm needs the gradients of every server.
+
+    Args:
+        gradients: None stays None; the norm of a sparse one is that of its slices, as in Keras.
+    """
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    clipped = iter(optimizer._clip_gradients(values))
+    return [
+        None if g is None else tf.IndexedSlices(next(clipped), g.indices) if hasattr(g, "indices") else next(clipped)
+        for g in gradients
+    ]
 
 
 def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     try:
-        clone = type(optimizer).from_config(optimizer.get_config())
+        own: Any = type(type(optimizer).__name__, (_InPlaceUpdates, type(optimizer)), {})
+        clone = own.from_config(optimizer.get_config())
     except Exception as error:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "
@@ -156,3 +283,7 @@ def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         ) from error
     clone.clipnorm = clone.clipvalue = clone.global_clipnorm = None
     return clone
+
+
+def _numbers(variables: Sequence[keras.Variable]) -> list[str]:
+    return [str(i) for i in range(len(variables))]

@@ -23,13 +23,14 @@ def draw_plan(plan: Plan, path: Path) -> None:
     scale = _BAR_HEIGHT / max(1, *totals)
     floor = _TOP + _BAR_HEIGHT
     tops = [float(floor)] * plan.num_servers
-    for i, (variable, server) in enumerate(zip(plan.variables, plan.servers)):
+    for shard in plan.shards:
+        server = shard.server
         left = _GAP + server * (_BAR_WIDTH + _GAP)
-        top = tops[server] - variable.num_bytes * scale
+        top = tops[server] - plan.num_bytes(shard) * scale
         box = (left, top, left + _BAR_WIDTH, tops[server])
-        draw.rectangle(box, fill=_COLORS[i % len(_COLORS)], outline="white")
+        draw.rectangle(box, fill=_COLORS[shard.variable % len(_COLORS)], outline="white")
         if tops[server] - top >= _SMALLEST_LABELLED:
-            draw.text((left + 6, top + 1), variable.name[:30], fill="white")
+            draw.text((left + 6, top + 1), plan.name(shard)[:30], fill="white")
         tops[server] = top
     for server, total in enumerate(totals):
         left = _GAP + server * (_BAR_WIDTH + _GAP)

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kdist.parameters.apply import ServerOptimizer, optimizer_state
-from kdist.parameters.placement import Plan
+from kdist.parameters.placement import Plan, Shard
+from kdist.parameters.transport import fuse, move_fused, select_rows
 
 GLOBAL_STEP = "global_step"
+
+#: What a step computes for a variable: a gradient, or of an embedding the gradient of some rows; None is no change.
+Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """The variables of a model that training changes.
+
+    Attributes:
+        parameters: trainable variables; their present values are the initial ones.
+        state: the other variables that training may change.
+        looked_up: indices of the parameters that a step looks up by rows and never sees whole.
+        row_wise: of those, the ones whose optimizer touches looked-up rows only.
+    """
+
+    parameters: Sequence[keras.Variable]
+    state: Sequence[keras.Variable]
+    looked_up: frozenset[int] = frozenset()
+    row_wise: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -21,12 +44,13 @@ class Pulled:
     """What a replica step starts from.
 
     Attributes:
-        trainable: values of the trainable variables, in the model's order.
+        trainable: values of the trainable variables, in the model's order; of one that is looked up by rows, a function
+            from unique ids, int64 `[n]`, to those rows.
         state: values of the state variables (BatchNormalization statistics), in the model's order.
         global_step: scalar int64, the updates that these values contain.
     """
 
-    trainable: list[tf.Tensor]
+    trainable: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]]
     state: list[tf.Tensor]
     global_step: tf.Tensor
 
@@ -35,64 +59,49 @@ class ParameterStore:
     """Parameters, state, optimizer slots and the exact global step.
 
     `pull` and `push` are called while a function for a worker is traced. Between tasks one tensor travels per server,
-    dtype and direction, however many variables there are; storage stays one named variable each.
+    dtype and direction, however many variables there are, and of tables only the rows of the batch; storage stays one
+    named variable each, or one per shard.
 
     Args:
-        trainable: the model's trainable variables; their present values are the initial ones.
-        state: the model's other variables that training may change.
-        names: names of `trainable`, then of `state`.
+        model_variables: what is stored.
         optimizer: the built optimizer the model was compiled with; its slots are the initial ones.
         devices: one device per server; a single empty string is this process.
-        plan: places `trainable`, then `state`, on `devices`.
+        plan: places the parameters, then the state, on `devices`, and names them.
     """
 
     def __init__(
         self,
-        trainable: Sequence[keras.Variable],
-        state: Sequence[keras.Variable],
-        names: Sequence[str],
+        model_variables: Trainable,
         optimizer: keras.optimizers.Optimizer,
         devices: Sequence[str],
         plan: Plan,
     ) -> None:
-        self._devices = list(devices)
-        self._is_remote = any(devices)
-        self._num_trainable = len(trainable)
-        self._servers = plan.servers
-        with tf.device(self._devices[0]):
+        self.devices = list(devices)
+        self.shards = plan.shards
+        self._is_remote = any("/job:ps" in device for device in devices)
+        self._originals = [*model_variables.parameters, *model_variables.state]
+        self._num_trainable = len(model_variables.parameters)
+        self._looked_up = model_variables.looked_up
+        self._row_wise = model_variables.row_wise
+        with tf.device(self.devices[0]):
             self._step = tf.Variable(optimizer.iterations.numpy(), dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
-        self._variables = [
-            _copy_to(self._devices[server], original, f"v{i}")
-            for i, (original, server) in enumerate(zip([*trainable, *state], self._servers))
-        ]
-        self._named: dict[str, tf.Variable] = {GLOBAL_STEP: self._step}
-        for i, (name, variable) in enumerate(zip(names, self._variables)):
-            group = "parameters" if i < self._num_trainable else "state"
-            self._named[f"{group}/{name}"] = variable.value
+        self._variables = [self._copy_of(shard, f"v{i}") for i, shard in enumerate(self.shards)]
+        self._shards_of: dict[int, list[int]] = defaultdict(list)
+        for i, shard in enumerate(self.shards):
+            self._shards_of[shard.variable].append(i)
+        # By name the parts of a value, one behind the other by rows.
+        self._named: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: [self._step]})
+        for shard, variable in zip(self.shards, self._variables):
+            group = "parameters" if shard.variable < self._num_trainable else "state"
+            self._named[f"{group}/{plan.variables[shard.variable].name}"].append(variable.value)
         # Every server has its own copy of what belongs to the whole optimizer, as the learning rate, so that applying
         # needs nothing from another server.
         self._copies: dict[str, list[tf.Variable]] = defaultdict(list)
         self._optimizers: dict[int, ServerOptimizer] = {}
-        for server, indices in sorted(self._by_server(range(self._num_trainable)).items()):
-            server_optimizer = ServerOptimizer(
-                optimizer,
-                [trainable[i] for i in indices],
-                [self._variables[i] for i in indices],
-                self._devices[server],
-            )
-            self._optimizers[server] = server_optimizer
-            server_state = optimizer_state(
-                server_optimizer.optimizer, [self._variables[i] for i in indices], [names[i] for i in indices]
-            )
-            for name, variable in server_state.items():
-                self._named.setdefault(name, variable.value)
-                self._copies[name].append(variable.value)
-        self.write(
-            {
-                name: variable.numpy()
-                for name, variable in optimizer_state(optimizer, trainable, names[: len(trainable)]).items()
-            }
-        )
+        names = [variable.name for variable in plan.variables[: self._num_trainable]]
+        self._make_optimizers(optimizer, names)
+        state = optimizer_state(optimizer, model_variables.parameters, names)
+        self.write({name: variable.numpy() for name, variable in state.items()})
         self._read_fused = tf.function(self._fuse_all).get_concrete_function()
 
     @property
@@ -103,7 +112,10 @@ class ParameterStore:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each stored value, by name."""
-        return {name: tuple(variable.shape) for name, variable in self._named.items()}
+        return {
+            name: tuple(parts[0].shape) if len(parts) == 1 else (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+            for name, parts in self._named.items()
+        }
 
     def global_step(self) -> int:
         """How many updates have been applied, exactly."""
@@ -111,15 +123,23 @@ class ParameterStore:
 
     def pull(self) -> Pulled:
         """The present values, on the device of the caller."""
-        values = [variable.value for variable in self._variables]
-        with tf.device(self._devices[0]):
+        with tf.device(self.devices[0]):
             step = self._step.read_value()
-        values = self._transport_to_worker(values) if self._is_remote else [value.read_value() for value in values]
+        whole = {i: self._variables[i].value for i, s in enumerate(self.shards) if s.variable not in self._looked_up}
+        if self._is_remote:
+            arrived = move_fused(whole, lambda i: (self._device(i), ""), lambda variable: variable.read_value())
+        else:
+            arrived = {i: variable.read_value() for i, variable in whole.items()}
+        values: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]] = []
+        for index in range(len(self._originals)):
+            if index in self._looked_up:
+                values.append(partial(self._look_up, index))
+            else:
+                parts = [arrived[i] for i in self._shards_of[index]]
+                values.append(parts[0] if len(parts) == 1 else tf.concat(parts, 0))
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], tf.identity(step))
 
-    def push(
-        self, gradients: Sequence[tf.Tensor | None], state: Sequence[tf.Tensor | None], pulled: Pulled
-    ) -> tf.Tensor:
+    def push(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> tf.Tensor:
         """Applies gradients and state changes, and counts one step.
 
         The step is counted on the first server once that server's gradients have arrived.
@@ -134,127 +154,184 @@ class ParameterStore:
         Returns:
             Scalar int64, the global step of this update.
         """
-        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {
-            i: tensor
-            for i, tensor in enumerate([*gradients, *self._state_changes(state, pulled)])
-            if tensor is not None
-        }
-        if self._is_remote:
-            arrived = self._transport_to_servers(arrived)
+        changes = self.changes(gradients, state, pulled)
+        return self.apply(self.transport(changes) if self._is_remote else changes)
+
+    def changes(
+        self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled
+    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+        """What `push` is given, by shard; where a variable did not change, its shards are missing."""
+        changes: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        for index, change in enumerate([*gradients, *self._state_changes(state, pulled)]):
+            shards = self._shards_of[index]
+            if change is None:
+                continue
+            if len(shards) == 1:
+                changes[shards[0]] = change
+            elif isinstance(change, tf.IndexedSlices):
+                changes |= {i: select_rows(change, self.shards[i].start, self.shards[i].stop) for i in shards}
+            else:
+                sizes = [self.shards[i].stop - self.shards[i].start for i in shards]
+                changes |= zip(shards, tf.split(change, sizes))
+        return changes
+
+    def transport(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+        """Changes by shard, moved to the servers of their shards."""
+        dense = {i: change for i, change in changes.items() if not isinstance(change, tf.IndexedSlices)}
+        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {**move_fused(dense, lambda i: ("", self._device(i)))}
+        # How many rows an embedding's gradient has depends on the batch: they travel by themselves.
+        for i in changes.keys() - dense.keys():
+            with tf.device(self._device(i)):
+                arrived[i] = tf.IndexedSlices(tf.identity(changes[i].values), tf.identity(changes[i].indices))
+        return arrived
+
+    def apply(self, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
+        """Applies changes that have arrived at their servers, and counts one step.
+
+        Returns:
+            Scalar int64 on the device of the caller, the global step of this update.
+        """
         first = tf.nest.flatten([arrived[i] for i in self._by_server(arrived).get(0, [])], expand_composites=True)
-        with tf.device(self._devices[0]), tf.control_dependencies(first):
+        with tf.device(self.devices[0]), tf.control_dependencies(first):
             self._step.assign_add(1, read_value=False)
             step = self._step.read_value()
-        # Parameter servers do not see each other: the step reaches the others by way of the worker.
-        step_at_worker = tf.identity(step)
-        for server, indices in self._by_server(range(len(self._variables))).items():
-            with tf.device(self._devices[server]):
-                updates_before = (step if server == 0 else step_at_worker) - 1
+        # Parameter servers do not see each other: the step reaches the others by way of the caller.
+        step_at_caller = tf.identity(step)
+        for server, shards in self._by_server(range(len(self.shards))).items():
+            with tf.device(self.devices[server]):
+                updates_before = (step if server == 0 else step_at_caller) - 1
                 if server in self._optimizers:
                     self._optimizers[server].apply(
-                        [arrived.get(i) for i in indices if i < self._num_trainable], updates_before
+                        [arrived.get(i) for i in shards if self.is_parameter(i)], updates_before
                     )
-                for i in indices:
-                    if i >= self._num_trainable and i in arrived:
+                for i in shards:
+                    if not self.is_parameter(i) and i in arrived:
                         variable = self._variables[i].value
                         change = variable.assign_add if self._adds(variable.dtype) else variable.assign
                         change(arrived[i], read_value=False)
-        return step_at_worker
+        return step_at_caller
 
     def read(self) -> dict[str, np.ndarray]:
         """Every stored value, by name. Reads one tensor per server and dtype."""
-        values: dict[str, np.ndarray] = {}
-        for (_, names), fused in zip(self._read_groups(), self._read_fused()):
-            sizes = [int(self._named[name].shape.num_elements()) for name in names]
-            parts = np.split(fused.numpy(), np.cumsum(sizes)[:-1])
-            values |= {name: part.reshape(self._named[name].shape) for name, part in zip(names, parts)}
-        return values
+        parts: dict[tuple[str, int], np.ndarray] = {}
+        for keys, fused in zip(self._read_groups(), self._read_fused()):
+            variables = [self._named[name][number] for name, number in keys]
+            bounds = np.cumsum([variable.shape.num_elements() for variable in variables])[:-1]
+            for key, variable, part in zip(keys, variables, np.split(fused.numpy(), bounds)):
+                parts[key] = part.reshape(variable.shape)
+        return {
+            name: parts[name, 0] if len(found) == 1 else np.concatenate([parts[name, i] for i in range(len(found))])
+            for name, found in self._named.items()
+        }
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets stored values by name; names that are not given keep theirs."""
         for name, value in values.items():
-            for variable in self._copies.get(name) or [self._named[name]]:
-                variable.assign(tf.cast(value, variable.dtype))
+            parts = self._named[name]
+            if len(parts) > 1:
+                bounds = np.cumsum([part.shape[0] for part in parts])[:-1]
+                for part, rows in zip(parts, np.split(value, bounds)):
+                    part.assign(tf.cast(rows, part.dtype))
+            else:
+                for variable in self._copies.get(name) or parts:
+                    variable.assign(tf.cast(value, variable.dtype))
+
+    def is_parameter(self, shard: int) -> bool:
+        """Whether a shard belongs to a trainable variable, and not to one of state."""
+        return self.shards[shard].variable < self._num_trainable
+
+    def is_row_wise(self, shard: int) -> bool:
+        """Whether a shard belongs to a parameter whose optimizer touches looked-up rows only."""
+        return self.shards[shard].variable in self._row_wise
+
+    def _copy_of(self, shard: Shard, name: str) -> keras.Variable:
+        original = self._originals[shard.variable]
+        value = original.numpy()
+        with tf.device(self.devices[shard.server]):
+            variable = keras.Variable(
+                value[shard.start : shard.stop] if value.ndim else value,
+                dtype=original.dtype,
+                trainable=original.trainable,
+                name=name,
+            )
+        # Some optimizers treat variables by their path.
+        variable._path = original.path
+        variable.constraint = original.constraint
+        variable.overwrite_with_gradient = original.overwrite_with_gradient
+        return variable
+
+    def _make_optimizers(self, optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> None:
+        """One optimizer per server for its shards, and the names of their slots."""
+        parts: dict[str, dict[int, tf.Variable]] = defaultdict(dict)
+        trainable = [i for i in range(len(self.shards)) if self.is_parameter(i)]
+        for server, shards in sorted(self._by_server(trainable).items()):
+            variables = [self._variables[i] for i in shards]
+            self._optimizers[server] = ServerOptimizer(
+                optimizer,
+                [self._originals[self.shards[i].variable] for i in shards],
+                variables,
+                [self.is_row_wise(i) for i in shards],
+                self.devices[server],
+            )
+            state = optimizer_state(self._optimizers[server].optimizer, variables, [str(i) for i in shards])
+            for key, variable in state.items():
+                group, _, rest = key.partition("/")
+                if group == "slots":
+                    shard, _, slot = rest.partition("/")
+                    parts[f"slots/{names[self.shards[int(shard)].variable]}/{slot}"][int(shard)] = variable.value
+                else:
+                    self._copies[key].append(variable.value)
+                    self._named.setdefault(key, [variable.value])
+        for name, by_shard in parts.items():
+            self._named[name] = [by_shard[i] for i in sorted(by_shard)]
+
+    def _look_up(self, index: int, ids: tf.Tensor) -> tf.Tensor:
+        """Rows of a parameter, from whichever servers hold them: unique ids, int64 `[n]` -> `[n, ...]`."""
+        shards = self._shards_of[index]
+        chosen, rows = [], []
+        for position, i in enumerate(shards):
+            shard = self.shards[i]
+            # Ids that no shard has go to the first or the last, which says that they are out of range.
+            here = (ids >= shard.start) | (position == 0)
+            here &= (ids < shard.stop) | (position == len(shards) - 1)
+            chosen.append(tf.where(here)[:, 0])
+            wanted = ids if len(shards) == 1 else tf.gather(ids, chosen[-1]) - shard.start
+            with tf.device(self._device(i) or None):
+                found = self._variables[i].value.sparse_read(tf.identity(wanted))
+            rows.append(tf.identity(found))
+        return rows[0] if len(shards) == 1 else tf.dynamic_stitch([tf.cast(c, tf.int32) for c in chosen], rows)
 
     def _adds(self, dtype: tf.DType) -> bool:
         """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""
         return self._is_remote and dtype != tf.bool
 
-    def _state_changes(self, state: Sequence[tf.Tensor | None], pulled: Pulled) -> list[tf.Tensor | None]:
+    def _state_changes(self, state: Sequence[Change], pulled: Pulled) -> list[Change]:
         return [
             new if new is None else tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
             for new, old in zip(state, pulled.state)
         ]
 
-    def _by_server(self, indices: Iterable[int]) -> dict[int, list[int]]:
-        """The variable indices, grouped by the server that holds them."""
+    def _device(self, shard: int) -> str:
+        return self.devices[self.shards[shard].server]
+
+    def _by_server(self, shards: Iterable[int]) -> dict[int, list[int]]:
+        """Shards, grouped by the server that holds them."""
         groups: dict[int, list[int]] = defaultdict(list)
-        for i in indices:
-            groups[self._servers[i]].append(i)
+        for i in shards:
+            groups[self.shards[i].server].append(i)
         return groups
 
-    def _by_server_and_dtype(self, dtypes: Mapping[int, tf.DType]) -> dict[tuple[int, tf.DType], list[int]]:
-        groups: dict[tuple[int, tf.DType], list[int]] = defaultdict(list)
-        for i, dtype in dtypes.items():
-            groups[self._servers[i], dtype].append(i)
-        return groups
-
-    def _transport_to_worker(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-        values: dict[int, tf.Tensor] = {}
-        for (server, _), indices in self._by_server_and_dtype({i: v.dtype for i, v in enumerate(variables)}).items():
-            with tf.device(self._devices[server]):
-                fused = _fuse([variables[i].read_value() for i in indices])
-            values |= zip(indices, _unfuse(tf.identity(fused), [variables[i].shape for i in indices]))
-        return [values[i] for i in range(len(variables))]
-
-    def _transport_to_servers(
-        self, tensors: Mapping[int, tf.Tensor | tf.IndexedSlices]
-    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
-        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {}
-        dense = {i: tensor for i, tensor in tensors.items() if not isinstance(tensor, tf.IndexedSlices)}
-        for (server, _), indices in self._by_server_and_dtype({i: t.dtype for i, t in dense.items()}).items():
-            fused = _fuse([dense[i] for i in indices])
-            with tf.device(self._devices[server]):
-                arrived |= zip(indices, _unfuse(tf.identity(fused), [dense[i].shape for i in indices]))
-        # How many rows an embedding's gradient has may depend on the batch: they travel by themselves.
-        for i in tensors.keys() - dense.keys():
-            with tf.device(self._devices[self._servers[i]]):
-                arrived[i] = tf.IndexedSlices(
-                    tf.identity(tensors[i].values),
-                    tf.identity(tensors[i].indices),
-                    tf.constant(tuple(self._variables[i].shape)),
-                )
-        return arrived
-
-    def _read_groups(self) -> list[tuple[str, list[str]]]:
-        groups: dict[tuple[str, tf.DType], list[str]] = defaultdict(list)
-        for name, variable in self._named.items():
-            groups[variable.device, variable.dtype].append(name)
-        return [(device, names) for (device, _), names in groups.items()]
+    def _read_groups(self) -> list[list[tuple[str, int]]]:
+        groups: dict[tuple[str, tf.DType], list[tuple[str, int]]] = defaultdict(list)
+        for name, parts in self._named.items():
+            for number, variable in enumerate(parts):
+                groups[variable.device, variable.dtype].append((name, number))
+        return list(groups.values())
 
     def _fuse_all(self) -> list[tf.Tensor]:
         fused = []
-        for device, names in self._read_groups():
-            with tf.device(device):
-                fused.append(_fuse([self._named[name].read_value() for name in names]))
+        for keys in self._read_groups():
+            variables = [self._named[name][number] for name, number in keys]
+            with tf.device(variables[0].device):
+                fused.append(fuse([variable.read_value() for variable in variables]))
         return fused
-
-
-def _copy_to(device: str, original: keras.Variable, name: str) -> keras.Variable:
-    with tf.device(device):
-        variable = keras.Variable(original.numpy(), dtype=original.dtype, trainable=original.trainable, name=name)
-    # Some optimizers treat variables by their path.
-    variable._path = original.path
-    variable.constraint = original.constraint
-    variable.overwrite_with_gradient = original.overwrite_with_gradient
-    return variable
-
-
-def _fuse(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tensors of one dtype, flattened, one behind the other."""
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-
-
-def _unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
-    parts = tf.split(fused, [shape.num_elements() for shape in shapes])
-    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.metrics import MetricReader, MetricTotals
+from kdist.parameters.apply import clip_gradients
 from kdist.parameters.store import ParameterStore
-from kdist.replica import ReplicaStep, batch_size_of
+from kdist.replica import ReplicaOutput, ReplicaStep, batch_size_of
+from kdist.result import Contributions, add_contributions
 
 # A call should take long against the 1 ms that dispatching it costs, and be short against a person's patience.
 _AUTO_CALL_SECS = 0.1
@@ -31,12 +33,14 @@ class StepLogs:
         staleness: int array `[num_steps]`; for each update how many others were applied between its pull and its
             push.
         metrics: loss and metrics over those steps.
+        contributions: what became of each worker's gradients, by worker index; empty where all are applied.
     """
 
     num_steps: int
     num_examples: int
     staleness: np.ndarray
     metrics: MetricTotals
+    contributions: Mapping[int, Contributions] = field(default_factory=dict)
 
     def __add__(self, other: StepLogs) -> StepLogs:
         return StepLogs(
@@ -44,7 +48,41 @@ class StepLogs:
             self.num_examples + other.num_examples,
             np.concatenate([self.staleness, other.staleness]),
             self.metrics + other.metrics,
+            add_contributions(self.contributions, other.contributions),
         )
+
+
+class CallLogs:
+    """How a call returns what it logs: as one tensor, because each one that is fetched costs a round trip.
+
+    Args:
+        replica_step: the step of the model.
+    """
+
+    def __init__(self, replica_step: ReplicaStep) -> None:
+        self._variables = replica_step.metrics
+        self._reader = MetricReader(replica_step.model)
+
+    def initial_metrics(self) -> list[tf.Tensor]:
+        """The metric variables' values before the first step; called while a call is traced."""
+        return [
+            tf.constant(initial, variable.dtype)
+            for initial, variable in zip(self._reader.initial_values, self._variables)
+        ]
+
+    @staticmethod
+    def pack(num_examples: Any, staleness: Sequence[Any], metrics: Sequence[tf.Tensor]) -> tf.Tensor:
+        """A float64 vector of how many examples the steps saw, their staleness, and the metrics after them."""
+        tensors = [num_examples, *staleness, *metrics]
+        return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
+
+    def unpack(self, packed: np.ndarray, num_steps: int) -> StepLogs:
+        """Reads what `pack` made of `num_steps` steps."""
+        num_examples, staleness, rest = packed[0], packed[1 : 1 + num_steps], packed[1 + num_steps :]
+        shapes = [initial.shape for initial in self._reader.initial_values]
+        parts = np.split(rest, np.cumsum([math.prod(shape) for shape in shapes])[:-1]) if shapes else []
+        values = tuple(part.reshape(shape) for part, shape in zip(parts, shapes))
+        return StepLogs(num_steps, int(num_examples), staleness.astype(np.int64), MetricTotals(self._reader, values))
 
 
 class UnrolledCalls:
@@ -61,7 +99,7 @@ class UnrolledCalls:
         self._store = store
         self._iterator_spec = iterator_spec
         self._functions: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        self._reader = MetricReader(replica_step.model)
+        self._logs = CallLogs(replica_step)
 
     def traced(self, num_steps: int) -> bool:
         """Whether a call of that many steps exists already."""
@@ -72,36 +110,65 @@ class UnrolledCalls:
         if num_steps not in self._functions:
 
             def call(iterator: Any) -> tf.Tensor:
-                return self._run_steps(iterator, num_steps)
+                return run_steps(self._replica_step, [Replica(self._store, iterator)], num_steps, self._logs)[0]
 
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
         return self._functions[num_steps]
 
     def logs(self, packed: np.ndarray, num_steps: int) -> StepLogs:
         """Reads what a call of `num_steps` steps returned."""
-        num_examples, staleness, rest = packed[0], packed[1 : 1 + num_steps], packed[1 + num_steps :]
-        shapes = [initial.shape for initial in self._reader.initial_values]
-        parts = np.split(rest, np.cumsum([math.prod(shape) for shape in shapes])[:-1]) if shapes else []
-        values = tuple(part.reshape(shape) for part, shape in zip(parts, shapes))
-        return StepLogs(num_steps, int(num_examples), staleness.astype(np.int64), MetricTotals(self._reader, values))
+        return self._logs.unpack(packed, num_steps)
 
-    def _run_steps(self, iterator: Any, num_steps: int) -> tf.Tensor:
-        metrics = [
-            tf.constant(initial, variable.dtype)
-            for initial, variable in zip(self._reader.initial_values, self._replica_step.metrics)
-        ]
-        num_examples = tf.constant(0, tf.int64)
-        staleness = []
-        for _ in range(num_steps):
-            batch, seeds = next(iterator)
-            pulled = self._store.pull()
-            output = self._replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
-            step = self._store.push(output.gradients, output.state, pulled)
-            metrics = output.metrics
-            num_examples += tf.cast(batch_size_of(batch), tf.int64)
-            staleness.append(step - 1 - pulled.global_step)
-        # One tensor, because each one that is fetched from a worker costs a round trip.
-        return _pack([num_examples, *staleness, *metrics])
+
+@dataclass(frozen=True)
+class Replica:
+    """What one replica works with while a call is traced.
+
+    Attributes:
+        store: where values come from and gradients go.
+        iterator: over `(batch, seeds)`.
+        device: where it computes; the caller's if empty.
+    """
+
+    store: ParameterStore
+    iterator: Any
+    device: str = ""
+
+
+def run_steps(
+    replica_step: ReplicaStep,
+    replicas: Sequence[Replica],
+    num_steps: int,
+    logs: CallLogs,
+    exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
+) -> list[tf.Tensor]:
+    """Unrolls steps while a call is traced: next batch, pull, replica step, push.
+
+    Args:
+        replicas: of this process; all of them take each step.
+        exchange: what replicas that keep in step do with their outputs before each applies its own.
+
+    Returns:
+        For each replica what `CallLogs.pack` makes of its steps.
+    """
+    metrics = [logs.initial_metrics() for _ in replicas]
+    num_examples = [tf.constant(0, tf.int64) for _ in replicas]
+    staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
+    for _ in range(num_steps):
+        pulled, outputs = [], []
+        for i, replica in enumerate(replicas):
+            batch, seeds = next(replica.iterator)
+            with tf.device(replica.device or None):
+                pulled.append(replica.store.pull())
+                outputs.append(replica_step(pulled[i].trainable, pulled[i].state, metrics[i], seeds, batch))
+            num_examples[i] += tf.cast(batch_size_of(batch), tf.int64)
+        for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
+            with tf.device(replica.device or None):
+                gradients = clip_gradients(replica_step.model.optimizer, output.gradients)
+                step = replica.store.push(gradients, output.state, pulled[i])
+            metrics[i] = output.metrics
+            staleness[i].append(step - 1 - pulled[i].global_step)
+    return [logs.pack(*of_replica) for of_replica in zip(num_examples, staleness, metrics)]
 
 
 class CallSizer:
@@ -163,7 +230,3 @@ class CallSizer:
             self._auto = twice
             self._trained_secs = 0.0
             self._step_secs_before, self._step_secs = self._step_secs, math.inf
-
-
-def _pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)

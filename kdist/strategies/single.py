@@ -13,7 +13,7 @@ from kdist.data import worker_arguments
 from kdist.errors import TaskError
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
-from kdist.strategies.stored import StoredStrategy, no_batch, prepare
+from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
 
 
 class Single(StoredStrategy):
@@ -26,7 +26,7 @@ class Single(StoredStrategy):
 
     def start(self, program: Program) -> None:
         self._program = prepare(program, num_workers=1)
-        self._store = self._program.store([""], self._program.plan(1, "round_robin"))
+        self._store = self._program.store([""], self._program.plan(1, Placement()))
         self._make_dataset = self._program.trace_dataset()
         element_spec = self._make_dataset.structured_outputs.element_spec
         self._calls = self._program.calls(self._store, IteratorSpec(element_spec))

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from kdist.data import worker_dataset
-from kdist.parameters.apply import optimizer_state
+from kdist.parameters.apply import is_elementwise, leaves_other_rows_alone, optimizer_state
 from kdist.parameters.names import variable_names
-from kdist.parameters.placement import Plan, Variable, place
-from kdist.parameters.store import ParameterStore
+from kdist.parameters.placement import PARTITION_MIN_BYTES, Plan, Variable, place
+from kdist.parameters.store import ParameterStore, Trainable
 from kdist.replica import ReplicaStep
 from kdist.strategies.base import Program, Strategy
 from kdist.strategies.calls import CallSizer, StepLogs, UnrolledCalls
@@ -59,6 +60,14 @@ class StoredStrategy(Strategy):
 
 
 @dataclass(frozen=True)
+class Placement:
+    """How variables are spread over servers; see `kdist.parameters.placement.place`."""
+
+    policy: str = "round_robin"
+    partition_min_bytes: int = PARTITION_MIN_BYTES
+
+
+@dataclass(frozen=True)
 class PreparedProgram:
     """A program with its model built.
 
@@ -82,15 +91,15 @@ class PreparedProgram:
             seed=self.program.seed,
         )
 
-    def plan(self, num_servers: int, policy: str) -> Plan:
+    def plan(self, num_servers: int, placement: Placement) -> Plan:
         """Where each variable goes, its slots counted in."""
-        return place(self._described_variables(), num_servers, policy)
+        return place(self._described_variables(), num_servers, placement.policy, placement.partition_min_bytes)
 
     def store(self, devices: Sequence[str], plan: Plan) -> ParameterStore:
         """Makes the variables on `devices`."""
         step = self.replica_step
-        names = [variable.name for variable in plan.variables]
-        return ParameterStore(step.trainable, step.state, names, self.program.model.optimizer, devices, plan)
+        variables = Trainable(step.trainable, step.state, frozenset(step.tables), step.row_wise)
+        return ParameterStore(variables, self.program.model.optimizer, devices, plan)
 
     def calls(self, store: ParameterStore, iterator_spec: tf.TypeSpec) -> UnrolledCalls:
         """The functions of this program over `store`."""
@@ -103,12 +112,38 @@ class PreparedProgram:
         step = self.replica_step
         names = variable_names(self.program.model, [*step.trainable, *step.state])
         slots = optimizer_state(self.program.model.optimizer, step.trainable, names[: len(step.trainable)])
+        cuttable = is_elementwise(self.program.model.optimizer)
         described = []
-        for name, variable in zip(names, [*step.trainable, *step.state]):
+        for i, (name, variable) in enumerate(zip(names, [*step.trainable, *step.state])):
             beside = [slot for key, slot in slots.items() if key.rpartition("/")[0] == f"slots/{name}"]
-            num_bytes = sum(prod(v.shape) * tf.as_dtype(v.dtype).size for v in [variable, *beside])
-            described.append(Variable(name, tuple(variable.shape), num_bytes))
+            value_bytes, *slot_bytes = (prod(v.shape) * tf.as_dtype(v.dtype).size for v in [variable, *beside])
+            described.append(
+                Variable(
+                    name,
+                    tuple(variable.shape),
+                    value_bytes + sum(slot_bytes),
+                    value_bytes,
+                    can_be_cut=cuttable and i < len(step.trainable) and variable.constraint is None,
+                    always_cut=cuttable and i in step.row_wise,
+                    note=self._note(i, variable),
+                )
+            )
         return described
+
+    def _note(self, index: int, variable: keras.Variable) -> str:
+        """What the reader of a plan should know of a variable."""
+        step, optimizer = self.replica_step, self.program.model.optimizer
+        if index in step.whole_tables:
+            return f"the whole table travels in every step, because of {step.whole_tables[index]}"
+        if index in step.tables:
+            remark = "looked up by rows"
+            if index not in step.row_wise and not leaves_other_rows_alone(optimizer):
+                remark += (
+                    f"; {type(optimizer).__name__} updates every row in every step, as in Keras "
+                    "(kdist.layers.Embedding updates the rows of the batch only)"
+                )
+            return remark
+        return ""
 
 
 def no_batch() -> ValueError:

@@ -1,0 +1,150 @@
+"""Gradients that wait on the servers until enough are there for one synchronous update.
+
+After TF1's `SyncReplicasOptimizer`, which kept one accumulator per variable and could apply half a gradient. Here a
+contribution is a set of tensors that stay on the servers of their parameters; it is applied or forgotten whole, by the
+chief's decision, and there is nothing that a worker could wait for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from kdist.parameters.store import Change, ParameterStore, Pulled
+from kdist.parameters.transport import fuse, sum_duplicates, unfuse
+
+#: The tensors of one gradient, on the servers.
+Contribution: TypeAlias = "list[tf.Tensor]"
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """One tensor of a contribution: the dense changes of some shards of one server."""
+
+    server: int
+    shards: tuple[int, ...]
+    shapes: tuple[tf.TensorShape, ...]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Two tensors of a contribution: values and indices of a sparse change of one shard."""
+
+    server: int
+    shard: int
+
+
+class Contributions:
+    """Brings gradients to the servers of `store`, and applies the mean of some of them."""
+
+    def __init__(self, store: ParameterStore, optimizer: keras.optimizers.Optimizer) -> None:
+        self._store = store
+        self._optimizer = optimizer
+        self._layout: list[_Fused | _Rows] = []
+
+    def bring(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> Contribution:
+        """Moves a gradient, not clipped, to the servers; called while a worker's call is traced.
+
+        Args: as those of `ParameterStore.push`.
+        """
+        changes = self._store.changes(gradients, state, pulled)
+        groups: dict[tuple[int, tf.DType], list[int]] = defaultdict(list)
+        tensors, self._layout = [], []
+        for i, change in changes.items():
+            server = self._store.shards[i].server
+            if isinstance(change, tf.IndexedSlices):
+                self._layout.append(_Rows(server, i))
+                with tf.device(self._store.devices[server]):
+                    tensors += [tf.identity(change.values), tf.identity(change.indices)]
+            else:
+                groups[server, change.dtype].append(i)
+        for (server, _), shards in groups.items():
+            self._layout.append(_Fused(server, tuple(shards), tuple(changes[i].shape for i in shards)))
+            fused = fuse([changes[i] for i in shards])
+            with tf.device(self._store.devices[server]):
+                tensors.append(tf.identity(fused))
+        return tensors
+
+    def apply_mean(self, contributions: Sequence[Contribution]) -> tf.Tensor:
+        """One update by the mean of `contributions`; called while a function of the chief is traced.
+
+        Returns:
+            Scalar int64, the global step of this update.
+        """
+        means: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        columns = iter(zip(*contributions))
+        for entry in self._layout:
+            with tf.device(self._store.devices[entry.server]):
+                if isinstance(entry, _Rows):
+                    values, indices = next(columns), next(columns)
+                    rows = tf.IndexedSlices(tf.concat(values, 0) / len(contributions), tf.concat(indices, 0))
+                    means[entry.shard] = sum_duplicates(rows) if self._store.is_row_wise(entry.shard) else rows
+                else:
+                    means |= zip(entry.shards, unfuse(_mean(next(columns)), entry.shapes))
+        return self._store.apply(self._clipped(means))
+
+    def _clipped(self, means: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+        """Clips as the optimizer would clip the whole gradients: norms are summed up over servers, on the chief."""
+        optimizer = self._optimizer
+        gradients = {i: mean for i, mean in means.items() if self._store.is_parameter(i)}
+        if optimizer.clipnorm:
+            squares: dict[int, list[tf.Tensor]] = defaultdict(list)
+            for i, square in self._squares(gradients).items():
+                squares[self._store.shards[i].variable].append(square)
+            factors = {
+                variable: optimizer.clipnorm / tf.maximum(tf.sqrt(tf.add_n(parts)), optimizer.clipnorm)
+                for variable, parts in squares.items()
+            }
+            return means | self._scaled(gradients, {i: factors[self._store.shards[i].variable] for i in gradients})
+        if optimizer.global_clipnorm:
+            norm = tf.sqrt(tf.add_n(list(self._squares(gradients).values())))
+            factor = optimizer.global_clipnorm / tf.maximum(norm, optimizer.global_clipnorm)
+            return means | self._scaled(gradients, dict.fromkeys(gradients, factor))
+        if optimizer.clipvalue:
+            limit = optimizer.clipvalue
+            return means | self._map(gradients, lambda _, values: tf.clip_by_value(values, -limit, limit))
+        return means
+
+    def _squares(self, gradients: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor]:
+        """The sum of squares of each shard's gradient, on the caller."""
+        squares = {}
+        for i, gradient in gradients.items():
+            with tf.device(self._device(i)):
+                values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+                square = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+            squares[i] = tf.identity(square)
+        return squares
+
+    def _scaled(
+        self, gradients: dict[int, tf.Tensor | tf.IndexedSlices], factors: dict[int, tf.Tensor]
+    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+        return self._map(gradients, lambda i, values: values * tf.cast(factors[i], values.dtype))
+
+    def _map(
+        self, gradients: dict[int, tf.Tensor | tf.IndexedSlices], change: Callable[[int, tf.Tensor], tf.Tensor]
+    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+        changed: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        for i, gradient in gradients.items():
+            with tf.device(self._device(i)):
+                if isinstance(gradient, tf.IndexedSlices):
+                    changed[i] = tf.IndexedSlices(change(i, gradient.values), gradient.indices)
+                else:
+                    changed[i] = change(i, gradient)
+        return changed
+
+    def _device(self, shard: int) -> str:
+        return self._store.devices[self._store.shards[shard].server]
+
+
+def _mean(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The mean of tensors of one shape; of whole numbers the nearest one, of bools what the first says."""
+    if tensors[0].dtype == tf.bool:
+        return tensors[0]
+    if tensors[0].dtype.is_floating:
+        return tf.add_n(list(tensors)) / len(tensors)
+    return tf.cast(tf.round(tf.add_n([tf.cast(t, tf.float64) for t in tensors]) / len(tensors)), tensors[0].dtype)

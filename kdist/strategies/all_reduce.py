@@ -1,0 +1,155 @@
+"""What `mirrored` and `multi_worker_mirrored` share: every replica holds all parameters and applies the same gradient.
+
+Each device has a store of its own. Between the pull from it and the push to it, the replicas exchange their gradients
+by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since all push the same, the stores stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.cluster.coordinator import iterator_spec
+from kdist.cluster.spec import CHIEF
+from kdist.data import worker_arguments
+from kdist.errors import TaskError
+from kdist.parameters.transport import sum_duplicates
+from kdist.replica import ReplicaOutput
+from kdist.strategies.base import Program
+from kdist.strategies.calls import CallLogs, Replica, StepLogs, run_steps
+from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
+
+
+class AllReduce(StoredStrategy):
+    """Replicas that keep in step over a `tf.distribute` strategy. Subclasses make it.
+
+    Args:
+        first_replica: index of the first replica of this process, over all processes.
+    """
+
+    def __init__(self, first_replica: int = 0) -> None:
+        self._first_replica = first_replica
+        self._iterators: list[Iterator[Any]] = []
+        self._functions: dict[int, Callable[..., tf.Tensor]] = {}
+
+    def _start(self, program: Program, distribution: tf.distribute.Strategy) -> None:
+        """Makes the variables on every device of this process."""
+        self._distribution = distribution
+        self._num_replicas = distribution.num_replicas_in_sync
+        devices = distribution.extended.worker_devices
+        self._program = prepare(program, self._num_replicas)
+        plan = self._program.plan(1, Placement())
+        self._stores = [self._program.store([device], plan) for device in devices]
+        self._store = self._stores[0]
+        self._make_dataset = self._program.trace_dataset()
+        self._logs = CallLogs(self._program.replica_step)
+        self._sizer = self._program.sizer()
+
+    def write(self, values: Any) -> None:
+        for store in self._stores:
+            store.write(values)
+
+    def stop(self) -> None:
+        self._iterators.clear()
+        self._functions.clear()
+
+    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        logs: StepLogs | None = None
+        remaining = num_steps
+        while remaining and not interrupted():
+            size = self._sizer.next_size(remaining)
+            self._warming_up |= size not in self._functions
+            more = self._call(size)
+            logs = more if logs is None else logs + more
+            remaining -= size
+        return logs
+
+    def _call(self, num_steps: int) -> StepLogs:
+        """Runs steps on all replicas; every process has to call it."""
+        if not self._iterators:
+            self._iterators = [iter(self._make_dataset(*arguments)) for arguments in self._worker_arguments()]
+        try:
+            packed = self._function(num_steps)(self._iterators).numpy()
+        except tf.errors.OutOfRangeError as error:
+            raise TaskError(str(CHIEF), no_batch()) from error
+        return self._merge([self._logs.unpack(row, num_steps) for row in packed], num_steps)
+
+    def _worker_arguments(self) -> list[tuple[Any, ...]]:
+        data, step = self._program.program.data, self._store.global_step()
+        replicas = range(self._first_replica, self._first_replica + len(self._stores))
+        return [worker_arguments(data, replica, self._num_replicas, step) for replica in replicas]
+
+    def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
+        """The call of `num_steps` steps: iterators of this process -> float64 `[replicas, n]`, all replicas' logs."""
+        if num_steps not in self._functions:
+            replica_step = self._program.replica_step
+
+            def call(iterators: list[Any]) -> tf.Tensor:
+                devices = self._distribution.extended.worker_devices
+                replicas = [Replica(*parts) for parts in zip(self._stores, iterators, devices)]
+                packed = run_steps(replica_step, replicas, num_steps, self._logs, self._exchange)
+                return self._in_each_replica(lambda context, local: context.all_gather(packed[local][None], 0))[0]
+
+            spec = [iterator_spec(self._make_dataset)] * len(self._stores)
+            self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(spec)
+        return self._functions[num_steps]
+
+    def _exchange(self, outputs: list[ReplicaOutput]) -> list[ReplicaOutput]:
+        """The mean over all replicas of gradients and of state; given and returned for each replica of this process."""
+        step = self._program.replica_step
+        each: list[list[Any]] = [[*output.gradients, *output.state] for output in outputs]
+        floats = [i for i, t in enumerate(each[0]) if isinstance(t, tf.Tensor) and t.dtype.is_floating]
+        sparse = [i for i, t in enumerate(each[0]) if isinstance(t, tf.IndexedSlices)]
+        if floats:
+            # All of them at once, so that TensorFlow packs them into few messages.
+            means = self._in_each_replica(partial(_mean_of, [[tensors[i] for i in floats] for tensors in each]))
+            for tensors, reduced in zip(each, means):
+                for i, mean in zip(floats, reduced):
+                    tensors[i] = tf.ensure_shape(mean, tensors[i].shape)
+        for i in sparse:
+            shape = tf.constant(tuple(step.trainable[i].shape), tf.int64)
+            slices = [tf.IndexedSlices(tensors[i].values, tensors[i].indices, shape) for tensors in each]
+            reduced = self._in_each_replica(partial(_mean_of, slices))
+            for tensors, mean in zip(each, reduced):
+                tensors[i] = sum_duplicates(mean) if i in step.row_wise else mean
+        num_gradients = len(outputs[0].gradients)
+        return [
+            ReplicaOutput(tensors[:num_gradients], tensors[num_gradients:], output.metrics)
+            for tensors, output in zip(each, outputs)
+        ]
+
+    def _in_each_replica(self, function: Callable[[tf.distribute.ReplicaContext, int], Any]) -> list[Any]:
+        """Calls `function(context, index of the replica in this process)` for each; the results by that index.
+
+        Only what replicas say to each other happens in there: Keras changes how losses are computed in such a context.
+        """
+
+        def replica() -> Any:
+            context = tf.distribute.get_replica_context()
+            local = int(tf.get_static_value(context.replica_id_in_sync_group)) - self._first_replica
+            return function(context, local)
+
+        results = self._distribution.run(replica)
+        values_of = self._distribution.experimental_local_results
+        return [
+            tf.nest.map_structure(lambda value, i=i: values_of(value)[i], results) for i in range(len(self._stores))
+        ]
+
+    @staticmethod
+    def _merge(logs: Sequence[StepLogs], num_steps: int) -> StepLogs:
+        """What all replicas log of the same steps."""
+        first, *others = logs
+        return StepLogs(
+            num_steps,
+            sum(log.num_examples for log in logs),
+            np.zeros(num_steps, np.int64),
+            sum((log.metrics for log in others), first.metrics),
+        )
+
+
+def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:
+    return context.all_reduce(tf.distribute.ReduceOp.MEAN, values[local])

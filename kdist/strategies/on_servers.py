@@ -1,0 +1,135 @@
+"""What strategies with parameter servers share: the cluster, the store on it, and what an error of a task means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.cluster.coordinator import Coordinator, describe_lost, lost_soon
+from kdist.cluster.local import LocalCluster
+from kdist.cluster.spec import ClusterShape
+from kdist.errors import ClusterError, TaskError
+from kdist.parameters.apply import check_slots_only
+from kdist.strategies.base import Program
+from kdist.strategies.calls import StepLogs
+from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
+
+T = TypeVar("T")
+
+_OUT_OF_REACH = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+_WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
+
+
+class OnServers(StoredStrategy):
+    """A strategy whose parameters live on parameter servers and whose steps run on workers.
+
+    Args:
+        shape: how many servers and workers to start on this machine.
+        placement: which server holds which variable.
+        start_timeout: seconds within which every task must serve.
+        step_timeout: seconds without any result after which the run is given up.
+    """
+
+    def __init__(
+        self,
+        shape: ClusterShape,
+        *,
+        placement: Placement,
+        start_timeout: float = 120.0,
+        step_timeout: float = 300.0,
+    ) -> None:
+        self._shape = shape
+        self._placement = placement
+        self._start_timeout = start_timeout
+        self._step_timeout = step_timeout
+        self._cluster: LocalCluster | None = None
+        self._coordinator: Coordinator | None = None
+
+    def start(self, program: Program) -> None:
+        self._cluster = LocalCluster(self._shape, program.log_dir, start_timeout=self._start_timeout)
+        self._cluster.launch()
+        # While the tasks come up, the chief builds the model.
+        self._program = prepare(program, self._shape.num_workers)
+        check_slots_only(program.model.optimizer, self._program.replica_step.trainable)
+        self.plan = self._program.plan(self._shape.num_ps, self._placement)
+        self._cluster.wait()
+        devices = [task.device for task in self._shape.tasks if task.job == "ps"]
+        with self._explaining():
+            self._coordinator = Coordinator(
+                self._cluster.spec, timeout=self._step_timeout, lost_tasks=self._cluster.lost_tasks
+            )
+            self._store = self._program.store(devices, self.plan)
+        self._make_dataset = self._program.trace_dataset()
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        with self._explaining():
+            return super().run(num_steps, interrupted)
+
+    def global_step(self) -> int:
+        return self._watched(super().global_step)
+
+    def read(self) -> dict[str, np.ndarray]:
+        return self._watched(super().read)
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self._watched(lambda: super(OnServers, self).write(values))
+
+    def stop(self) -> None:
+        if self._cluster is None:
+            return
+        if self._coordinator is not None and not (self._is_idle() and self._coordinator.all_answer()):
+            # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
+            # an error at once.
+            self._cluster.kill()
+        # Whatever stands for something on the tasks goes first, while they are there.
+        for name in ("_program", "_store", "_make_dataset", *self._held_on_tasks()):
+            vars(self).pop(name, None)
+        if self._coordinator is not None:
+            self._coordinator.stop()
+        self._coordinator = None
+        self._cluster.stop()
+        self._cluster = None
+
+    def _held_on_tasks(self) -> tuple[str, ...]:
+        """Names of attributes that stand for something on the tasks."""
+        return ()
+
+    def _is_idle(self) -> bool:
+        """Whether no call is left in flight."""
+        return True
+
+    def _running(self) -> Coordinator:
+        if self._coordinator is None:
+            raise RuntimeError("used before start() or after stop()")
+        return self._coordinator
+
+    def _watched(self, function: Callable[[], T]) -> T:
+        """What a function that talks to the servers returns."""
+        with self._explaining():
+            return self._running().watch(function)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: tf.errors.OpError) -> ClusterError | TaskError:
+        """What an error of TensorFlow's runtime means: a lost task, or the user's own error on some worker."""
+        if isinstance(error, _OUT_OF_REACH) and self._cluster is not None:
+            if lost := lost_soon(self._cluster.lost_tasks):
+                return ClusterError(describe_lost(lost))
+            spec = self._cluster.spec
+            who = ", ".join(str(task) for task in self._shape.tasks if spec.address(task) in error.message) or "a task"
+            return ClusterError(f"{who} is out of reach: {error.message.splitlines()[0]}")
+        jobs = _WORKER_IN_MESSAGE.findall(error.message)
+        workers = [index for job, index in jobs if job == "worker"]
+        if isinstance(error, tf.errors.OutOfRangeError):
+            return TaskError("a worker", no_batch())
+        return TaskError(f"worker:{workers[0]}" if workers else "a worker", error)

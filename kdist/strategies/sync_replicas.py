@@ -1,0 +1,226 @@
+"""`sync_replicas`: synchronous training on parameter servers that need not wait for the slowest workers.
+
+After Chen et al., "Revisiting Distributed Synchronous SGD" (2016, arXiv:1604.00981), and TF1's `SyncReplicasOptimizer`:
+an update is the mean of `replicas_to_aggregate` gradients, all computed from the present parameters; the gradients of
+workers beyond that number (backup workers) come too late and are dropped. All waiting is done here, on the chief, so a
+worker that is lost or has no more data can stop nobody.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.cluster.coordinator import iterator_spec
+from kdist.cluster.spec import Task
+from kdist.data import worker_arguments
+from kdist.errors import ClusterError
+from kdist.parameters.contributions import Contribution, Contributions
+from kdist.replica import batch_size_of
+from kdist.result import Contributions as Counts
+from kdist.strategies.base import Program
+from kdist.strategies.calls import CallLogs, StepLogs
+from kdist.strategies.on_servers import OnServers
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """How many gradients make an update, and who may compute them.
+
+    Attributes:
+        replicas_to_aggregate: gradients of an update.
+        num_workers: workers there are.
+        shared_tokens: TF1's tokens: each step has as many as there are workers, or gradients if those are more, and
+            whoever is fast takes several. Otherwise every worker has its own share.
+    """
+
+    replicas_to_aggregate: int
+    num_workers: int
+    shared_tokens: bool = False
+
+    def share(self, worker: int) -> int:
+        """How many gradients of one step a worker may compute, if shares are its own."""
+        if self.replicas_to_aggregate <= self.num_workers:
+            return 1
+        return (self.replicas_to_aggregate + self.num_workers - 1 - worker) // self.num_workers
+
+    @property
+    def tokens(self) -> int:
+        """How many gradients of one step all workers together may compute."""
+        return max(self.replicas_to_aggregate, self.num_workers)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What a call of a worker brought: tensors on the servers, and what it logged."""
+
+    contribution: Contribution
+    packed: np.ndarray
+
+
+class SyncReplicas(OnServers):
+    """Synchronous parameter servers with backup workers. Args: those of `OnServers`.
+
+    Args:
+        replicas_to_aggregate: gradients of one update; more than there are workers lets each compute several.
+        backup_workers: workers beyond that number, if it is not given.
+        token_mode: `strict`: every worker may contribute to every step, by its own share; `tf1`: whoever is fast.
+    """
+
+    name: ClassVar[str] = "sync_replicas"
+
+    def __init__(
+        self,
+        *args: Any,
+        replicas_to_aggregate: int | None = None,
+        backup_workers: int = 0,
+        token_mode: str = "strict",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        num_workers = self._shape.num_workers
+        self._quorum = Quorum(replicas_to_aggregate or num_workers - backup_workers, num_workers, token_mode == "tf1")
+        self._iterators: dict[int, Any] = {}
+        #: Workers with a call in flight, and the step it was begun at.
+        self._busy: dict[int, int] = {}
+        self._without_data: set[int] = set()
+        self._applies: dict[int, Callable[..., tf.Tensor]] = {}
+
+    def start(self, program: Program) -> None:
+        super().start(program)
+        self._sizer = self._program.sizer()
+        self._logs = CallLogs(self._program.replica_step)
+        self._contributions = Contributions(self._store, program.model.optimizer)
+        self._compute = tf.function(self._one_gradient, autograph=False).get_concrete_function(
+            iterator_spec(self._make_dataset)
+        )
+
+    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        if not self._iterators:
+            self._make_iterators()
+            self._warming_up = True
+        logs: StepLogs | None = None
+        step = self.global_step()
+        for _ in range(num_steps):
+            if interrupted():
+                break
+            more = self._one_update(step)
+            logs = more if logs is None else logs + more
+            step += 1
+        return logs
+
+    def _one_update(self, step: int) -> StepLogs:
+        """Collects the gradients of one step and applies their mean."""
+        accepted: list[tuple[int, _Gradient]] = []
+        given = dict.fromkeys(range(self._shape.num_workers), 0)
+        counts: dict[int, Counts] = {}
+        self._hand_out(step, given)
+        while len(accepted) < self._needed():
+            worker, outcome = self._running().next_finished()
+            is_stale = self._busy.pop(worker) < step
+            gradient = self._gradient_of(worker, outcome)
+            if gradient is not None and is_stale:
+                counts[worker] = counts.get(worker, Counts()) + Counts(dropped=1, stale=1)
+            elif gradient is not None:
+                counts[worker] = counts.get(worker, Counts()) + Counts(accepted=1)
+                accepted.append((worker, gradient))
+            del outcome, gradient
+            self._hand_out(step, given)
+        # In the order of workers, so that sums do not depend on who was first.
+        accepted.sort(key=lambda pair: pair[0])
+        self._apply([gradient.contribution for _, gradient in accepted])
+        logs = [self._logs.unpack(gradient.packed, 1) for _, gradient in accepted]
+        first, *others = logs
+        return StepLogs(
+            num_steps=1,
+            num_examples=sum(log.num_examples for log in logs),
+            staleness=np.array([step - min(int(log.staleness[0]) for log in logs)]),
+            metrics=sum((log.metrics for log in others), first.metrics),
+            contributions=counts,
+        )
+
+    def _hand_out(self, step: int, given: dict[int, int]) -> None:
+        """Begins a call at every idle worker that may still compute a gradient of this step."""
+        for worker in self._active():
+            if worker in self._busy:
+                continue
+            if self._quorum.shared_tokens:
+                may = sum(given.values()) < self._quorum.tokens
+            else:
+                # The share of workers without data is left to nobody: the quorum is lowered by it.
+                may = given[worker] < self._quorum.share(worker)
+            if may:
+                given[worker] += 1
+                self._busy[worker] = step
+                self._running().start_on(worker, self._call, self._iterators[worker])
+
+    def _active(self) -> list[int]:
+        return [w for w in range(self._shape.num_workers) if w not in self._without_data]
+
+    def _needed(self) -> int:
+        """Gradients of an update: what was asked for, or what the workers that have data can bring."""
+        active = self._active()
+        if not active:
+            raise ClusterError("no worker has any data left")
+        if self._quorum.shared_tokens:
+            return self._quorum.replicas_to_aggregate
+        return min(self._quorum.replicas_to_aggregate, sum(self._quorum.share(worker) for worker in active))
+
+    def _gradient_of(self, worker: int, outcome: Future[_Gradient]) -> _Gradient | None:
+        """What a call brought; None if its worker has no more data."""
+        try:
+            return outcome.result()
+        except tf.errors.OutOfRangeError:
+            self._without_data.add(worker)
+            if not self._active():
+                raise
+            warnings.warn(
+                f"kdist: {Task('worker', worker)} has no more data; {self._needed()} gradients make an update from now "
+                "on",
+                stacklevel=2,
+            )
+            return None
+
+    def _call(self, iterator: Any) -> _Gradient:
+        *contribution, packed = self._compute(iterator)
+        return _Gradient(contribution, packed.numpy())
+
+    def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:
+        batch, seeds = next(iterator)
+        pulled = self._store.pull()
+        metrics = self._logs.initial_metrics()
+        output = self._program.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
+        contribution = self._contributions.bring(output.gradients, output.state, pulled)
+        # In the place of the staleness stands the step it was computed at: how stale that is the chief knows.
+        return [*contribution, self._logs.pack(batch_size_of(batch), [pulled.global_step], output.metrics)]
+
+    def _apply(self, contributions: list[Contribution]) -> None:
+        size = len(contributions)
+        if size not in self._applies:
+            self._warming_up = True
+            specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute.structured_outputs[:-1]]
+            apply = tf.function(self._contributions.apply_mean, autograph=False)
+            self._applies[size] = apply.get_concrete_function([specs] * size)
+        self._watched(lambda: self._applies[size](contributions).numpy())
+
+    def _make_iterators(self) -> None:
+        data, num_workers, first_step = self._program.program.data, self._shape.num_workers, self.global_step()
+
+        def make() -> None:
+            for worker in range(num_workers):
+                arguments = worker_arguments(data, worker, num_workers, first_step)
+                self._iterators[worker] = self._running().iterator_on(worker, self._make_dataset, arguments)
+
+        self._watched(make)
+
+    def _is_idle(self) -> bool:
+        return not self._busy
+
+    def _held_on_tasks(self) -> tuple[str, ...]:
+        return ("_compute", "_applies", "_iterators", "_contributions")
