@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
 from itertools import pairwise
@@ -28,6 +29,7 @@ from kdist.version import __version__
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from kdist.cluster.spec import Membership
     from kdist.schema import Config
 
 _INTERRUPTED = 130
@@ -122,6 +124,7 @@ def _run_hydra(arguments: list[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from kdist.cluster.membership import membership_of
     from kdist.config_sources import register
 
     # TensorFlow's C++ code talks on standard error otherwise, from the moment that a user's module imports it.
@@ -130,8 +133,12 @@ def _run_hydra(arguments: list[str]) -> None:
     parsed = get_args_parser().parse_args(arguments)
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
-        # Before Hydra makes the run dir, so that a wrong config leaves nothing behind.
-        _check(parsed.overrides)
+        # Before Hydra makes the run dir: neither a wrong config nor a task that is not the chief leaves anything.
+        checked = _check(parsed.overrides)
+        membership = membership_of(checked.cluster, os.environ)
+        if membership is not None and not membership.is_chief:
+            _take_part(checked, membership)
+            return
     failures: list[Exception] = []
 
     def job(config: DictConfig) -> float | None:
@@ -159,7 +166,23 @@ def _run_hydra(arguments: list[str]) -> None:
         raise failures[0]
 
 
-def _check(overrides: list[str]) -> None:
+def _take_part(config: Config, membership: Membership) -> None:
+    """Runs as a task that is not the chief, until the chief is done."""
+    if membership.task.job == "evaluator":
+        print("evaluator: the chief validates; there is nothing to do for this task", flush=True)
+    elif membership.runs_program:
+        with native_log(Path(os.devnull)):
+            from kdist.experiment import run_experiment
+
+            run_experiment(config, run_dir=None)
+    else:
+        from kdist.cluster.serve import serve_until_done
+
+        with nullcontext() if config.run.log_device_placement else native_log(Path(os.devnull)):
+            serve_until_done(membership, config.cluster, log_device_placement=config.run.log_device_placement)
+
+
+def _check(overrides: list[str]) -> Config:
     """Composes the config and checks everything that can be checked without running it."""
     from hydra import compose, initialize_config_module
     from hydra.core.hydra_config import HydraConfig
@@ -180,7 +203,7 @@ def _check(overrides: list[str]) -> None:
             HydraConfig.instance().set_config(config)
             with open_dict(config):
                 del config["hydra"]
-            _checked(config)
+            return _checked(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explained(error) from None
 
@@ -198,7 +221,7 @@ def _checked(config: DictConfig) -> Config:
     from omegaconf import OmegaConf
 
     from kdist import strategies
-    from kdist.cluster.spec import ClusterShape
+    from kdist.cluster.membership import membership_of, shape_of
     from kdist.experiment import check_targets
     from kdist.schema import Config
 
@@ -206,7 +229,8 @@ def _checked(config: DictConfig) -> Config:
     checked: Any = OmegaConf.to_object(config)
     if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
         raise ConfigError(f"run.dir={checked.run.dir}: is a file")
-    strategies.resolve(checked.strategy, ClusterShape.parse(checked.cluster.shape))
+    membership = membership_of(checked.cluster, os.environ)
+    strategies.resolve(checked.strategy, shape_of(checked.cluster, membership))
     # What it imports may import TensorFlow, which has something to say of every machine.
     with native_log(Path(os.devnull)):
         check_targets(checked)
@@ -244,6 +268,9 @@ def _job(config: DictConfig) -> float | None:
     run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 
     log = run_dir / "logs" / "chief-0.log"
+    if checked.run.log_device_placement:
+        # TensorFlow reads it when it is imported.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     with native_log(log):
         from kdist.experiment import run_experiment
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kdist.result import Contributions
+    from kdist.session import TrainSession
 
 
 def print_line(line: str) -> None:
@@ -17,6 +18,11 @@ def print_line(line: str) -> None:
 
 def print_nothing(line: str) -> None:
     """Takes the place of `print_line` where nothing is to be shown."""
+
+
+def event_line(event: str, step: int, last_step: int | None, *columns: str) -> str:
+    """A line of a hook's own: `speed | step    100/2000 | 412.3 examples/sec`, from `speed` and its columns."""
+    return _line(event, [_step(step, last_step), *columns])
 
 
 def train_line(step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None) -> str:
@@ -42,6 +48,12 @@ def save_line(step: int, last_step: int | None, path: str) -> str:
 def resume_line(step: int, last_step: int | None, path: str) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
     return _line("load", [_step(step).ljust(len(_step(step, last_step))), path])
+
+
+def last_lines(session: TrainSession, logs: Mapping[str, float], seconds: float) -> list[str]:
+    """What became of each worker's gradients, if updates are synchronous, and the line that a run ends with."""
+    done = done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
+    return [*contributions_lines(session.account.gradients.by_worker), done]
 
 
 def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:

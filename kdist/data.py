@@ -117,14 +117,13 @@ class DatasetData(TrainingData):
             raise ValueError("the dataset is empty")
         self.steps_per_epoch = cardinality if cardinality > 0 else None
         self._element_spec = dataset.element_spec
-        self._graph = _serialized_graph(dataset)
+        self._graph = dataset_graph(dataset)
 
     def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
         return (self._graph,)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        variant = tf.raw_ops.DatasetFromGraph(graph_def=arguments[0])
-        dataset = tf.data.experimental.from_variant(variant, self._element_spec)
+        dataset = dataset_of_graph(arguments[0], self._element_spec)
         # Repeated first, so that no worker's share of a short dataset is empty.
         return dataset.repeat().shard(context.num_workers, context.worker_index)
 
@@ -159,7 +158,7 @@ def training_data(
 
     Args:
         x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, or a function
-            `(DataContext) -> tf.data.Dataset` of batches.
+            `(DataContext) -> tf.data.Dataset` of batches; `TrainingData` is returned as it is.
         y, sample_weight: arrays like `x`; with a dataset or a function they are part of its elements.
         batch_size: examples per replica and step, for arrays; 32 if None, as in Keras.
         shuffle: whether arrays are shuffled in each pass.
@@ -171,6 +170,8 @@ def training_data(
         ValueError: arrays of different lengths, or no data.
     """
     data: TrainingData
+    if isinstance(x, TrainingData):
+        return x
     if isinstance(x, tf.data.Dataset) or is_dataset_function(x):
         if y is not None or sample_weight is not None:
             raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
@@ -336,7 +337,7 @@ def _check_takes_context(function: Callable[..., Any]) -> None:
         ) from error
 
 
-def _serialized_graph(dataset: tf.data.Dataset) -> tf.Tensor:
+def dataset_graph(dataset: tf.data.Dataset) -> tf.Tensor:
     """The dataset's graph as a scalar string tensor.
 
     Raises:
@@ -358,6 +359,11 @@ def _serialized_graph(dataset: tf.data.Dataset) -> tf.Tensor:
                 f"which exists in this process only; {_INSTEAD}"
             )
     return serialized
+
+
+def dataset_of_graph(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
+    """Undoes `dataset_graph`."""
+    return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
 
 
 _INSTEAD = "give arrays, or a function (context) -> tf.data.Dataset that makes the dataset of TensorFlow ops"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from numbers import Integral
+from typing import Any
 
 # Lines in which TensorFlow says where in a graph an error happened; the reason stands before or after them.
 _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+File "|\s+\[\[')
@@ -56,6 +57,17 @@ class TaskError(KdistError):
         self.task = task
         self.cause = cause
         super().__init__(f"{task}: {type(cause).__name__}: {_reason(cause)}")
+
+    def __reduce__(self) -> Any:
+        # The cause may be of a class that other processes do not know.
+        return _received_task_error, (self.task, str(self))
+
+
+def _received_task_error(task: str, message: str) -> TaskError:
+    error = TaskError.__new__(TaskError)
+    error.task, error.cause = task, RuntimeError(message)
+    KdistError.__init__(error, message)
+    return error
 
 
 class CheckpointError(KdistError):

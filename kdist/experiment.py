@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,33 +18,43 @@ if TYPE_CHECKING:
     from kdist.trainer import Trainer
 
 
-def run_experiment(config: Config, run_dir: Path) -> float | None:
-    """Trains as `config` says.
+def run_experiment(config: Config, run_dir: Path | None) -> float | None:
+    """Trains as `config` says, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
-        run_dir: where everything goes.
+        run_dir: where everything goes; None in a process that writes nothing.
 
     Returns:
         The final validation loss, which a sweeper minimises; None without validation.
     """
     import keras
+    import tensorflow as tf
 
     from kdist.result import Result, describe
     from kdist.run_dir import RunDir
 
+    tf.debugging.set_log_device_placement(config.run.log_device_placement)
+    tf.config.set_soft_device_placement(config.run.soft_device_placement)
     # Names of layers count from the start in every run of a sweep.
     keras.utils.clear_session()
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
     try:
-        trainer, data = _trainer(config, run_dir), _data_arguments(config)
+        trainer = _trainer(config, run_dir)
+        # Built now: what is wrong with it is found before anything starts.
+        _ = trainer.model
+        data = _data_arguments(config)
     except BaseException as error:
         # What fails before training leaves its result, too; from there on it is the trainer's business.
-        RunDir(run_dir, config.run.name).write_result(
-            Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
-        )
+        if run_dir is not None:
+            RunDir(run_dir, config.run.name).write_result(
+                Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
+            )
         raise
+    if config.run.plan_only:
+        print(trainer.plan(data["x"], data.get("y"), config.train.batch_size).table(), end="", flush=True)
+        return None
     trainer.fit(
         **data,
         batch_size=config.train.batch_size,
@@ -51,16 +62,17 @@ def run_experiment(config: Config, run_dir: Path) -> float | None:
         epochs=config.train.epochs or 1,
         steps_per_epoch=config.train.steps_per_epoch,
         validation_every_steps=config.train.validation_every_steps,
+        validate_with_ema=config.train.validate_with_ema,
     )
     return trainer.result.metrics["validation"].get("loss")
 
 
-def _trainer(config: Config, run_dir: Path) -> Trainer:
+def _trainer(config: Config, run_dir: Path | None) -> Trainer:
     from kdist.trainer import Trainer
 
     return Trainer(
-        build_model(config),
-        cluster=config.cluster.shape,
+        partial(build_model, config),
+        cluster=config.cluster,
         strategy=config.strategy.name,
         run_dir=run_dir,
         hooks=[_call(f"hooks.{name}", hook) for name, hook in config.hooks.items() if hook is not None],
@@ -68,8 +80,6 @@ def _trainer(config: Config, run_dir: Path) -> Trainer:
         steps_per_call=config.train.steps_per_call,
         resume=config.run.resume,
         seed=config.run.seed,
-        start_timeout=config.cluster.start_timeout,
-        step_timeout=config.cluster.step_timeout,
         use_default_hooks=False,
         **{key: value for key, value in vars(config.strategy).items() if key != "name"},
     )

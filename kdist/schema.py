@@ -17,17 +17,57 @@ RESUME_MODES = ("auto", "never", "must")
 
 
 @dataclass
+class DevicesConfig:
+    """GPUs that tasks may use: their numbers, for all tasks of a job, or a list of such lists, one per task."""
+
+    ps: Any = None
+    """Of parameter servers; null is none."""
+
+    worker: Any = None
+    """Of workers, for example [0], or [[0],[1]] for two of them; null is all."""
+
+    chief: Any = None
+    """Of a chief that is a task of its own; null is all."""
+
+    def __post_init__(self) -> None:
+        for job, devices in vars(self).items():
+            flat = [d for item in devices or [] for d in (item if isinstance(item, list) else [item])]
+            if not isinstance(devices, (list, type(None))) or not all(type(d) is int and d >= 0 for d in flat):
+                raise ConfigError(
+                    f"cluster.devices.{job}={devices}: must be a list of GPU numbers, as [0,1], or one such list a task"
+                )
+
+
+@dataclass
 class ClusterConfig:
     """Where the tasks are."""
 
     shape: str = "local"
-    """`NpsMw` or `local`; `cluster=2ps2w` sets it."""
+    """`NpsMw`, `Mw`, `local`, `hosts` or `tf_config`; `cluster=2ps2w` sets it."""
 
     start_timeout: float = 120.0
     """Seconds within which every task must serve; more than 0."""
 
     step_timeout: float = 300.0
     """Seconds without any progress after which the run is given up; more than 0."""
+
+    ps: list[str] = field(default_factory=list)
+    """cluster=hosts: addresses (host:port) of the parameter servers."""
+
+    worker: list[str] = field(default_factory=list)
+    """cluster=hosts: addresses of the workers; worker 0 is the chief as well, unless there is a chief."""
+
+    chief: Optional[str] = None
+    """cluster=hosts: address of the chief, if it is a task of its own."""
+
+    job: Optional[str] = None
+    """cluster=hosts: what this process is: `ps`, `worker` or `chief`."""
+
+    task: Optional[int] = None
+    """cluster=hosts: its index in its job, from 0; null is 0."""
+
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    """GPUs that tasks may use, by job."""
 
     def __post_init__(self) -> None:
         _more_than_zero("cluster.start_timeout", self.start_timeout)
@@ -99,6 +139,12 @@ class OptimizerConfig:
     weight_decay: Optional[float] = None
     """Decoupled weight decay."""
 
+    use_ema: Optional[bool] = None
+    """Keeps a moving average beside each variable; the model gets the averages at the end."""
+
+    ema_momentum: Optional[float] = None
+    """Share of the old average in the new one."""
+
     clipnorm: Optional[float] = None
     """Clips the norm of each gradient."""
 
@@ -139,6 +185,9 @@ class TrainConfig:
     validation_every_steps: Optional[int] = None
     """Validate at multiples of this step, beside the ends of epochs; null does not."""
 
+    validate_with_ema: bool = False
+    """Validate the moving averages of an optimizer with `use_ema`, and not the parameters, during training."""
+
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
             check_whole_number(f"train.{name}", getattr(self, name))
@@ -157,6 +206,15 @@ class RunConfig:
 
     seed: Optional[int] = None
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null is random."""
+
+    plan_only: bool = False
+    """Prints which server would hold which variable, writes `placement.txt` and `.png`, and starts nothing."""
+
+    log_device_placement: bool = False
+    """Writes into the logs which device each op runs on (`logs/chief-0.log`, and a task's own)."""
+
+    soft_device_placement: bool = True
+    """Lets an op run elsewhere when its device has no kernel for it."""
 
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""

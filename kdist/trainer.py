@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,22 +12,28 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from kdist import console, strategies
-from kdist.cluster.spec import ClusterShape
-from kdist.data import is_dataset_function, read_locally, split_validation, training_data
+from kdist.cluster.membership import common_seed, membership_of, shape_of
+from kdist.cluster.spec import Membership
+from kdist.data import TrainingData, read_locally, split_validation
 from kdist.epochs import EpochRecorder, last_step_of
-from kdist.errors import ConfigError, check_whole_number
+from kdist.errors import ConfigError
+from kdist.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep, with_defaults
 from kdist.parameters.local import write_to_model
+from kdist.parameters.placement import Plan
+from kdist.remote_fit import fit_in_processes, take_part
 from kdist.replica import check_model
 from kdist.result import Result, describe
 from kdist.run_dir import RunDir, name_of_program
 from kdist.schema import ClusterConfig, checked_steps_per_call, strategy_config
 from kdist.session import TrainSession
 from kdist.signals import StopSignals
-from kdist.strategies.base import Program
+from kdist.strategies.base import Program, Strategy
+from kdist.strategies.multi_worker_mirrored import join
+from kdist.strategies.stored import Placement, prepare
+from kdist.validation import Validator, evaluate
 from kdist.version import __version__
 
 
@@ -34,8 +42,9 @@ class Trainer:
 
     Args:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
-        cluster: `NpsMw` starts N parameter servers and M workers on this machine for the time of a `fit`; `local` is
-            this process.
+        cluster: `NpsMw` starts N parameter servers and M workers on this machine for the time of a `fit`, `Mw`
+            workers alone; `local` is this process; `tf_config` is what the environment variable TF_CONFIG says. Or a
+            `kdist.schema.ClusterConfig`, for what the config group `cluster` can say.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
             pick by the cluster.
         run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A folder
@@ -48,6 +57,7 @@ class Trainer:
         start_timeout: seconds within which every task must serve.
         step_timeout: seconds without any progress after which a run is given up.
         use_default_hooks: whether the default hooks are there at all.
+        membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers` and `token_mode`
             (`sync_replicas`), `devices` (`mirrored`). See `kdist.schema.StrategyConfig`.
@@ -59,7 +69,7 @@ class Trainer:
     def __init__(
         self,
         build_model: Callable[[], keras.Model] | keras.Model,
-        cluster: str = "local",
+        cluster: str | ClusterConfig = "local",
         strategy: str = "auto",
         *,
         run_dir: str | Path | None = None,
@@ -71,12 +81,19 @@ class Trainer:
         start_timeout: float = 120.0,
         step_timeout: float = 300.0,
         use_default_hooks: bool = True,
+        membership: Membership | None = None,
         **strategy_options: Any,
     ) -> None:
-        self.shape = ClusterShape.parse(cluster)
-        self._cluster_config = ClusterConfig(cluster, start_timeout, step_timeout)
+        if isinstance(cluster, str):
+            cluster = ClusterConfig(cluster, start_timeout, step_timeout)
+        self.cluster_config = cluster
+        self._membership = membership or membership_of(cluster, os.environ)
+        self.shape = shape_of(cluster, self._membership)
         self._strategy_config = strategy_config(strategy, strategy_options)
         self.strategy = strategies.resolve(self._strategy_config, self.shape)
+        if self.strategy == "multi_worker_mirrored" and self._membership is not None:
+            # Before a model runs TensorFlow's first ops.
+            join(self._membership)
         self.name = name or name_of_program()
         self._run_dir = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
@@ -85,7 +102,7 @@ class Trainer:
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._resume: str | None = resume
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._shuffle_seed = seed
+        self.seed = common_seed(self._membership) if seed is None and self._membership is not None else seed
         self.result = Result()
 
     @property
@@ -121,6 +138,7 @@ class Trainer:
         *,
         steps: int | None = None,
         validation_every_steps: int | None = None,
+        validate_with_ema: bool = False,
     ) -> keras.callbacks.History:
         """Trains the model, as `keras.Model.fit` does.
 
@@ -141,9 +159,12 @@ class Trainer:
                 besides, the final parameters are always validated.
             steps: the global step to stop at; `epochs` does not count then.
             validation_every_steps: validate at multiples of this global step as well.
+            validate_with_ema: validate the moving averages of an optimizer with `use_ema`, and not the parameters, also
+                during training. At the end the averages are what the model gets and what is validated anyway.
 
         Returns:
-            The `History` of this fit, by epochs.
+            The `History` of this fit, by epochs; an empty one in a task that is not the chief, which takes part in what
+            the chief does and returns when that is done.
 
         Raises:
             ConfigError: arguments, data or a model that cannot be used.
@@ -155,10 +176,9 @@ class Trainer:
             raise ConfigError("fit(callbacks=...) is not supported; use hooks (kdist.hooks)")
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
-        history = keras.callbacks.History()
-        with self.session(
-            x,
-            y,
+        arguments = FitArguments(
+            x=x,
+            y=y,
             batch_size=batch_size,
             steps=steps,
             epochs=epochs,
@@ -168,83 +188,63 @@ class Trainer:
             class_weight=class_weight,
             sample_weight=sample_weight,
             verbose=verbose,
-            history=history,
             validation_data=validation_data,
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
             validation_every_steps=validation_every_steps,
-        ) as session:
+            validate_with_ema=validate_with_ema,
+        )
+        if (num_cpus := self._own_processes()) is not None:
+            return fit_in_processes(self, num_cpus, arguments)
+        if self._membership is not None and not self._membership.is_chief:
+            take_part(self, self._membership, arguments)
+            return keras.callbacks.History()
+        return self.fit_here(arguments)
+
+    def fit_here(self, arguments: FitArguments) -> keras.callbacks.History:
+        """`fit` in this process."""
+        history = keras.callbacks.History()
+        with self._session(arguments, history) as session:
             while not session.should_stop():
                 session.run()
         return history
 
     @contextmanager
-    def session(
-        self,
-        x: Any,
-        y: Any = None,
-        *,
-        batch_size: int | None = None,
-        steps: int | None = None,
-        epochs: int | None = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        shuffle: bool = True,
-        class_weight: Mapping[int, float] | None = None,
-        sample_weight: Any = None,
-        verbose: int | str = "auto",
-        history: keras.callbacks.History | None = None,
-        validation_data: Any = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: int | Collection[int] = 1,
-        validation_every_steps: int | None = None,
-    ) -> Iterator[TrainSession]:
+    def session(self, x: Any, y: Any = None, **arguments: Any) -> Iterator[TrainSession]:
         """The loop in your own hands; `fit` is this with a loop of two lines.
 
             with trainer.session(x, y, steps=2000) as session:
                 while not session.should_stop():
                     session.run()
 
-        Args: those of `fit`. With neither `steps` nor `epochs`, only hooks and the caller stop the session.
+        Args: those of `fit`, but for `validation_split` and `callbacks`. With neither `steps` nor `epochs`, only hooks
+            and the caller stop the session.
 
         Yields:
             The session, started. When it ends `model` has the trained values, and `model.keras` and `result.json` are
             in `run_dir`.
         """
-        if x is None:
-            raise ConfigError("fit needs data: x is None")
-        sizes = {"batch_size": batch_size, "steps": steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch}
-        sizes |= {"validation_batch_size": validation_batch_size, "validation_steps": validation_steps}
-        for key, value in {**sizes, "validation_every_steps": validation_every_steps}.items():
-            check_whole_number(key, value)
-        check_whole_number("initial_epoch", initial_epoch, at_least=0)
-        print_line = console.print_line if verbose else console.print_nothing
-        data = training_data(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            seed=self._shuffle_seed,
-        )
-        steps_per_epoch = steps_per_epoch or data.steps_per_epoch
+        if self._own_processes() is not None:
+            raise ConfigError(f"strategy={self.strategy} trains in processes of its own, not in your loop; use fit")
+        with self._session(FitArguments(x, y, **arguments), keras.callbacks.History()) as session:
+            yield session
+
+    @contextmanager
+    def _session(self, arguments: FitArguments, history: keras.callbacks.History) -> Iterator[TrainSession]:
+        print_line = console.print_line if arguments.verbose else console.print_nothing
+        data = arguments.training_data(self.seed)
+        strategy = self.make_strategy()
+        steps_per_epoch = arguments.steps_per_epoch
+        if steps_per_epoch is None and data.steps_per_epoch is not None:
+            steps_per_epoch = math.ceil(data.steps_per_epoch / strategy.batches_per_step)
         checkpoints = self._run_dir.checkpoints()
         resumes = self._resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning; any other from the model as it is.
         first_step = 0 if resumes else int(self.model.optimizer.iterations)
-        first_epoch = 0 if resumes else initial_epoch
-        evaluate = self._evaluator(
-            validation_data, batch_size=validation_batch_size or batch_size, steps=validation_steps
-        )
-
-        def validate(session: TrainSession) -> dict[str, float]:
-            self._read_back(session)
-            return evaluate() if evaluate is not None else {}
-
-        history = history if history is not None else keras.callbacks.History()
+        first_epoch = 0 if resumes else arguments.initial_epoch
+        last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
+        validate = Validator(self.model, arguments)
         history.set_model(self.model)
         history.on_train_begin()
         recorder = EpochRecorder(
@@ -252,24 +252,17 @@ class Trainer:
             steps_per_epoch=steps_per_epoch,
             first_step=first_step,
             first_epoch=first_epoch,
-            validate=validate if evaluate is not None else None,
-            validation_freq=validation_freq,
-            validation_every_steps=validation_every_steps,
+            validate=validate if validate.has_data else None,
+            validation_freq=arguments.validation_freq,
+            validation_every_steps=arguments.validation_every_steps,
         )
         session = TrainSession(
-            strategies.create(self._strategy_config, self._cluster_config),
-            Program(
-                model=self.model,
-                data=data,
-                batch_size=batch_size,
-                steps_per_call=self._steps_per_call,
-                seed=self._seed,
-                log_dir=self._run_dir.logs,
-            ),
-            self._session_hooks(recorder, has_last_step=bool(steps or epochs)),
+            strategy,
+            self.program(data, arguments.batch_size),
+            self._session_hooks(recorder, has_last_step=last_step is not None),
             checkpoints=checkpoints,
             summaries=self._run_dir.summaries(),
-            last_step=last_step_of(steps, epochs, steps_per_epoch, first_step, first_epoch),
+            last_step=last_step,
             resume=self._resume,
             print_line=print_line,
         )
@@ -279,13 +272,13 @@ class Trainer:
         signals = StopSignals(session)
         try:
             with signals, session:
-                self._run_dir.write_plan(session.strategy.plan)
+                self._run_dir.write_plan(strategy.plan)
                 yield session
-                self._read_back(session)
+                write_to_model(self.model, strategy.read())
             if self.model.optimizer.use_ema and not session.interrupted:
                 # As Keras does at the end of fit: the model gets the averages, and that is what is reported.
                 self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
-                recorder.validation_logs = evaluate() if evaluate is not None else {}
+                recorder.validation_logs = validate.evaluate()
             self._finish("preempted" if session.interrupted else "done", session, recorder, started)
             self._resume = None
         except BaseException as error:
@@ -295,22 +288,63 @@ class Trainer:
             self._finish("failed", session, recorder, started, error)
             raise
         if session.interrupted:
-            newest = session.checkpoints.newest()
+            newest = checkpoints.newest()
             print_line(
                 f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
             )
             signals.raise_received()
         self._run_dir.write_model(self.model)
-        for line in console.contributions_lines(session.account.gradients.by_worker):
+        logs = recorder.validation_logs or recorder.train_logs
+        for line in console.last_lines(session, logs, time.monotonic() - started):
             print_line(line)
-        print_line(
-            console.done_line(
-                session.global_step,
-                session.last_step,
-                recorder.validation_logs or recorder.train_logs,
-                str(session.stopped_by),
-                time.monotonic() - started,
-            )
+
+    def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> Plan:
+        """Where each variable would live; starts nothing.
+
+        Args: those of `fit`; the data says for which input the model is built.
+
+        Raises:
+            ConfigError: the cluster has no parameter servers.
+        """
+        if not self.shape.num_ps:
+            raise ConfigError(f"cluster={self.shape} has no parameter servers to place variables on; use NpsMw")
+        data = FitArguments(x, y, batch_size=batch_size).training_data(self.seed)
+        options = self._strategy_config
+        prepared = prepare(self.program(data, batch_size), self.shape.num_workers)
+        plan = prepared.plan(self.shape.num_ps, Placement(options.placement, options.partition_min_bytes))
+        self._run_dir.write_plan(plan)
+        return plan
+
+    def make_strategy(self) -> Strategy:
+        """A new strategy, not started."""
+        return strategies.create(self._strategy_config, self.cluster_config, self.shape, self._membership)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments that make another trainer like this one."""
+        options = {key: value for key, value in vars(self._strategy_config).items() if key != "name"}
+        return {
+            "build_model": self._build_model,
+            "cluster": self.cluster_config,
+            "strategy": self._strategy_config.name,
+            "run_dir": self.run_dir,
+            "hooks": self.hooks,
+            "name": self.name,
+            "steps_per_call": self._steps_per_call or "auto",
+            "resume": self._resume,
+            "seed": self.seed,
+            "use_default_hooks": False,
+            **options,
+        }
+
+    def program(self, data: TrainingData, batch_size: int | None) -> Program:
+        """What a strategy is to run."""
+        return Program(
+            model=self.model,
+            data=data,
+            batch_size=batch_size,
+            steps_per_call=self._steps_per_call,
+            seed=self._seed,
+            log_dir=self._run_dir.logs,
         )
 
     def evaluate(
@@ -326,32 +360,16 @@ class Trainer:
 
         Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
         """
-        logs = self.model.evaluate(
-            read_locally(x, batch_size),
-            y,
-            batch_size=batch_size,
-            verbose=verbose,
-            sample_weight=sample_weight,
-            steps=steps,
-            return_dict=True,
+        return evaluate(
+            self.model, x, y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight, steps=steps
         )
-        return {"loss": logs.pop("loss"), **logs}
 
     def predict(self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None) -> Any:
         """Outputs of the present parameters, as `keras.Model.predict`."""
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
 
-    def _evaluator(
-        self, data: Any, *, batch_size: int | None, steps: int | None
-    ) -> Callable[[], dict[str, float]] | None:
-        """What evaluates `model` on validation data; None without such data."""
-        if data is None:
-            return None
-        if isinstance(data, tf.data.Dataset) or is_dataset_function(data):
-            x, y, sample_weight = data, None, None
-        else:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        return lambda: self.evaluate(x, y, batch_size=batch_size, sample_weight=sample_weight, steps=steps)
+    def _own_processes(self) -> int | None:
+        return strategies.own_processes(self._strategy_config, self.shape, self._membership)
 
     def _session_hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
         """The hooks in their order: savers last, so that what another hook raises comes before a save."""
@@ -360,9 +378,6 @@ class Trainer:
             hooks.append(StopAtStep())
         savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
         return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
-
-    def _read_back(self, session: TrainSession) -> None:
-        write_to_model(self.model, session.strategy.read())
 
     def _finish(
         self,
@@ -380,7 +395,7 @@ class Trainer:
             stopped_by=session.stopped_by,
             strategy=self.strategy,
             cluster=str(self.shape),
-            workers=max(1, self.shape.num_workers),
+            workers=session.strategy.num_replicas,
             steps_per_second=account.steps_per_second,
             examples_per_second=account.examples_per_second,
             seconds=time.monotonic() - started,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdist import console
 from kdist.hooks import Hook, RunContext, RunValues, Timer
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class PrintParameters(Hook):
         self._printed_step: int | None = None
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.restart(session.global_step)
+        self._timer.start(session.global_step)
         self._printed_step = None
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -87,11 +88,6 @@ class PrintParameters(Hook):
         parameters = session.strategy.read()
         weight = parameters["parameters/dense/kernel"].item()
         bias = parameters["parameters/dense/bias"].item()
-        session.print_line(f"line  | {step_column(session)} | w {weight:.4f} | b {bias:.4f}")
+        columns = (f"w {weight:.4f}", f"b {bias:.4f}")
+        session.print_line(console.event_line("line", session.global_step, session.last_step, *columns))
         self._printed_step = session.global_step
-
-
-def step_column(session: TrainSession) -> str:
-    """The step as the other console lines have it: `step    100/1000`."""
-    of_last = f"/{session.last_step}" if session.last_step is not None else ""
-    return f"step {session.global_step:>6}{of_last}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from kdist.recipes import mnist
 
+from kdist import console
 from kdist.errors import ConfigError, check_whole_number
 from kdist.hooks import Hook, RunContext, RunValues, Timer
 
@@ -135,7 +136,7 @@ class WeightHistograms(Hook):
         self._timer = Timer(every_steps=every_steps, owner="hooks.weight_histograms")
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.restart(session.global_step)
+        self._timer.start(session.global_step)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if not self._timer.due(values.global_step):
@@ -163,7 +164,7 @@ class PrintSpeed(Hook):
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.restart(session.global_step)
+        self._timer.start(session.global_step)
         self._restart()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -181,11 +182,11 @@ class PrintSpeed(Hook):
         return self._timer.due_in(step)
 
     def _print(self, session: TrainSession) -> None:
-        of_last = f"/{session.last_step}" if session.last_step is not None else ""
-        session.print_line(
-            f"speed | step {session.global_step:>6}{of_last} | {self._num_examples / self._seconds:.1f} examples/sec"
-            f" | {self._seconds / self._num_steps:.3f} sec/batch"
+        columns = (
+            f"{self._num_examples / self._seconds:.1f} examples/sec",
+            f"{self._seconds / self._num_steps:.3f} sec/batch",
         )
+        session.print_line(console.event_line("speed", session.global_step, session.last_step, *columns))
 
     def _restart(self) -> None:
         self._num_steps = 0

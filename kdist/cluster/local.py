@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +11,15 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from kdist.cluster.process import how_it_ended, task_environment
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.errors import ClusterError
+
+if TYPE_CHECKING:
+    from kdist.schema import DevicesConfig
 
 _START_ATTEMPTS = 3
 _STOP_SECS = 2.0
@@ -47,13 +51,22 @@ class LocalCluster:
         shape: how many parameter servers and workers.
         log_dir: folder for the logs; made if missing.
         start_timeout: seconds within which every task must serve.
+        devices: which GPUs tasks may use.
 
     Raises:
         ClusterError: on `start`, naming the task that died or did not answer, with the end of its log.
     """
 
-    def __init__(self, shape: ClusterShape, log_dir: Path, *, start_timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        shape: ClusterShape,
+        log_dir: Path,
+        *,
+        start_timeout: float = 120.0,
+        devices: DevicesConfig | None = None,
+    ) -> None:
         self.shape = shape
+        self._devices = devices
         self.log_dir = log_dir
         self._start_timeout = start_timeout
         self._processes: dict[Task, subprocess.Popen[bytes]] = {}
@@ -66,7 +79,7 @@ class LocalCluster:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ready.clear()
         self._deadline = time.monotonic() + self._start_timeout
-        ports = [f"127.0.0.1:{port}" for port in _free_ports(len(self.shape.tasks))]
+        ports = [f"127.0.0.1:{port}" for port in free_ports(len(self.shape.tasks))]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
         for task in self.shape.tasks:
             self._processes[task] = self._launch(task)
@@ -105,11 +118,12 @@ class LocalCluster:
                 process.stdout.close()
         self._processes.clear()
 
-    def kill(self) -> None:
-        """Kills every task; `stop` is due all the same."""
+    def kill(self) -> bool:
+        """Kills every task, so that all are gone; `stop` is due all the same."""
         for process in self._processes.values():
             process.kill()
             process.wait()
+        return True
 
     def __enter__(self) -> LocalCluster:
         return self.start()
@@ -127,7 +141,7 @@ class LocalCluster:
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that have ended, with how they ended."""
         ended = {task: process.poll() for task, process in self._processes.items()}
-        return {task: _how_it_ended(code) for task, code in ended.items() if code is not None}
+        return {task: how_it_ended(code) for task, code in ended.items() if code is not None}
 
     def log_tail(self, task: Task) -> str:
         """The last lines of the task's log."""
@@ -149,7 +163,7 @@ class LocalCluster:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_task_environment(task.job),
+                env=task_environment(task, self._devices),
                 # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
                 start_new_session=True,
             )
@@ -175,7 +189,7 @@ class LocalCluster:
                     if os.read(key.fd, len(READY)) != READY:
                         code = self._processes[task].wait(_STOP_SECS)
                         raise ClusterError(
-                            f"{task} ended while it started ({_how_it_ended(code)})" + self._logs_of({task})
+                            f"{task} ended while it started ({how_it_ended(code)})" + self._logs_of({task})
                         )
                     self._ready.add(task)
                     waiting.discard(task)
@@ -186,34 +200,10 @@ class LocalCluster:
         return f"\n  log: {self._log_path(task)}" + (f" (last lines follow)\n{tail}" if tail else " (empty)")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago; all are held until the last is found, so that they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:
             listener.bind(("", 0))
         return [listener.getsockname()[1] for listener in sockets]
-
-
-def _task_environment(job: str) -> dict[str, str]:
-    environment = dict(os.environ)
-    # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
-    for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
-        environment.pop(name, None)
-    # The task finds the same kdist as the chief, installed or not.
-    package_root = str(Path(__file__).resolve().parents[2])
-    paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    environment["TF_CPP_MIN_LOG_LEVEL"] = "1"
-    if job == "ps":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
-
-
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        try:
-            return f"killed by signal {-code}, {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
-    return f"exit code {code}"

@@ -7,20 +7,16 @@ It writes `ready` to standard output once it serves; everything else goes to sta
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import select
 import signal
 import sys
-import threading
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from kdist.cluster.process import end_with_parent
+
 READY = b"ready\n"
-_PARENT_CHECK_SECS = 1.0
-# linux/prctl.h
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -51,9 +47,8 @@ class ServerOptions:
 
 def serve(options: ServerOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent is gone."""
-    _be_killed_with_parent()
     # From the first moment on: importing TensorFlow alone takes seconds.
-    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+    end_with_parent()
     import tensorflow as tf
 
     config = tf.compat.v1.ConfigProto(
@@ -73,22 +68,6 @@ def serve(options: ServerOptions) -> NoReturn:
     print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         signal.pause()
-
-
-def _be_killed_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends: a process that is stopped does not see its input close."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when its standard input closes or its parent is gone."""
-    while os.getppid() == parent:
-        readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECS)
-        if readable and not os.read(0, 1024):
-            break
-    # A TensorFlow server has no stop; leaving at once is its clean end, it holds nothing that must be written.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -80,10 +80,16 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The addresses (`host:port`) of the parameter servers and workers; what TensorFlow calls a cluster spec."""
+    """The addresses (`host:port`) of a cluster's tasks; what TensorFlow calls a cluster spec.
+
+    Attributes:
+        ps, worker: by index.
+        chief: of the chief, if it is a task of its own; else worker 0 is the chief as well, or whoever started them.
+    """
 
     ps: tuple[str, ...]
     worker: tuple[str, ...]
+    chief: str | None = None
 
     @property
     def shape(self) -> ClusterShape:
@@ -91,7 +97,7 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> dict[str, list[str]]:
-        """Addresses by job, as `tf.train.ClusterSpec` takes them; jobs without a task are left out."""
+        """Addresses of servers and workers by job, as `tf.train.ClusterSpec` takes them, without empty jobs."""
         return {job: list(hosts) for job, hosts in (("ps", self.ps), ("worker", self.worker)) if hosts}
 
     def address(self, task: Task) -> str:
@@ -105,3 +111,26 @@ class ClusterSpec:
             have = ", ".join(map(str, self.shape.tasks))
             raise ConfigError(f"the cluster has no task {task}; it has {have}")
         return hosts[task.index]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The place of this process in a cluster whose tasks are started one by one.
+
+    Attributes:
+        spec: addresses of all tasks.
+        task: what this process is.
+    """
+
+    spec: ClusterSpec
+    task: Task
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process runs the training loop."""
+        return self.task.is_chief or (self.spec.chief is None and self.task == Task("worker", 0))
+
+    @property
+    def runs_program(self) -> bool:
+        """Whether this process runs the program: the chief, and without parameter servers every worker."""
+        return self.is_chief or (not self.spec.ps and self.task.job == "worker")

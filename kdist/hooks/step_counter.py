@@ -34,7 +34,7 @@ class StepCounter(Hook):
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.restart(session.global_step)
+        self._timer.start(session.global_step)
         self._restart()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:

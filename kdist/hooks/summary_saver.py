@@ -26,7 +26,8 @@ class SummarySaver(Hook):
     the same names, so that TensorBoard draws both in one chart.
 
     Args:
-        every_steps: steps between two values; 100 if neither is given, as in TF1.
+        every_steps: steps between two values; 100 if neither is given. As in TF1 the first value is that of the first
+            step, and the steps count from there: 1, 101, 201, ...
         every_secs: seconds between two values.
         clock: seconds from any start; a test's own.
     """
@@ -39,13 +40,15 @@ class SummarySaver(Hook):
     ) -> None:
         if every_steps is None and every_secs is None:
             every_steps = 100
-        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.summary", clock=clock)
+        self._timer = Timer(
+            every_steps=every_steps, every_secs=every_secs, owner="hooks.summary", from_first_step=True, clock=clock
+        )
         self._totals: MetricTotals | None = None
         self._staleness: list[np.ndarray] = []
         self._contributions: dict[int, Contributions] = {}
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._timer.restart(session.global_step)
+        self._timer.start(session.global_step)
         self._totals, self._staleness, self._contributions = None, [], {}
 
     def after_run(self, context: RunContext, values: RunValues) -> None:

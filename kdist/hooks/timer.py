@@ -19,6 +19,7 @@ class Timer:
         every_steps: act at global steps divisible by this; at least 1.
         every_secs: act when this many seconds passed; more than 0.
         owner: named in errors, as `hooks.checkpoint`.
+        from_first_step: act at the first step of a session as well, and count `every_steps` from the last time.
         clock: seconds from any start; a test's own.
 
     Raises:
@@ -31,6 +32,7 @@ class Timer:
         every_steps: int | None = None,
         every_secs: float | None = None,
         owner: str,
+        from_first_step: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if every_steps is None and every_secs is None:
@@ -41,20 +43,35 @@ class Timer:
         self._every_steps = every_steps
         self._every_secs = every_secs
         self._clock = clock
+        self._from_first_step = from_first_step
+        self._next_step: int | None = None
         self._last_step = 0
         self._last_time = clock()
 
+    def start(self, step: int) -> None:
+        """Starts at `step`, now: at the start of a session."""
+        self.restart(step)
+        if self._from_first_step:
+            self._next_step = step + 1
+
     def restart(self, step: int) -> None:
-        """Starts anew at `step`, now: at the start of a session, and when the thing was done."""
+        """Starts anew at `step`, now: when the thing was done."""
         self._last_step = step
         self._last_time = self._clock()
+        if self._from_first_step:
+            self._next_step = None if self._every_steps is None else step + self._every_steps
 
     def due(self, step: int) -> bool:
         """Whether to act at `step`: a multiple, or the time, was reached since the last start."""
-        if self._every_steps is not None and step // self._every_steps > self._last_step // self._every_steps:
+        if self._next_step is not None:
+            if step >= self._next_step:
+                return True
+        elif self._every_steps is not None and step // self._every_steps > self._last_step // self._every_steps:
             return True
         return self._every_secs is not None and self._clock() - self._last_time >= self._every_secs
 
     def due_in(self, step: int) -> int | None:
-        """Steps from `step` to the next multiple; None if only seconds decide."""
+        """Steps from `step` to the next time; None if only seconds decide."""
+        if self._next_step is not None:
+            return max(1, self._next_step - step)
         return None if self._every_steps is None else self._every_steps - step % self._every_steps

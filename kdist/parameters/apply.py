@@ -134,27 +134,6 @@ class RowOptimizer:
             real.value.scatter_add(tf.IndexedSlices(change, gradient.indices))
 
 
-class _InPlaceUpdates:
-    """Lets a Keras optimizer for TensorFlow update plain variables, and exchange nothing between replicas.
-
-    Keras would hand them to the `tf.distribute` strategy that is active, which knows nothing of them.
-    """
-
-    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        for gradient, variable in zip(grads, trainable_variables):
-            self.update_step(gradient, variable.value, learning_rate)
-
-    def _apply_weight_decay(self: Any, variables: Any) -> None:
-        for variable in [v.value for v in variables if self.weight_decay is not None]:
-            if self._use_weight_decay(variable):
-                factor = tf.cast(self.weight_decay, variable.dtype) * tf.cast(self.learning_rate, variable.dtype)
-                variable.assign_sub(variable * factor)
-
-    def _overwrite_model_variables_with_average_value(self: Any, trainable_variables: Any) -> None:
-        for variable, average in zip(trainable_variables, self._model_variables_moving_average):
-            variable.value.assign(average)
-
-
 class _PureUpdates:
     """Gives a Keras optimizer for TensorFlow back what all backends share: updates that a StatelessScope collects."""
 
@@ -274,8 +253,7 @@ def clip_gradients(
 
 def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     try:
-        own: Any = type(type(optimizer).__name__, (_InPlaceUpdates, type(optimizer)), {})
-        clone = own.from_config(optimizer.get_config())
+        clone = type(optimizer).from_config(optimizer.get_config())
     except Exception as error:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdist.cluster.spec import ClusterShape
+from kdist.cluster.spec import ClusterShape, Membership
 from kdist.errors import ConfigError
 from kdist.schema import ClusterConfig, StrategyConfig
 
 if TYPE_CHECKING:
     from kdist.strategies.base import Strategy
+    from kdist.strategies.on_servers import Cluster
 
 #: Names that `strategy=` takes; `auto` picks one by the cluster.
 NAMES = ("auto", "parameter_server", "sync_replicas", "mirrored", "multi_worker_mirrored", "single")
@@ -39,8 +42,6 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
         raise ConfigError(f"strategy={name} needs parameter servers, cluster={shape} has none; use NpsMw")
     if name in ("single", "mirrored") and not shape.is_local:
         raise ConfigError(f"strategy={name} runs in one process and cannot use cluster={shape}; use cluster=local")
-    if name == "multi_worker_mirrored":
-        raise ConfigError(f"cluster={shape}: multi_worker_mirrored is not there yet; use cluster=NpsMw")
     if name == "multi_worker_mirrored" and (shape.num_ps or not shape.num_workers):
         raise ConfigError(
             f"strategy=multi_worker_mirrored needs workers and no parameter servers, not cluster={shape}; use Mw, as 4w"
@@ -56,13 +57,17 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
     return name
 
 
-def create(config: StrategyConfig, cluster: ClusterConfig) -> Strategy:
-    """Makes the strategy that `config` means on `cluster`.
+def create(
+    config: StrategyConfig, cluster: ClusterConfig, shape: ClusterShape, membership: Membership | None = None
+) -> Strategy:
+    """Makes the strategy that `config` means on a cluster of `shape`.
+
+    Args:
+        membership: what this process is, if the tasks were started one by one.
 
     Raises:
         ConfigError: see `resolve`.
     """
-    shape = ClusterShape.parse(cluster.shape)
     name = resolve(config, shape)
     if name == "single":
         from kdist.strategies.single import Single
@@ -72,24 +77,62 @@ def create(config: StrategyConfig, cluster: ClusterConfig) -> Strategy:
         from kdist.strategies.mirrored import Mirrored
 
         return Mirrored(config.devices)
+    if name == "multi_worker_mirrored":
+        if membership is None:
+            raise ValueError("multi_worker_mirrored runs in the workers' own processes")
+        from kdist.strategies.multi_worker_mirrored import MultiWorkerMirrored
+
+        return MultiWorkerMirrored(membership, step_timeout=cluster.step_timeout)
     from kdist.strategies.stored import Placement
 
     placement = Placement(config.placement, config.partition_min_bytes)
-    timeouts = {"start_timeout": cluster.start_timeout, "step_timeout": cluster.step_timeout}
+    make_cluster = partial(_cluster_on_servers, cluster, shape, membership)
     if name == "parameter_server":
         from kdist.strategies.parameter_server import ParameterServer
 
-        return ParameterServer(shape, placement=placement, **timeouts)
+        return ParameterServer(shape, make_cluster, placement=placement, step_timeout=cluster.step_timeout)
     from kdist.strategies.sync_replicas import SyncReplicas
 
     return SyncReplicas(
         shape,
+        make_cluster,
         placement=placement,
-        **timeouts,
+        step_timeout=cluster.step_timeout,
         replicas_to_aggregate=config.replicas_to_aggregate,
         backup_workers=config.backup_workers,
         token_mode=config.token_mode,
     )
+
+
+def _cluster_on_servers(
+    config: ClusterConfig, shape: ClusterShape, membership: Membership | None, log_dir: Path
+) -> Cluster:
+    """The cluster that a strategy on servers starts, or waits for."""
+    if membership is not None:
+        from kdist.cluster.joined import JoinedCluster
+
+        return JoinedCluster(membership.spec, log_dir, start_timeout=config.start_timeout, devices=config.devices)
+    from kdist.cluster.local import LocalCluster
+
+    return LocalCluster(shape, log_dir, start_timeout=config.start_timeout, devices=config.devices)
+
+
+def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membership | None) -> int | None:
+    """Whether a strategy has to run in processes of its own, and not in the caller's.
+
+    TensorFlow can meet other workers, and cut the CPU into devices, only before its first op in a process.
+
+    Returns:
+        None if it need not; else how many logical CPU devices to make in each process, 0 for those there are.
+    """
+    name = resolve(config, shape)
+    if name == "multi_worker_mirrored":
+        return 0 if membership is None else None
+    if name == "mirrored":
+        from kdist.strategies.mirrored import logical_cpus_needed
+
+        return logical_cpus_needed(config.devices) or None
+    return None
 
 
 def _automatic(config: StrategyConfig, shape: ClusterShape) -> str:

@@ -39,9 +39,9 @@ class AllReduce(StoredStrategy):
     def _start(self, program: Program, distribution: tf.distribute.Strategy) -> None:
         """Makes the variables on every device of this process."""
         self._distribution = distribution
-        self._num_replicas = distribution.num_replicas_in_sync
+        self.num_replicas = distribution.num_replicas_in_sync
         devices = distribution.extended.worker_devices
-        self._program = prepare(program, self._num_replicas)
+        self._program = prepare(program, self.num_replicas)
         plan = self._program.plan(1, Placement())
         self._stores = [self._program.store([device], plan) for device in devices]
         self._store = self._stores[0]
@@ -81,7 +81,7 @@ class AllReduce(StoredStrategy):
     def _worker_arguments(self) -> list[tuple[Any, ...]]:
         data, step = self._program.program.data, self._store.global_step()
         replicas = range(self._first_replica, self._first_replica + len(self._stores))
-        return [worker_arguments(data, replica, self._num_replicas, step) for replica in replicas]
+        return [worker_arguments(data, replica, self.num_replicas, step) for replica in replicas]
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> float64 `[replicas, n]`, all replicas' logs."""
@@ -92,7 +92,7 @@ class AllReduce(StoredStrategy):
                 devices = self._distribution.extended.worker_devices
                 replicas = [Replica(*parts) for parts in zip(self._stores, iterators, devices)]
                 packed = run_steps(replica_step, replicas, num_steps, self._logs, self._exchange)
-                return self._in_each_replica(lambda context, local: context.all_gather(packed[local][None], 0))[0]
+                return self._in_each_replica(lambda context, local: context.all_gather(here(packed[local][None]), 0))[0]
 
             spec = [iterator_spec(self._make_dataset)] * len(self._stores)
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(spec)
@@ -152,4 +152,9 @@ class AllReduce(StoredStrategy):
 
 
 def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:
-    return context.all_reduce(tf.distribute.ReduceOp.MEAN, values[local])
+    return context.all_reduce(tf.distribute.ReduceOp.MEAN, here(values[local]))
+
+
+def here(values: Any) -> Any:
+    """The same on the replica's own device: TensorFlow takes from a tensor's device where it is to be reduced."""
+    return tf.nest.map_structure(tf.identity, values, expand_composites=True)

@@ -55,6 +55,12 @@ class Strategy(abc.ABC):
     #: Whether an update may be computed from parameters older than those it is applied to.
     is_asynchronous: ClassVar[bool] = False
 
+    #: How many replicas compute gradients.
+    num_replicas: int = 1
+
+    #: How many batches make one update: 1 if every gradient is applied by itself.
+    batches_per_step: int = 1
+
     #: Where each variable lives; None without servers, or before `start`.
     plan: Plan | None = None
 

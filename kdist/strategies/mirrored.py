@@ -6,6 +6,7 @@ there with several steps in one call, moving averages that overwrite, and more.
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar
 
 import tensorflow as tf
@@ -14,12 +15,22 @@ from kdist.errors import ConfigError
 from kdist.strategies.all_reduce import AllReduce
 from kdist.strategies.base import Program
 
+_key_bases = itertools.count(0, 1000)
+
+
+class _MirroredStrategy(tf.distribute.MirroredStrategy):
+    """Numbers its collectives unlike others of this process: TensorFlow keeps the shapes of each number for good."""
+
+    def __init__(self, devices: list[str]) -> None:
+        self._collective_key_base = next(_key_bases)
+        super().__init__(devices)
+
 
 class Mirrored(AllReduce):
     """One replica on each of several GPUs, or of several logical CPU devices.
 
     Args:
-        num_devices: how many; all GPUs if None.
+        num_devices: how many; all GPUs if None. There have to be so many: see `logical_cpus_needed`.
     """
 
     name: ClassVar[str] = "mirrored"
@@ -27,21 +38,32 @@ class Mirrored(AllReduce):
     def __init__(self, num_devices: int | None = None) -> None:
         super().__init__()
         self._num_devices = num_devices
+        self.batches_per_step = num_devices or len(tf.config.list_physical_devices("GPU"))
 
     def start(self, program: Program) -> None:
-        self._start(program, tf.distribute.MirroredStrategy(self._devices()))
+        self._start(program, _MirroredStrategy(self._devices()))
 
     def _devices(self) -> list[str]:
-        wanted = self._num_devices
-        gpus = tf.config.list_logical_devices("GPU")
-        devices = gpus if wanted is None or len(gpus) >= wanted else tf.config.list_logical_devices("CPU")
-        if len(devices) < (wanted or 2):
-            asked = "mirrored" if wanted is None else f"strategy.devices={wanted}"
-            raise ConfigError(
-                f"{asked} needs {wanted or 'at least 2'} devices; there are {len(gpus)} GPUs here (strategy.devices=2 "
-                "makes two logical CPU devices)"
-            )
-        return [device.name for device in devices[:wanted]]
+        gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
+        number = self._num_devices or len(gpus)
+        return [device.name for device in (gpus if len(gpus) >= number else cpus)[:number]]
+
+
+def logical_cpus_needed(num_devices: int | None) -> int:
+    """How many logical CPU devices have to be made before `mirrored` can run in a process; 0 if none.
+
+    Raises:
+        ConfigError: no number was given, and there are not several GPUs.
+    """
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    if num_devices is None and num_gpus < 2:
+        raise ConfigError(
+            f"strategy=mirrored needs at least 2 devices, and there {'is 1 GPU' if num_gpus else 'are no GPUs'} here; "
+            "strategy.devices=2 makes two logical CPU devices"
+        )
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
+    return 0 if num_devices is None or max(num_gpus, num_cpus) >= num_devices else num_devices
 
 
 def make_logical_cpus(number: int) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.coordinator import Coordinator, describe_lost, lost_soon
-from kdist.cluster.local import LocalCluster
-from kdist.cluster.spec import ClusterShape
+from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.errors import ClusterError, TaskError
 from kdist.parameters.apply import check_slots_only
 from kdist.strategies.base import Program
@@ -21,37 +21,53 @@ from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
 
 T = TypeVar("T")
 
+#: What stands for something on tasks that do not answer and are not ours to kill: forgetting it would wait for them.
+_abandoned: list[Any] = []
+
 _OUT_OF_REACH = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
+
+
+class Cluster(Protocol):
+    """Where the tasks are: started by this process, or by others."""
+
+    spec: ClusterSpec
+
+    def launch(self) -> None: ...
+    def wait(self) -> None: ...
+    def lost_tasks(self) -> dict[Task, str]: ...
+    def kill(self) -> bool: ...
+    def stop(self) -> None: ...
 
 
 class OnServers(StoredStrategy):
     """A strategy whose parameters live on parameter servers and whose steps run on workers.
 
     Args:
-        shape: how many servers and workers to start on this machine.
+        shape: how many servers and workers there are.
+        make_cluster: folder for logs -> the cluster, not started.
         placement: which server holds which variable.
-        start_timeout: seconds within which every task must serve.
         step_timeout: seconds without any result after which the run is given up.
     """
 
     def __init__(
         self,
         shape: ClusterShape,
+        make_cluster: Callable[[Path], Cluster],
         *,
         placement: Placement,
-        start_timeout: float = 120.0,
         step_timeout: float = 300.0,
     ) -> None:
         self._shape = shape
+        self.num_replicas = shape.num_workers
         self._placement = placement
-        self._start_timeout = start_timeout
         self._step_timeout = step_timeout
-        self._cluster: LocalCluster | None = None
+        self._make_cluster = make_cluster
+        self._cluster: Cluster | None = None
         self._coordinator: Coordinator | None = None
 
     def start(self, program: Program) -> None:
-        self._cluster = LocalCluster(self._shape, program.log_dir, start_timeout=self._start_timeout)
+        self._cluster = self._make_cluster(program.log_dir)
         self._cluster.launch()
         # While the tasks come up, the chief builds the model.
         self._program = prepare(program, self._shape.num_workers)
@@ -82,14 +98,18 @@ class OnServers(StoredStrategy):
     def stop(self) -> None:
         if self._cluster is None:
             return
+        is_dead = True
         if self._coordinator is not None and not (self._is_idle() and self._coordinator.all_answer()):
             # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
             # an error at once.
-            self._cluster.kill()
+            is_dead = self._cluster.kill()
         # Whatever stands for something on the tasks goes first, while they are there.
-        for name in ("_program", "_store", "_make_dataset", *self._held_on_tasks()):
-            vars(self).pop(name, None)
-        if self._coordinator is not None:
+        names = ("_program", "_store", "_make_dataset", *self._held_on_tasks())
+        held = [vars(self).pop(name, None) for name in names]
+        if not is_dead:
+            _abandoned.append((held, self._coordinator))
+        elif self._coordinator is not None:
+            del held
             self._coordinator.stop()
         self._coordinator = None
         self._cluster.stop()

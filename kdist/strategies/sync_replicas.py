@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import iterator_spec
+from kdist.cluster.coordinator import iterator_spec, lost_soon
 from kdist.cluster.spec import Task
 from kdist.data import worker_arguments
 from kdist.errors import ClusterError
@@ -86,10 +86,12 @@ class SyncReplicas(OnServers):
         super().__init__(*args, **kwargs)
         num_workers = self._shape.num_workers
         self._quorum = Quorum(replicas_to_aggregate or num_workers - backup_workers, num_workers, token_mode == "tf1")
+        self.batches_per_step = self._quorum.replicas_to_aggregate
         self._iterators: dict[int, Any] = {}
         #: Workers with a call in flight, and the step it was begun at.
         self._busy: dict[int, int] = {}
-        self._without_data: set[int] = set()
+        #: Workers that are lost or have no more data.
+        self._absent: set[int] = set()
         self._applies: dict[int, Callable[..., tf.Tensor]] = {}
 
     def start(self, program: Program) -> None:
@@ -153,7 +155,7 @@ class SyncReplicas(OnServers):
             if self._quorum.shared_tokens:
                 may = sum(given.values()) < self._quorum.tokens
             else:
-                # The share of workers without data is left to nobody: the quorum is lowered by it.
+                # The share of absent workers is left to nobody: the quorum is lowered by it.
                 may = given[worker] < self._quorum.share(worker)
             if may:
                 given[worker] += 1
@@ -161,13 +163,13 @@ class SyncReplicas(OnServers):
                 self._running().start_on(worker, self._call, self._iterators[worker])
 
     def _active(self) -> list[int]:
-        return [w for w in range(self._shape.num_workers) if w not in self._without_data]
+        return [w for w in range(self._shape.num_workers) if w not in self._absent]
 
     def _needed(self) -> int:
         """Gradients of an update: what was asked for, or what the workers that have data can bring."""
         active = self._active()
         if not active:
-            raise ClusterError("no worker has any data left")
+            raise ClusterError("no worker is left that has data")
         if self._quorum.shared_tokens:
             return self._quorum.replicas_to_aggregate
         return min(self._quorum.replicas_to_aggregate, sum(self._quorum.share(worker) for worker in active))
@@ -177,7 +179,7 @@ class SyncReplicas(OnServers):
         try:
             return outcome.result()
         except tf.errors.OutOfRangeError:
-            self._without_data.add(worker)
+            self._absent.add(worker)
             if not self._active():
                 raise
             warnings.warn(
@@ -186,6 +188,17 @@ class SyncReplicas(OnServers):
                 stacklevel=2,
             )
             return None
+        except tf.errors.UnavailableError:
+            self._absent.add(worker)
+            # Backup workers may take the place of one that is lost.
+            if self._needed() < self._quorum.replicas_to_aggregate or not self._is_lost(worker):
+                raise
+            self._running().check_tasks()
+            return None
+
+    def _is_lost(self, worker: int) -> bool:
+        lost = lost_soon(self._cluster.lost_tasks) if self._cluster is not None else {}
+        return Task("worker", worker) in lost
 
     def _call(self, iterator: Any) -> _Gradient:
         *contribution, packed = self._compute(iterator)

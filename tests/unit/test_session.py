@@ -96,7 +96,7 @@ def test_never_steps_over_a_boundary_of_a_hook() -> None:
     )
     assert session.checkpoints.saved == [0, 25, 50, 60]
     train = [step for split, step, tags in session.summaries.written if "loss" in tags]
-    assert train == [10, 20, 30, 40, 50, 60]
+    assert train == [1, 11, 21, 31, 41, 51, 60]
 
 
 def test_stop_after_num_steps_counts_from_the_resumed_step() -> None:

@@ -1,0 +1,84 @@
+"""What every process that kdist starts has in common: it ends with its parent, and it sees the devices it should."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.cluster.spec import Task
+
+if TYPE_CHECKING:
+    from kdist.schema import DevicesConfig
+
+_PARENT_CHECK_SECS = 1.0
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Lets this process end when its standard input closes or its parent is gone, from now on.
+
+    A pipe is closed by the kernel even after `kill -9` of the parent. A process that is stopped does not see it; Linux
+    is asked to kill it then.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECS)
+        if readable and not os.read(0, 1024):
+            break
+    # A TensorFlow server has no stop; leaving at once is its clean end, it holds nothing that must be written.
+    os._exit(0)
+
+
+def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[str, str]:
+    """The environment of a task's process.
+
+    Args:
+        devices: which GPUs tasks may use.
+    """
+    environment = dict(os.environ)
+    # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
+    for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
+        environment.pop(name, None)
+    # The task finds the same kdist as the chief, installed or not.
+    package_root = str(Path(__file__).resolve().parents[2])
+    paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["TF_CPP_MIN_LOG_LEVEL"] = "1"
+    if task.job == "ps":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if (visible := visible_devices(task, devices)) is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    return environment
+
+
+def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
+    """The GPUs that a task may use, as CUDA_VISIBLE_DEVICES has them; None if nothing is said of its job."""
+    chosen: Sequence[Any] | None = getattr(devices, task.job, None)
+    if chosen is None:
+        return None
+    if chosen and isinstance(chosen[0], (list, tuple)):
+        chosen = chosen[task.index] if task.index < len(chosen) else []
+    return ",".join(map(str, chosen))
+
+
+def how_it_ended(code: int) -> str:
+    """`exit code 1`, or `killed by signal 9, SIGKILL`."""
+    if code < 0:
+        try:
+            return f"killed by signal {-code}, {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return f"exit code {code}"

@@ -1,0 +1,326 @@
+"""`fit` in processes of its own, for strategies whose workers run the program themselves.
+
+What `Trainer.fit` was given travels to each process by cloudpickle, in a file. Worker 0 is the chief; what it prints
+appears here, and what it comes to (history, values, result) comes back in a file. Each process is
+`python -m kdist.program '<ProgramOptions as JSON>'`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import cloudpickle
+
+from kdist.cluster.local import available_cores, free_ports, thread_budget
+from kdist.cluster.process import end_with_parent, how_it_ended, task_environment
+from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
+from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
+
+if TYPE_CHECKING:
+    from kdist.schema import DevicesConfig
+
+_POLL_SECS = 0.1
+_STOP_SECS = 5.0
+_LOG_LINES = 12
+# Begins a line of the chief that is a warning.
+_WARNING = "\x1e"
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What a process of a program needs to know before it may import TensorFlow.
+
+    Attributes:
+        index: of this worker.
+        workers: addresses of all; with one there is nobody to meet.
+        num_cpus: logical CPU devices to make; 0 leaves the CPU as it is.
+        intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
+        folder: where `program` is, and `started-<index>` and `outcome-<index>` will be.
+        path: Python's import path.
+    """
+
+    index: int
+    workers: list[str]
+    num_cpus: int
+    intra_op_threads: int
+    inter_op_threads: int
+    folder: str
+    path: list[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a process of a program came to.
+
+    Attributes:
+        error: what it raised; None if it ended well.
+        value: what the chief returns.
+    """
+
+    error: BaseException | None = None
+    value: Any = None
+
+
+@dataclass
+class ProgramTasks:
+    """Runs a program in processes of this machine.
+
+    Args:
+        num_workers: how many.
+        log_dir: folder for their logs, `worker-<index>.log`.
+        start_timeout: seconds within which all must have met.
+        num_cpus: logical CPU devices of each; 0 for the devices there are.
+        devices: which GPUs they may use.
+        print_line: takes what the chief prints.
+    """
+
+    num_workers: int
+    log_dir: Path
+    start_timeout: float
+    num_cpus: int = 0
+    devices: DevicesConfig | None = None
+    print_line: Any = print
+
+    def run(self, program: Mapping[str, Any]) -> Any:
+        """Runs `program` to its end.
+
+        Args:
+            program: what `kdist.remote_fit.run_program` takes in each process.
+
+        Returns:
+            What it returned on the chief.
+
+        Raises:
+            ConfigError: something in the program cannot travel.
+            ClusterError: a process was lost or did not start in time.
+            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when the chief had saved.
+        """
+        with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
+            (Path(folder) / "program").write_bytes(_pickled(program))
+            processes = self._launch(folder)
+            signals = _ForwardedSignals(processes[0])
+            relay = threading.Thread(target=self._relay, args=[processes[0]], daemon=True)
+            relay.start()
+            try:
+                with signals:
+                    outcome = self._wait(processes, Path(folder))
+                relay.join(_STOP_SECS)
+            finally:
+                _end(processes)
+            if outcome.error is not None:
+                raise outcome.error
+            return outcome.value
+
+    def _launch(self, folder: str) -> list[subprocess.Popen[str]]:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        ports = free_ports(self.num_workers) if self.num_workers > 1 else []
+        workers = [f"127.0.0.1:{port}" for port in ports]
+        intra_op, inter_op = thread_budget("worker", ClusterShape(0, self.num_workers), available_cores())
+        processes = []
+        for index in range(self.num_workers):
+            task = Task("worker", index)
+            options = ProgramOptions(index, workers, self.num_cpus, intra_op, inter_op, folder, sys.path)
+            with self._log(index).open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "kdist.program", json.dumps(asdict(options))],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE if index == 0 else log,
+                        stderr=log,
+                        env=task_environment(task, self.devices),
+                        text=True,
+                        # Ctrl-C goes to this process alone, which passes it on to the chief.
+                        start_new_session=True,
+                    )
+                )
+        return processes
+
+    def _wait(self, processes: Sequence[subprocess.Popen[str]], folder: Path) -> Outcome:
+        """Waits for the chief, and for the others until they met."""
+        deadline = time.monotonic() + self.start_timeout
+        while (code := processes[0].poll()) is None:
+            for index, process in enumerate(processes):
+                if process.poll() not in (None, 0):
+                    # The chief may have more to say of the same.
+                    processes[0].terminate()
+                    return self._failure_of(index, process.wait(), folder)
+            missing = [i for i in range(len(processes)) if not (folder / f"started-{i}").exists()]
+            if missing and time.monotonic() > deadline:
+                names = ", ".join(str(Task("worker", i)) for i in missing)
+                raise ClusterError(
+                    f"{names} did not answer within {self.start_timeout:g} s (cluster.start_timeout)"
+                    + self._log_tail(missing[0])
+                )
+            time.sleep(_POLL_SECS)
+        return self._failure_of(0, code, folder)
+
+    def _failure_of(self, index: int, code: int, folder: Path) -> Outcome:
+        """What a process that has ended says of it, or what can be said of it."""
+        try:
+            outcome: Outcome = pickle.loads((folder / f"outcome-{index}").read_bytes())
+        except FileNotFoundError:
+            error = f"{Task('worker', index)} is lost ({how_it_ended(code)})"
+            return Outcome(error=ClusterError(error + self._log_tail(index)))
+        return outcome
+
+    def _relay(self, chief: subprocess.Popen[str]) -> None:
+        assert chief.stdout is not None
+        for line in chief.stdout:
+            if line.startswith(_WARNING):
+                warnings.warn(line.removeprefix(_WARNING).rstrip("\n"), stacklevel=2)
+            else:
+                self.print_line(line.rstrip("\n"))
+
+    def _log(self, index: int) -> Path:
+        return self.log_dir / f"worker-{index}.log"
+
+    def _log_tail(self, index: int) -> str:
+        lines = self._log(index).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return f"\n  log: {self._log(index)}" + (" (last lines follow)\n" + "\n".join(lines) if lines else " (empty)")
+
+
+class _ForwardedSignals:
+    """While entered, Ctrl-C and SIGTERM go to the chief; a second Ctrl-C is raised at once."""
+
+    def __init__(self, chief: subprocess.Popen[str]) -> None:
+        self._chief = chief
+        self._before: dict[int, Any] = {}
+        self._received = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._forward)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = True
+        self._chief.send_signal(number)
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.stdin is not None:
+            process.stdin.close()
+    deadline = time.monotonic() + _STOP_SECS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Knows datasets, which travel as their graph."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        import tensorflow as tf
+
+        if isinstance(obj, tf.data.Dataset):
+            from kdist.data import dataset_graph
+
+            return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
+        return super().reducer_override(obj)
+
+
+def _dataset(graph: bytes, element_spec: Any) -> Any:
+    import tensorflow as tf
+
+    from kdist.data import dataset_of_graph
+
+    return dataset_of_graph(tf.constant(graph), element_spec)
+
+
+def _pickled(program: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump(dict(program))
+    except KdistError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the model, data or hooks cannot travel to the processes that train: {type(error).__name__}: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def main(options: ProgramOptions) -> NoReturn:
+    """Runs the program as one of its workers; ends the process."""
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.path[:] = options.path
+    if options.index == 0:
+        warnings.showwarning = lambda message, *_, **__: print(f"{_WARNING}{message}", flush=True)
+    folder = Path(options.folder)
+    try:
+        outcome = Outcome(value=_run(options, folder))
+    except BaseException as error:  # noqa: BLE001 - raised where the program came from
+        traceback.print_exc()
+        outcome = Outcome(error=_travelling(error, str(Task("worker", options.index))))
+    unfinished = folder / f".outcome-{options.index}"
+    unfinished.write_bytes(cloudpickle.dumps(outcome))
+    unfinished.replace(folder / f"outcome-{options.index}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At a normal exit TensorFlow may wait for a worker that is gone.
+    os._exit(0 if outcome.error is None else 1)
+
+
+def _run(options: ProgramOptions, folder: Path) -> Any:
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    membership = None
+    if options.num_cpus:
+        from kdist.strategies.mirrored import make_logical_cpus
+
+        make_logical_cpus(options.num_cpus)
+    if options.workers:
+        from kdist.strategies.multi_worker_mirrored import join
+
+        membership = Membership(ClusterSpec((), tuple(options.workers)), Task("worker", options.index))
+        # Before the program is read: models and tensors in it run TensorFlow's first ops.
+        join(membership)
+    (folder / f"started-{options.index}").touch()
+    program = pickle.loads((folder / "program").read_bytes())
+    from kdist.remote_fit import run_program
+
+    return run_program(program, membership)
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _travelling(error: BaseException, task: str) -> BaseException:
+    """The error itself if it is one of kdist's or a signal's, else a `TaskError` that says what it was."""
+    return error if isinstance(error, (KdistError, KeyboardInterrupt, SystemExit)) else TaskError(task, error)
+
+
+if __name__ == "__main__":
+    main(ProgramOptions(**json.loads(sys.argv[1])))

@@ -1,0 +1,117 @@
+"""`Trainer.fit` for strategies that cannot run in the caller's process: packed here, unpacked and run there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from kdist import console
+from kdist.cluster.serve import serve_until_done
+from kdist.cluster.spec import Membership
+from kdist.errors import ClusterError
+from kdist.parameters.local import write_to_model
+from kdist.program import ProgramTasks
+from kdist.result import Result, describe
+from kdist.run_dir import RunDir
+from kdist.strategies.stored import prepare
+
+if TYPE_CHECKING:
+    from kdist.fit_arguments import FitArguments
+    from kdist.trainer import Trainer
+
+
+def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -> keras.callbacks.History:
+    """Runs `trainer.fit_here(arguments)` in processes of its own; the trainer then has what came of it.
+
+    Args:
+        num_cpus: logical CPU devices to make in each.
+    """
+    data = arguments.training_data(trainer.seed)
+    model = trainer.model
+    # Builds the model, and finds what is wrong with it and the data before anything starts.
+    prepare(trainer.program(data, arguments.batch_size), 1)
+    tasks = ProgramTasks(
+        num_workers=max(1, trainer.shape.num_workers),
+        log_dir=trainer.run_dir / "logs",
+        start_timeout=trainer.cluster_config.start_timeout,
+        num_cpus=num_cpus,
+        devices=trainer.cluster_config.devices,
+        print_line=console.print_line,
+    )
+    given = replace(arguments, x=data, y=None, sample_weight=None, class_weight=None)
+    started = time.time()
+    try:
+        outcome = tasks.run({"trainer": trainer.arguments(), "fit": given, "values": _values_of(model)})
+    except ClusterError as error:
+        # Who is lost writes no result.
+        if not _is_newer(trainer.run_dir / "result.json", started):
+            trainer.result = Result(strategy=trainer.strategy, cluster=str(trainer.shape), error=describe(error))
+            RunDir(trainer.run_dir, trainer.name).write_result(trainer.result)
+        raise
+    _set_values(model, outcome["values"])
+    trainer.result = outcome["result"]
+    history = keras.callbacks.History()
+    history.set_model(model)
+    history.on_train_begin()
+    history.history, history.epoch = outcome["history"], outcome["epoch"]
+    return history
+
+
+def run_program(program: Mapping[str, Any], membership: Membership | None) -> dict[str, Any] | None:
+    """What `fit_in_processes` packed, run in one of the processes.
+
+    Args:
+        membership: which worker this is; None if it is alone.
+
+    Returns:
+        What the chief brings back; None for the others.
+    """
+    from kdist.trainer import Trainer
+
+    trainer = Trainer(**program["trainer"], membership=membership)
+    arguments = program["fit"]
+    model = trainer.model
+    prepare(trainer.program(arguments.x, arguments.batch_size), 1)
+    _set_values(model, program["values"])
+    if membership is not None and not membership.is_chief:
+        take_part(trainer, membership, arguments)
+        return None
+    history = trainer.fit_here(arguments)
+    return {
+        "history": history.history,
+        "epoch": history.epoch,
+        "values": _values_of(model),
+        "result": trainer.result,
+    }
+
+
+def take_part(trainer: Trainer, membership: Membership, arguments: FitArguments) -> None:
+    """Does in a task that is not the chief what the chief wants of it, until the chief is done."""
+    if not membership.runs_program:
+        serve_until_done(membership, trainer.cluster_config)
+        return
+    strategy: Any = trainer.make_strategy()
+    strategy.follow(trainer.program(arguments.training_data(trainer.seed), arguments.batch_size))
+    write_to_model(trainer.model, strategy.read())
+    if trainer.model.optimizer.use_ema:
+        trainer.model.optimizer.finalize_variable_values(trainer.model.trainable_variables)
+
+
+def _is_newer(path: Path, since: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= since
+
+
+def _values_of(model: keras.Model) -> list[np.ndarray]:
+    """Everything that a model and its optimizer hold, in their order, which is the same for each model built alike."""
+    return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+
+
+def _set_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip([*model.variables, *model.optimizer.variables], values):
+        variable.assign(value)

@@ -1,0 +1,166 @@
+"""`multi_worker_mirrored`: the devices of several processes or machines, with averaged gradients and no servers.
+
+Over `tf.distribute.MultiWorkerMirroredStrategy`, by a loop of kdist's own: Keras's `fit` fails there. Every worker runs
+the program. Worker 0 is the chief: it alone has a session with hooks, and before each call it tells the others by a
+small all-reduce what comes next, so that all of them take part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.cluster.spec import Membership
+from kdist.errors import ClusterError, ConfigError
+from kdist.strategies.all_reduce import AllReduce, here
+from kdist.strategies.base import Program
+from kdist.strategies.calls import StepLogs
+
+T = TypeVar("T")
+
+_RUN, _WRITE, _STOP = 1, 2, 3
+_STOP_SECS = 5.0
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+_distributions: dict[Membership, tf.distribute.Strategy] = {}
+
+
+def join(membership: Membership) -> tf.distribute.Strategy:
+    """Meets the other workers; TensorFlow can do that only before its first op in a process.
+
+    Raises:
+        ConfigError: it has run one already.
+    """
+    if membership not in _distributions:
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
+            task_type="worker",
+            task_id=membership.task.index,
+            rpc_layer="grpc",
+        )
+        try:
+            _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+        except RuntimeError as error:
+            raise ConfigError(
+                "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
+                f"anything else ({error})"
+            ) from error
+    return _distributions[membership]
+
+
+class MultiWorkerMirrored(AllReduce):
+    """One replica on each device of each worker.
+
+    Args:
+        membership: which worker this process is.
+        step_timeout: seconds that the other workers may take to answer.
+    """
+
+    name: ClassVar[str] = "multi_worker_mirrored"
+
+    def __init__(self, membership: Membership, *, step_timeout: float = 300.0) -> None:
+        self._distribution = join(membership)
+        devices = len(self._distribution.extended.worker_devices)
+        super().__init__(first_replica=membership.task.index * devices)
+        self.batches_per_step = self._distribution.num_replicas_in_sync
+        self._is_chief = membership.is_chief
+        self._step_timeout = step_timeout
+        self._is_started = False
+
+    def start(self, program: Program) -> None:
+        self._start(program, self._distribution)
+        say = tf.function(self._all_say, autograph=False)
+        self._say_together = say.get_concrete_function(tf.TensorSpec([2], tf.int64))
+        self._bounded(lambda: self._share(self._store.read()))
+        self._is_started = True
+
+    def follow(self, program: Program) -> None:
+        """Takes part in whatever the chief does, until it stops."""
+        self.start(program)
+        while True:
+            # The chief may take its time between two calls: it validates and saves.
+            command, argument = self._say(0)
+            if command == _STOP:
+                return
+            if command == _WRITE:
+                self._share(self._store.read())
+            else:
+                super()._call(argument)
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        super().write(values)
+
+        def share() -> None:
+            self._say(_WRITE)
+            self._share(self._store.read())
+
+        self._bounded(share)
+
+    def stop(self) -> None:
+        if self._is_chief and self._is_started:
+            self._is_started = False
+            with suppress(ClusterError):
+                self._bounded(lambda: self._say(_STOP), _STOP_SECS)
+        super().stop()
+
+    def _call(self, num_steps: int) -> StepLogs:
+        def call() -> StepLogs:
+            self._say(_RUN, num_steps)
+            return super(MultiWorkerMirrored, self)._call(num_steps)
+
+        return self._bounded(call)
+
+    def _say(self, command: int, argument: int = 0) -> tuple[int, int]:
+        """What the chief says; the others say nothing, which is 0."""
+        said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
+        return int(said[0]), int(said[1])
+
+    def _all_say(self, values: tf.Tensor) -> tf.Tensor:
+        # With several devices to a worker only its first one speaks.
+        return self._in_each_replica(
+            lambda context, local: context.all_reduce(
+                tf.distribute.ReduceOp.SUM, here(values if local == 0 else tf.zeros_like(values))
+            )
+        )[0]
+
+    def _share(self, values: Mapping[str, np.ndarray]) -> None:
+        """Gives every worker the chief's values."""
+        for kind, of_kind in (("float64", "fc"), ("int64", "iub")):
+            names = [name for name, value in values.items() if (value.dtype.kind in "iub") == (of_kind == "iub")]
+            if not names:
+                continue
+            flat = np.concatenate([values[name].astype(kind).ravel() for name in names])
+            mine = tf.constant(flat if self._is_chief else np.zeros_like(flat))
+            shared = tf.function(self._all_say, autograph=False)(mine).numpy()
+            bounds = np.cumsum([values[name].size for name in names])[:-1]
+            parts = np.split(shared, bounds)
+            super().write({n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)})
+
+    def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
+        """Calls what waits for the other workers; given up, it stays behind in its thread."""
+        outcome: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised below
+                outcome.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return outcome.result(timeout or self._step_timeout)
+        except TimeoutError:
+            raise ClusterError(
+                f"the other workers did not answer within {self._step_timeout:g} s (cluster.step_timeout)"
+            ) from None
+        except _LOST as error:
+            raise ClusterError(f"a worker is lost: {_first_line(error)}") from error
+
+
+def _first_line(error: Any) -> str:
+    return str(error.message).partition("\n")[0]

@@ -1,0 +1,180 @@
+"""Synchronous updates on real TensorFlow servers: who is waited for, what is dropped, what becomes of a quorum."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import result_of, tags_of, toy_data
+
+import kdist
+from kdist.hooks import Hook, SummarySaver
+
+pytestmark = pytest.mark.cluster
+
+SLOW_WORKER, SLOW_SECS = 2, 0.25
+
+
+class Notes(Hook):
+    """Notes the staleness of every update, and what became of gradients."""
+
+    def __init__(self) -> None:
+        self.staleness: list[int] = []
+        self.accepted: list[int] = []
+
+    def after_run(self, context: Any, values: Any) -> None:
+        self.staleness += values.staleness.tolist()
+        self.accepted.append(sum(counts.accepted for counts in values.contributions.values()))
+
+
+def with_a_slow_worker(context: kdist.DataContext) -> tf.data.Dataset:
+    """Batches of `toy_data`; those of one worker take their time, without the CPU."""
+    x, y = toy_data()
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(8, drop_remainder=True)
+    delay = tf.where(tf.equal(context.worker_index, SLOW_WORKER), int(SLOW_SECS * 1e6), 0)
+    variant = tf.raw_ops.ExperimentalSleepDataset(
+        input_dataset=batches._variant_tensor,
+        sleep_microseconds=tf.cast(delay, tf.int64),
+        output_types=[spec.dtype for spec in batches.element_spec],
+        output_shapes=[spec.shape for spec in batches.element_spec],
+    )
+    return tf.data.experimental.from_variant(variant, batches.element_spec)
+
+
+def test_a_backup_worker_lets_the_others_leave_a_slow_one_behind(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = Notes()
+    trainer = kdist.Trainer(
+        models.mlp,
+        cluster="1ps3w",
+        strategy="sync_replicas",
+        backup_workers=1,
+        run_dir=run_dir,
+        hooks=[notes, SummarySaver(every_steps=20)],
+    )
+    trainer.fit(with_a_slow_worker, steps=100)
+    result = result_of(run_dir)
+    assert (result["status"], result["global_step"]) == ("done", 100)
+    assert result["examples"] == 100 * 2 * 8
+    # No gradient of older parameters was applied, and each update had two.
+    assert notes.staleness == [0] * 100
+    assert sum(notes.accepted) == 200
+    assert result["gradients"]["staleness_max"] == 0
+    by_worker = result["gradients"]["by_worker"]
+    slow = by_worker.pop(f"worker:{SLOW_WORKER}")
+    assert slow["dropped"] == slow["stale"] >= 1
+    assert result["gradients"]["dropped"] == slow["dropped"] + sum(counts["dropped"] for counts in by_worker.values())
+    assert sum(counts["accepted"] for counts in by_worker.values()) + slow["accepted"] == 200
+    assert slow["accepted"] < 50
+    # The rate is that of the others, and not one update for each batch of the slow one.
+    assert result["steps_per_second"] > 2 / SLOW_SECS
+    assert {f"sync/{what}/worker_{i}" for what in ("accepted", "dropped", "stale") for i in range(3)} <= tags_of(
+        run_dir / "tb" / "train"
+    )
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sync  | worker:")]
+    assert [line.split(" | ")[1] for line in lines] == ["worker:0", "worker:1", "worker:2"]
+
+
+def test_more_replicas_than_workers_are_several_batches_of_each(run_dir: Path) -> None:
+    x, y = toy_data(256)
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(2)
+        return models.mlp(keras.optimizers.SGD(0.1, momentum=0.9))
+
+    def train(cluster: str, batch_size: int, **options: Any) -> list[np.ndarray]:
+        trainer = kdist.Trainer(build, cluster=cluster, run_dir=run_dir / cluster, **options)
+        trainer.fit(x, y, batch_size=batch_size, steps=12, shuffle=False, verbose=0)
+        return trainer.model.get_weights()
+
+    ours = train("1ps2w", 8, strategy="sync_replicas", replicas_to_aggregate=4)
+    for mine, expected in zip(ours, train("local", 32)):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("token_mode", ["strict", "tf1"])
+def test_an_odd_number_of_replicas_is_shared_out(token_mode: str, run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        models.mlp,
+        cluster="1ps2w",
+        strategy="sync_replicas",
+        replicas_to_aggregate=3,
+        token_mode=token_mode,
+        run_dir=run_dir,
+    )
+    trainer.fit(x, y, batch_size=8, steps=40, verbose=0)
+    gradients = result_of(run_dir)["gradients"]
+    accepted = [counts["accepted"] for counts in gradients["by_worker"].values()]
+    assert sum(accepted) == 3 * 40
+    assert gradients["dropped"] == 0
+    if token_mode == "strict":
+        assert accepted == [80, 40]
+
+
+def test_the_end_of_data_on_one_worker_lowers_the_quorum(run_dir: Path) -> None:
+    def half_empty(context: kdist.DataContext) -> tf.data.Dataset:
+        x, y = toy_data()
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        return batches.take(tf.where(tf.equal(context.worker_index, 0), np.int64(-1), np.int64(0)))
+
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
+    with pytest.warns(UserWarning, match=r"worker:1 has no more data; 1 gradients make an update"):
+        trainer.fit(half_empty, steps=20, verbose=0)
+    result = result_of(run_dir)
+    assert (result["status"], result["global_step"]) == ("done", 20)
+    assert result["gradients"]["by_worker"] == {"worker:0": {"accepted": 20, "dropped": 0, "stale": 0}}
+
+
+def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path) -> None:
+    class KillOne(Hook):
+        def after_run(self, context: Any, values: Any) -> None:
+            if values.global_step == 10:
+                cluster = context.session.strategy._cluster
+                os.kill(next(pid for task, pid in cluster.pids.items() if str(task) == "worker:1"), signal.SIGKILL)
+
+        def due_in(self, step: int) -> int | None:
+            return 10 - step if step < 10 else None
+
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        models.mlp, cluster="1ps3w", strategy="sync_replicas", backup_workers=1, run_dir=run_dir, hooks=[KillOne()]
+    )
+    with pytest.warns(UserWarning, match="worker:1 is lost"):
+        trainer.fit(x, y, batch_size=8, steps=60, verbose=0)
+    assert result_of(run_dir)["global_step"] == 60
+
+
+def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
+    class KillOne(Hook):
+        def after_run(self, context: Any, values: Any) -> None:
+            os.kill(list(context.session.strategy._cluster.pids.values())[-1], signal.SIGKILL)
+
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir, hooks=[KillOne()], step_timeout=20
+    )
+    with pytest.raises(kdist.ClusterError, match="worker:1 is lost"):
+        trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
+
+
+def test_an_error_of_the_users_names_the_worker(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
+    with pytest.raises(kdist.TaskError, match=r"^worker:\d: .*label value"):
+        trainer.fit(x, y + 7, batch_size=8, steps=20, verbose=0)
+
+
+def test_batch_normalization_gets_the_mean_of_what_the_workers_saw(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.batch_normalized, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
+    trainer.fit(x + 5.0, y, batch_size=32, steps=200, verbose=0)
+    normalization = trainer.model.layers[1]
+    expected = trainer.model.layers[0](x + 5.0).numpy().mean(0)
+    assert np.abs(normalization.moving_mean.numpy() - expected).max() < 0.5 * np.abs(expected).max() + 0.5

@@ -1,0 +1,92 @@
+"""One model, some data and several optimizers with which all strategies must come to the same parameters.
+
+Run as a program it trains in a process that a strategy needs for itself, as `mirrored` over logical CPU devices, or as
+one worker of `multi_worker_mirrored` (with TF_CONFIG), and saves what it came to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EXAMPLES, BATCH, STEPS = 320, 64, 30
+
+
+def optimizers() -> dict[str, Callable[[], Any]]:
+    from keras import optimizers as o
+
+    decay = o.schedules.ExponentialDecay(0.1, decay_steps=5, decay_rate=0.8)
+    return {
+        "sgd": lambda: o.SGD(decay),
+        "momentum": lambda: o.SGD(decay, momentum=0.9, use_ema=True, ema_momentum=0.8),
+        "adam": lambda: o.Adam(0.01, global_clipnorm=0.5),
+        "adagrad": lambda: o.Adagrad(0.1, clipnorm=0.05),
+        "rmsprop": lambda: o.RMSprop(0.01, clipvalue=0.01),
+        "ftrl": lambda: o.Ftrl(0.1),
+        "adamw": lambda: o.AdamW(0.01, weight_decay=0.1),
+    }
+
+
+def data() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(5)
+    numbers = rng.normal(size=(EXAMPLES, 6)).astype(np.float32)
+    ids = rng.integers(0, 40, (EXAMPLES, 3)).astype(np.int32)
+    return {"numbers": numbers, "ids": ids}, ((numbers.sum(1) > 0) + ids[:, 0] % 2).astype(np.int64)
+
+
+def build(optimizer: str) -> Any:
+    """Dense layers with L2, Keras's embedding and kdist's; the same initial values each time."""
+    import keras
+    from keras import layers
+
+    from kdist.layers import Embedding
+
+    keras.utils.set_random_seed(11)
+    numbers, ids = layers.Input((6,), name="numbers"), layers.Input((3,), dtype="int32", name="ids")
+    parts = [numbers, layers.Flatten()(layers.Embedding(50, 4)(ids)), layers.Flatten()(Embedding(50, 3)(ids))]
+    hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(layers.Concatenate()(parts))
+    model = keras.Model({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
+    model.compile(optimizers()[optimizer](), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def train(optimizer: str, run_dir: Path, cluster: str, num_replicas: int, **options: Any) -> list[np.ndarray]:
+    """The parameters after STEPS steps of BATCH examples, shared out over replicas; unshuffled."""
+    import kdist
+
+    x, y = data()
+    trainer = kdist.Trainer(lambda: build(optimizer), cluster=cluster, run_dir=run_dir, **options)
+    trainer.fit(x, y, batch_size=BATCH // num_replicas, steps=STEPS, shuffle=False, verbose=0)
+    return trainer.model.get_weights()
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """Equal to 1e-5, relative to each variable."""
+    assert len(ours) == len(theirs)
+    for mine, others in zip(ours, theirs):
+        assert np.linalg.norm(mine - others) <= 1e-5 * np.linalg.norm(others)
+
+
+def main(kind: str, folder: Path) -> None:
+    if kind == "mirrored":
+        from kdist.strategies.mirrored import make_logical_cpus
+
+        make_logical_cpus(2)
+        cluster, options = "local", {"strategy": "mirrored", "devices": 2}
+    else:
+        cluster, options = "tf_config", {}
+        from kdist.trainer import Trainer
+
+        # TensorFlow has to meet the other worker before it runs its first op.
+        Trainer(lambda: build("sgd"), cluster=cluster)
+    for optimizer in optimizers():
+        weights = train(optimizer, folder / f"run-{optimizer}", cluster, 2, **options)
+        np.savez(folder / f"{kind}-{optimizer}.npz", *weights)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
