@@ -19,11 +19,12 @@ from kdist.errors import (
 from kdist.version import __version__
 
 if TYPE_CHECKING:
-    from kdist import hooks
+    from kdist import hooks, layers
     from kdist.data import DataContext
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
 
+_MODULES = ("hooks", "layers")
 _LAZY = {
     "DataContext": "kdist.data",
     "TrainSession": "kdist.session",
@@ -42,12 +43,13 @@ __all__ = [
     "Trainer",
     "__version__",
     "hooks",
+    "layers",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hooks":
-        return importlib.import_module("kdist.hooks")
+    if name in _MODULES:
+        return importlib.import_module(f"kdist.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kdist' has no attribute {name!r}")

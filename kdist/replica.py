@@ -18,7 +18,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
-from kdist.parameters.apply import check_optimizer
+from kdist.parameters.apply import check_optimizer, is_elementwise
 from kdist.parameters.transport import sum_duplicates
 
 
@@ -50,11 +50,10 @@ class ReplicaStep:
         whole_tables: the other embedding tables, with what needs them whole.
 
     Raises:
-        ConfigError: the model is not compiled, overrides `train_step`, or has an optimizer that is not supported.
+        ConfigError: a model that cannot be trained; what can be seen before it is built, `check_model` refuses.
     """
 
     def __init__(self, model: keras.Model, batch_spec: Any) -> None:
-        check_model(model)
         model._symbolic_build(data_batch=batch_spec)
         self.model = model
         self.trainable: list[keras.Variable] = model.trainable_variables
@@ -72,6 +71,9 @@ class ReplicaStep:
     @property
     def row_wise(self) -> frozenset[int]:
         """The tables of which the optimizer touches looked-up rows only, by index."""
+        # Others than elementwise optimizers need the whole of a variable.
+        if not is_elementwise(self.model.optimizer):
+            return frozenset()
         return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
 
     def __call__(
@@ -202,8 +204,11 @@ class ReplicaStep:
                 self.tables[index] = layer
 
 
-def check_model(model: keras.Model) -> None:
+def check_model(model: keras.Model, strategy: str) -> None:
     """Refuses a model that cannot be trained by a replica step.
+
+    Args:
+        strategy: the name of the strategy that is to train it.
 
     Raises:
         ConfigError: says what to do.
@@ -226,7 +231,7 @@ def check_model(model: keras.Model) -> None:
             f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
             "batches, and no state could follow them"
         )
-    check_optimizer(model.optimizer)
+    check_optimizer(model.optimizer, strategy)
 
 
 def batch_size_of(batch: Any) -> tf.Tensor | int:

@@ -71,6 +71,7 @@ class RunDir:
             table.unlink(missing_ok=True)
             picture.unlink(missing_ok=True)
             return
+        self.path.mkdir(parents=True, exist_ok=True)
         table.write_text(plan.table())
         draw_plan(plan, picture)
 

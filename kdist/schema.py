@@ -30,9 +30,12 @@ class DevicesConfig:
     """Of a chief that is a task of its own; null is all."""
 
     def __post_init__(self) -> None:
+        def are_numbers(value: Any) -> bool:
+            return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+
         for job, devices in vars(self).items():
-            flat = [d for item in devices or [] for d in (item if isinstance(item, list) else [item])]
-            if not isinstance(devices, (list, type(None))) or not all(type(d) is int and d >= 0 for d in flat):
+            one_per_task = isinstance(devices, list) and bool(devices) and all(map(are_numbers, devices))
+            if devices is not None and not are_numbers(devices) and not one_per_task:
                 raise ConfigError(
                     f"cluster.devices.{job}={devices}: must be a list of GPU numbers, as [0,1], or one such list a task"
                 )

@@ -98,7 +98,7 @@ class Trainer:
         self._run_dir = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self._build_model = build_model
-        self._model = _checked(build_model) if isinstance(build_model, keras.Model) else None
+        self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._resume: str | None = resume
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
@@ -114,7 +114,7 @@ class Trainer:
     def model(self) -> keras.Model:
         """The model: an ordinary local Keras model, with the trained values as soon as `fit` returns."""
         if self._model is None:
-            self._model = _checked(self._build_model())
+            self._model = self._checked(self._build_model())
         return self._model
 
     def fit(
@@ -197,7 +197,7 @@ class Trainer:
         )
         if (num_cpus := self._own_processes()) is not None:
             return fit_in_processes(self, num_cpus, arguments)
-        if self._membership is not None and not self._membership.is_chief:
+        if self._membership is not None and not self._is_chief:
             take_part(self, self._membership, arguments)
             return keras.callbacks.History()
         return self.fit_here(arguments)
@@ -344,7 +344,8 @@ class Trainer:
             batch_size=batch_size,
             steps_per_call=self._steps_per_call,
             seed=self._seed,
-            log_dir=self._run_dir.logs,
+            # A task that is not the chief writes nothing, and makes no run dir.
+            log_dir=self._run_dir.logs if self._is_chief else Path(),
         )
 
     def evaluate(
@@ -367,6 +368,10 @@ class Trainer:
     def predict(self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None) -> Any:
         """Outputs of the present parameters, as `keras.Model.predict`."""
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._membership is None or self._membership.is_chief
 
     def _own_processes(self) -> int | None:
         return strategies.own_processes(self._strategy_config, self.shape, self._membership)
@@ -407,9 +412,8 @@ class Trainer:
         )
         self._run_dir.write_result(self.result)
 
-
-def _checked(model: Any) -> keras.Model:
-    if not isinstance(model, keras.Model):
-        raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
-    check_model(model)
-    return model
+    def _checked(self, model: Any) -> keras.Model:
+        if not isinstance(model, keras.Model):
+            raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
+        check_model(model, self.strategy)
+        return model

@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.spec import CHIEF, ClusterShape, ClusterSpec, Membership, Task
@@ -14,7 +15,8 @@ from kdist.errors import ConfigError
 if TYPE_CHECKING:
     from kdist.schema import ClusterConfig
 
-_ADDRESS = re.compile(r"(\S+):(\d{1,5})")
+# A host name, an IPv4 address, or an IPv6 address in brackets.
+_ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):(\d{1,5})")
 _JOBS = ("ps", "worker", "chief")
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 
@@ -27,12 +29,10 @@ def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Memb
     """
     if config.shape == "hosts":
         return _of_hosts(config)
-    if config.shape == "tf_config":
-        return _of_tf_config(environment.get("TF_CONFIG"))
     for key in ("ps", "worker", "chief", "job", "task"):
         if getattr(config, key) not in (None, []):
             raise ConfigError(f"cluster.{key}: is for cluster=hosts, not for cluster={config.shape}")
-    return None
+    return _of_tf_config(environment.get("TF_CONFIG")) if config.shape == "tf_config" else None
 
 
 def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterShape:
@@ -49,15 +49,25 @@ def common_seed(membership: Membership) -> int:
     return zlib.crc32(repr(membership.spec).encode())
 
 
+@dataclass(frozen=True)
+class _Keys:
+    """What the parts of a description are called where it comes from."""
+
+    cluster: str
+    job: str
+    index: str
+
+
+_HOSTS = _Keys("cluster.", "cluster.job", "cluster.task")
+_TF_CONFIG = _Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: task.index")
+
+
 def _of_hosts(config: ClusterConfig) -> Membership:
-    job = config.job
-    if job not in _JOBS:
-        given = "is not given" if job is None else f"={job}"
-        raise ConfigError(f"cluster.job{given}: with cluster=hosts say what this process is: {', '.join(_JOBS)}")
-    if config.task is not None and config.task < 0:
-        raise ConfigError(f"cluster.task={config.task}: must be a whole number, at least 0")
-    addresses = {"ps": config.ps, "worker": config.worker, "chief": [config.chief] if config.chief else []}
-    return _membership(addresses, job, config.task or 0, key="cluster.")
+    if config.job is None:
+        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(_JOBS)}")
+    chief = [config.chief] if config.chief else []
+    addresses = {"ps": config.ps, "worker": config.worker, "chief": chief}
+    return _membership(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
 
 
 def _of_tf_config(text: str | None) -> Membership:
@@ -67,59 +77,63 @@ def _of_tf_config(text: str | None) -> Membership:
         given = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"TF_CONFIG: is not JSON ({error}); it must be {_TF_CONFIG_FORM}") from None
-    for part, kind in (("cluster", dict), ("task", dict)):
-        if not isinstance(given, dict) or not isinstance(given.get(part), kind):
+    for part in ("cluster", "task"):
+        if not isinstance(given, dict) or not isinstance(given.get(part), dict):
             raise ConfigError(f"TF_CONFIG: has no {part}; it must be {_TF_CONFIG_FORM}")
     cluster, task = given["cluster"], given["task"]
     if "type" not in task:
         raise ConfigError(f"TF_CONFIG: task has no type; it must be {_TF_CONFIG_FORM}")
-    try:
-        index = int(task.get("index", 0))
-    except (TypeError, ValueError):
-        raise ConfigError(f"TF_CONFIG: task.index={task['index']}: must be a whole number, at least 0") from None
     # "master" is what TF1 called the chief.
-    renamed = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
-    job = "chief" if task["type"] == "master" else task["type"]
-    if unknown := sorted(set(renamed) - {*_JOBS, "evaluator"}):
+    cluster = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
+    if unknown := sorted(set(cluster) - {*_JOBS, "evaluator"}):
         raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {', '.join(_JOBS)}")
-    for name, hosts in renamed.items():
+    for job, hosts in cluster.items():
         if not isinstance(hosts, list):
-            raise ConfigError(f"TF_CONFIG: cluster.{name} must be a list of addresses, host:port")
+            raise ConfigError(f"TF_CONFIG: cluster.{job} must be a list of addresses, host:port")
+    index = task.get("index", 0)
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)
+    job = "chief" if task["type"] == "master" else task["type"]
     if job == "evaluator":
-        # No evaluator is part of a cluster; it looks at checkpoints only.
-        return Membership(_spec(renamed, "TF_CONFIG: cluster."), Task("evaluator", index))
-    if not renamed.get("ps") and renamed.get("chief"):
-        # Without servers the chief trains as well, as the first of the workers.
-        index += job == "worker"
-        renamed, job = {"worker": [*renamed["chief"], *renamed.get("worker", [])]}, "worker"
-    return _membership(renamed, job, index, key="TF_CONFIG: cluster.")
+        # It is part of no cluster; it looks at checkpoints only.
+        return Membership(_spec(cluster, _TF_CONFIG), Task("evaluator", index))
+    return _membership(cluster, job, index, _TF_CONFIG)
 
 
-def _membership(addresses: Mapping[str, Sequence[str]], job: str, index: int, *, key: str) -> Membership:
+def _membership(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: _Keys) -> Membership:
     if job not in _JOBS:
-        raise ConfigError(f"{key}: there is no job {job}; a task is one of {', '.join(_JOBS)}")
-    spec = _spec(addresses, key)
-    have = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}[job]
-    if index >= len(have):
-        what = f"{len(have)} such task{'' if len(have) == 1 else 's'}" if have else "no such task"
-        raise ConfigError(f"{key}task: this process is {job}:{index}, and {key}{job} has {what}")
+        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(_JOBS)}")
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ConfigError(f"{keys.index}={index}: must be a whole number, at least 0")
+    have = len(addresses.get(job, ()))
+    spec = _spec(addresses, keys)
+    if index >= have:
+        what = f"{have} such task{'' if have == 1 else 's'}" if have else "no such task"
+        raise ConfigError(f"{keys.index}: this process is {job}:{index}, and {keys.cluster}{job} has {what}")
+    if not spec.ps and addresses.get("chief"):
+        # Without servers the chief trains as well: `_spec` has made it the first of the workers.
+        return Membership(spec, Task("worker", index if job == "chief" else index + 1))
     return Membership(spec, CHIEF if job == "chief" else Task(job, index))
 
 
-def _spec(addresses: Mapping[str, Sequence[str]], key: str) -> ClusterSpec:
+def _spec(addresses: Mapping[str, Sequence[str]], keys: _Keys) -> ClusterSpec:
     seen: dict[str, str] = {}
     for job in _JOBS:
-        for index, address in enumerate(addresses.get(job, [])):
+        for index, address in enumerate(addresses.get(job, ())):
             match = _ADDRESS.fullmatch(str(address))
-            if match is None or not 0 < int(match[2]) < 65536:
-                raise ConfigError(f"{key}{job}: {address}: is no address; the form is host:port")
+            if match is None or not 0 < int(match[1]) < 65536:
+                raise ConfigError(f"{keys.cluster}{job}: {address}: is no address; the form is host:port")
             task = str(CHIEF if job == "chief" else Task(job, index))
             if address in seen:
-                raise ConfigError(f"{key}{job}: {task} and {seen[address]} are both at {address}; each needs its own")
+                raise ConfigError(
+                    f"{keys.cluster}{job}: {task} and {seen[address]} are both at {address}; each needs its own"
+                )
             seen[address] = task
-    if not addresses.get("worker"):
-        raise ConfigError(f"{key}worker: there is no worker")
-    chiefs: Any = addresses.get("chief") or [None]
+    ps, workers, chiefs = (tuple(addresses.get(job, ())) for job in _JOBS)
     if len(chiefs) > 1:
-        raise ConfigError(f"{key}chief: there is one chief, not {len(chiefs)}")
-    return ClusterSpec(tuple(addresses.get("ps", ())), tuple(addresses["worker"]), chiefs[0])
+        raise ConfigError(f"{keys.cluster}chief: there is one chief, not {len(chiefs)}")
+    if not ps:
+        workers, chiefs = (*chiefs, *workers), ()
+    if not workers:
+        raise ConfigError(f"{keys.cluster}worker: there is no worker")
+    return ClusterSpec(ps, workers, chiefs[0] if chiefs else None)

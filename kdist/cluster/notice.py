@@ -9,9 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError
-from contextlib import contextmanager
 
 import tensorflow as tf
 
@@ -19,6 +17,8 @@ from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 
 _PROBE_SECS = 0.5
+# Nobody listens at an address for so long: its task has ended.
+_GONE_SECS = 3.0
 _QUEUE = "kdist_the_chief_is_done"
 
 
@@ -56,7 +56,8 @@ def wait_for_chief(spec: ClusterSpec, who: Task, start_timeout: float) -> None:
 
     def wait() -> None:
         try:
-            with _session(address, task) as (session, queue):
+            session, queue = _session(address, task)
+            with queue.queue_ref.graph.as_default():
                 session.run(queue.dequeue())
             outcome.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -72,8 +73,8 @@ def wait_for_chief(spec: ClusterSpec, who: Task, start_timeout: float) -> None:
             # A machine that is switched off ends no connection; that nobody listens there any more says it, too.
             now = time.monotonic()
             silent_since = None if accepts_connections(address) else silent_since or now
-            if silent_since is not None and now - silent_since > start_timeout:
-                raise ClusterError(f"{who}: the chief ({task} at {address}) is gone") from None
+            if silent_since is not None and now - silent_since > _GONE_SECS:
+                raise ClusterError(f"{who}: the chief ({task} at {address}) is gone without a word") from None
         except tf.errors.OpError as error:
             raise ClusterError(f"{who}: the chief ({task} at {address}) is gone without a word") from error
 
@@ -86,7 +87,8 @@ def tell_tasks(spec: ClusterSpec, timeout: float) -> None:
 
     def tell() -> None:
         try:
-            with _session(address, task) as (session, queue):
+            session, queue = _session(address, task)
+            with queue.queue_ref.graph.as_default():
                 session.run(queue.enqueue_many([[0] * waiting]))
                 size = queue.size()
                 while session.run(size):
@@ -101,13 +103,12 @@ def tell_tasks(spec: ClusterSpec, timeout: float) -> None:
     done.wait(timeout)
 
 
-@contextmanager
-def _session(address: str, task: Task) -> Iterator[tuple[tf.compat.v1.Session, tf.queue.FIFOQueue]]:
+def _session(address: str, task: Task) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue]:
+    """A session on a server, and the queue there. It is never closed: that would wait for a server that is gone."""
     device = f"/job:{task.job}/replica:0/task:{task.index}"
-    with tf.Graph().as_default():
-        with tf.device(f"{device}/device:CPU:0"):
-            queue = tf.queue.FIFOQueue(1 << 20, [tf.int32], [()], shared_name=_QUEUE)
-        # The other tasks of the cluster need not be there.
-        config = tf.compat.v1.ConfigProto(device_filters=[device])
-        with tf.compat.v1.Session(f"grpc://{address}", config=config) as session:
-            yield session, queue
+    graph = tf.Graph()
+    with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
+        queue = tf.queue.FIFOQueue(1 << 20, [tf.int32], [()], shared_name=_QUEUE)
+    # The other tasks of the cluster need not be there.
+    config = tf.compat.v1.ConfigProto(device_filters=[device])
+    return tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config), queue

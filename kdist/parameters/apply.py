@@ -39,21 +39,26 @@ class ServerOptimizer:
     ) -> None:
         self._variables = list(variables)
         with tf.device(device):
-            self.optimizer = _clone(optimizer)
-            excluded = [
-                variable
-                for original, variable in zip(originals, variables)
-                # The TF optimizer looks exclusions up by the underlying tf.Variable, as it does when it applies.
-                if optimizer.weight_decay is not None and not optimizer._use_weight_decay(original.value)
-            ]
-            if excluded:
-                self.optimizer.exclude_from_weight_decay(var_list=excluded)
-            self.optimizer.build(self._variables)
             self._by_rows = {
-                i: RowOptimizer(self.optimizer, variable, decays=not any(variable is e for e in excluded))
+                i: RowOptimizer(optimizer, originals[i], variable)
                 for i, variable in enumerate(self._variables)
-                if len(variable.shape) > 1 and row_wise[i]
+                if row_wise[i]
             }
+            self._dense = [i for i in range(len(self._variables)) if i not in self._by_rows]
+            self._optimizer = _copy_for(
+                optimizer, [originals[i] for i in self._dense], [self._variables[i] for i in self._dense]
+            )
+
+    def state(self, names: Sequence[str]) -> list[tuple[str, keras.Variable]]:
+        """The optimizer's variables as `optimizer_state` names them; the learning rate once for each copy of it."""
+        state = list(
+            optimizer_state(
+                self._optimizer, [self._variables[i] for i in self._dense], [names[i] for i in self._dense]
+            ).items()
+        )
+        for i, by_rows in self._by_rows.items():
+            state += optimizer_state(by_rows.optimizer, [self._variables[i]], [names[i]]).items()
+        return state
 
     def apply(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], step: tf.Tensor) -> None:
         """Updates the variables.
@@ -62,25 +67,24 @@ class ServerOptimizer:
             gradients: one per variable of this server, already clipped; None leaves its variable alone.
             step: scalar int64, how many updates were applied before this one.
         """
-        pairs = []
-        for i, (gradient, variable) in enumerate(zip(gradients, self._variables)):
-            if isinstance(gradient, tf.IndexedSlices) and i in self._by_rows:
-                self._by_rows[i].apply(gradient, step)
-            elif isinstance(gradient, tf.IndexedSlices):
-                shape = tf.constant(tuple(variable.shape))
-                pairs.append((tf.IndexedSlices(gradient.values, gradient.indices, shape), variable))
-            elif gradient is not None:
-                pairs.append((gradient, variable))
+        for i, by_rows in self._by_rows.items():
+            if gradients[i] is not None:
+                by_rows.apply(gradients[i], step)
+        pairs = [
+            (_with_shape(gradients[i], self._variables[i]), self._variables[i])
+            for i in self._dense
+            if gradients[i] is not None
+        ]
         if not pairs:
             return
         # In the scope `iterations` reads as `step`. The TF optimizer updates tf.Variables in place and atomically all
         # the same; what Keras assigns by `Variable.assign` (constraints, moving averages) is collected, and written
         # below.
-        with keras.StatelessScope([(self.optimizer._iterations, step)]) as scope:
-            self.optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
-        for variable in [*self._variables, *self.optimizer.variables]:
+        with keras.StatelessScope([(self._optimizer._iterations, step)]) as scope:
+            self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+        for variable in [*self._variables, *self._optimizer.variables]:
             new_value = scope.get_current_value(variable)
-            if new_value is not None and variable is not self.optimizer._iterations:
+            if new_value is not None and variable is not self._optimizer._iterations:
                 variable.value.assign(new_value)
 
 
@@ -92,30 +96,30 @@ class RowOptimizer:
     decay.
 
     Args:
-        optimizer: built; owns the real variable and slots.
-        variable: the real variable, two or more dimensions.
-        decays: whether weight decay applies to it.
+        optimizer: the one that the model was compiled with.
+        original: the model's variable.
+        variable: the server's variable that stands for it or for some of its rows.
+
+    Attributes:
+        optimizer: a copy that owns the slots of `variable`.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable, *, decays: bool) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, original: keras.Variable, variable: keras.Variable
+    ) -> None:
+        self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (_PureUpdates, type(optimizer)), {})
-        self._pure = pure.from_config(optimizer.get_config())
+        self._pure = pure.from_config(self.optimizer.get_config())
         with tf.device("CPU:0"):
             self._stand_in = keras.Variable(np.zeros((1, *variable.shape[1:])), dtype=variable.dtype)
             self._stand_in._path = variable.path
-            if not decays:
+            if not _decays(optimizer, original):
                 self._pure.exclude_from_weight_decay(var_list=[self._stand_in])
             self._pure.build([self._stand_in])
-        slots = optimizer_state(self._pure, [self._stand_in], ["row"])
-        index = optimizer._get_variable_index(variable)
-        real = optimizer_state(optimizer, optimizer._trainable_variables, _numbers(optimizer._trainable_variables))
+        stand_ins = optimizer_state(self._pure, [self._stand_in], ["it"])
+        slots = optimizer_state(self.optimizer, [variable], ["it"])
         self._pairs = [(self._stand_in, variable)]
-        self._pairs += [
-            (slot, real[name.replace("slots/row/", f"slots/{index}/")])
-            for name, slot in slots.items()
-            if name.startswith("slots/")
-        ]
+        self._pairs += [(stand_in, slots[name]) for name, stand_in in stand_ins.items() if name.startswith("slots/")]
         for stand_in, _ in self._pairs:
             # Keras takes None as "any".
             stand_in._shape = (None, *stand_in.shape[1:])
@@ -126,7 +130,7 @@ class RowOptimizer:
         with keras.StatelessScope([(self._pure._iterations, step)]) as scope:
             scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
             if isinstance(self._pure._learning_rate, keras.Variable):
-                scope.state_mapping[id(self._pure._learning_rate)] = self._optimizer._learning_rate.value.read_value()
+                scope.state_mapping[id(self._pure._learning_rate)] = self.optimizer._learning_rate.value.read_value()
             self._pure.apply([gradient.values], [self._stand_in])
         for (stand_in, real), row in zip(self._pairs, rows):
             # As a sum, so that workers that update a row at the same time do not undo each other.
@@ -163,16 +167,20 @@ def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
     return is_plain and optimizer.weight_decay is None and not optimizer.use_ema
 
 
-def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> None:
     """Refuses what no strategy of kdist can do exactly.
+
+    Args:
+        strategy: the name of the one that is asked.
 
     Raises:
         ConfigError: says which option, and what to use instead.
     """
     if optimizer.gradient_accumulation_steps:
+        instead = "strategy.replicas_to_aggregate, of more than there are workers, or " * (strategy == "sync_replicas")
         raise ConfigError(
             f"optimizer {optimizer.name}: gradient_accumulation_steps={optimizer.gradient_accumulation_steps} is not "
-            "supported; use a larger train.batch_size"
+            f"supported by strategy={strategy}; use {instead}a larger train.batch_size"
         )
     if isinstance(optimizer, keras.optimizers.Muon):
         # It tells variables apart by an attribute that they lack inside a tf.function.
@@ -251,16 +259,36 @@ def clip_gradients(
     ]
 
 
-def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+def _copy_for(
+    optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], variables: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
+    """A copy of `optimizer`, built for `variables` that stand for `originals`; it clips nothing."""
     try:
-        clone = type(optimizer).from_config(optimizer.get_config())
+        copy = type(optimizer).from_config(optimizer.get_config())
     except Exception as error:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "
             f"{type(error).__name__}: {error}"
         ) from error
-    clone.clipnorm = clone.clipvalue = clone.global_clipnorm = None
-    return clone
+    copy.clipnorm = copy.clipvalue = copy.global_clipnorm = None
+    excluded = [variable for original, variable in zip(originals, variables) if not _decays(optimizer, original)]
+    if excluded:
+        copy.exclude_from_weight_decay(var_list=excluded)
+    copy.build(list(variables))
+    return copy
+
+
+def _decays(optimizer: keras.optimizers.Optimizer, original: keras.Variable) -> bool:
+    """Whether a variable is not exempt from weight decay."""
+    # The TF optimizer looks exclusions up by the underlying tf.Variable, as it does when it applies.
+    return optimizer.weight_decay is None or optimizer._use_weight_decay(original.value)
+
+
+def _with_shape(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
+    """A sparse gradient with the shape of its variable, without which Keras cannot make it dense."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(variable.shape)))
 
 
 def _numbers(variables: Sequence[keras.Variable]) -> list[str]:

@@ -273,8 +273,7 @@ class ParameterStore:
                 [self.is_row_wise(i) for i in shards],
                 self.devices[server],
             )
-            state = optimizer_state(self._optimizers[server].optimizer, variables, [str(i) for i in shards])
-            for key, variable in state.items():
+            for key, variable in self._optimizers[server].state([str(i) for i in shards]):
                 group, _, rest = key.partition("/")
                 if group == "slots":
                     shard, _, slot = rest.partition("/")

@@ -20,7 +20,7 @@ from kdist.errors import TaskError
 from kdist.parameters.transport import sum_duplicates
 from kdist.replica import ReplicaOutput
 from kdist.strategies.base import Program
-from kdist.strategies.calls import CallLogs, Replica, StepLogs, run_steps
+from kdist.strategies.calls import CallLogs, CallSizer, Replica, StepLogs, run_steps
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
 
 
@@ -47,7 +47,8 @@ class AllReduce(StoredStrategy):
         self._store = self._stores[0]
         self._make_dataset = self._program.trace_dataset()
         self._logs = CallLogs(self._program.replica_step)
-        self._sizer = self._program.sizer()
+        # All replicas take all steps.
+        self._sizer = CallSizer(program.steps_per_call, num_workers=1)
 
     def write(self, values: Any) -> None:
         for store in self._stores:

@@ -10,27 +10,77 @@ from helpers import kdist, result_of
 from kdist.cli import help_text, run
 
 MINE = ["model._target_=user_code.build", "data._target_=user_code.data"]
+HOSTS = ["+recipe=mnist", "cluster=hosts", "cluster.ps=[a:1,a:2]", "cluster.worker=[b:1,b:2]"]
+SYNC = ["+recipe=mnist", "strategy=sync_replicas"]
+TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 
 REFUSED = [
     (["+recipe=mnist", "cluster=0ps2w"], ["cluster=0ps2w", "NpsMw", "no parameter server"]),
     (["+recipe=mnist", "cluster=2ps0w"], ["cluster=2ps0w", "NpsMw", "no worker"]),
     (["+recipe=mnist", "cluster=banana"], ["cluster=banana", "NpsMw"]),
     (["+recipe=mnist", "cluster=2"], ["cluster=2", "NpsMw"]),
-    (["+recipe=mnist", "cluster=4w"], ["cluster=4w", "NpsMw"]),
-    (["+recipe=mnist", "strategy=warp"], ["strategy=warp", "auto, parameter_server, single"]),
+    (["+recipe=mnist", "cluster=0w"], ["cluster=0w", "NpsMw", "no worker"]),
+    (["+recipe=mnist", "cluster=hosts"], ["cluster.job is not given", "ps, worker, chief"]),
+    ([*HOSTS, "cluster.job=boss"], ["cluster.job=boss", "ps, worker, chief"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.task=2"], ["cluster.task", "ps:2", "cluster.ps has 2 such tasks"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.task=-1"], ["cluster.task=-1", "at least 0"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.task=first"], ["cluster.task", "first"]),
+    ([*HOSTS, "cluster.job=chief"], ["cluster.chief has no such task"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.chief=a:1"], ["cluster.chief", "ps:0", "both at a:1", "each needs its own"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.ps=[b:2]"], ["ps:0", "worker:1", "both at b:2", "each needs its own"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.ps=[a]"], ["cluster.ps: a:", "host:port"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.ps=[a:99999]"], ["cluster.ps: a:99999:", "host:port"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.worker=[]"], ["cluster.worker", "no worker"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.ps=a:1"], ["cluster.ps", "list"]),
+    ([*HOSTS, "cluster.job=ps", "strategy=mirrored"], ["strategy=mirrored", "one process"]),
+    ([*HOSTS, "cluster.job=worker", "cluster.ps=[]", "strategy=sync_replicas"], ["sync_replicas", "parameter servers"]),
+    (["+recipe=mnist", "cluster=tf_config"], ["cluster=tf_config", "TF_CONFIG is not set", TF_CONFIG_FORM]),
+    (["+recipe=mnist", "cluster=2ps2w", "cluster.ps=[a:1]"], ["cluster.ps", "cluster=hosts", "cluster=2ps2w"]),
+    (["+recipe=mnist", "cluster.job=ps"], ["cluster.job", "cluster=hosts", "cluster=local"]),
+    (["+recipe=mnist", "cluster.devices.worker=0"], ["cluster.devices.worker=0", "list of GPU numbers"]),
+    (["+recipe=mnist", "cluster.devices.worker=[-1]"], ["cluster.devices.worker=[-1]", "list of GPU numbers"]),
+    (["+recipe=mnist", "cluster.devices.wroker=[1]"], ["did you mean cluster.devices.worker?"]),
+    (
+        ["+recipe=mnist", "strategy=warp"],
+        ["strategy=warp", "auto, mirrored, multi_worker_mirrored, parameter_server, single, sync_replicas"],
+    ),
     (["+recipe=mnist", "strategy=parameter_server"], ["parameter_server", "NpsMw"]),
+    (["+recipe=mnist", "strategy=parameter_server", "cluster=4w"], ["parameter_server", "cluster=4w", "NpsMw"]),
     (["+recipe=mnist", "strategy=single", "cluster=1ps1w"], ["single", "cluster=local"]),
-    (["model=nope"], ["model=nope", "mnist_cnn, mnist_mlp"]),
-    (["+recipe=nope"], ["recipe=nope", "mnist, mnist_mlp"]),
+    (["+recipe=mnist", "strategy=single", "cluster=4w"], ["single", "cluster=4w", "cluster=local"]),
+    (SYNC, ["sync_replicas", "cluster=local", "NpsMw"]),
+    (["+recipe=mnist", "strategy=multi_worker_mirrored"], ["multi_worker_mirrored", "cluster=local", "Mw"]),
+    (
+        ["+recipe=mnist", "strategy=multi_worker_mirrored", "cluster=2ps2w"],
+        ["multi_worker_mirrored", "no parameter servers", "cluster=2ps2w", "use Mw"],
+    ),
+    (["+recipe=mnist", "strategy=mirrored", "cluster=1ps1w"], ["mirrored", "cluster=1ps1w", "cluster=local"]),
+    (["+recipe=mnist", "strategy=mirrored", "strategy.devices=1"], ["strategy.devices=1", "at least 2", "single"]),
+    (["+recipe=mnist", "cluster=2ps2w", "strategy.devices=2"], ["strategy.devices=2", "parameter_server", "mirrored"]),
+    (
+        [*SYNC, "cluster=2ps2w", "strategy.backup_workers=2"],
+        ["strategy.backup_workers=2", "less than", "2 on cluster=2ps2w"],
+    ),
+    (
+        [*SYNC, "cluster=2ps4w", "strategy.backup_workers=1", "strategy.replicas_to_aggregate=4"],
+        ["strategy.replicas_to_aggregate=4", "strategy.backup_workers=1", "3 of the 4 workers"],
+    ),
+    (["+recipe=mnist", "cluster=2ps2w", "strategy.backup_workers=1"], ["strategy.backup_workers=1", "sync_replicas"]),
+    (["+recipe=mnist", "strategy.token_mode=loose"], ["strategy.token_mode=loose", "strict, tf1"]),
+    (["+recipe=mnist", "strategy.partition_min_bytes=0"], ["strategy.partition_min_bytes=0", "at least 1"]),
+    (["model=nope"], ["model=nope", "custom, linear, mnist_cnn, mnist_mlp, mnist_towers, recommender"]),
+    (["+recipe=nope"], ["recipe=nope", "linear, mnist, mnist_mlp, mnist_sync, mnist_towers, recommender"]),
     (["+recipe=mnist", "train.stpes=5"], ["train.stpes", "did you mean train.steps?"]),
     (["+recipe=mnist", "hooks.checkpoint.evry_steps=5"], ["did you mean hooks.checkpoint.every_steps?"]),
     (["+recipe=mnist", "train.steps=0"], ["train.steps=0", "at least 1"]),
     (["+recipe=mnist", "train.steps=many"], ["train.steps", "many"]),
     (["+recipe=mnist", "train.batch_size=0"], ["train.batch_size=0", "at least 1"]),
     (["+recipe=mnist", "train.steps_per_call=-1"], ["train.steps_per_call=-1", "at least 1, or auto"]),
+    (["+recipe=mnist", "train.validation_every_steps=0"], ["train.validation_every_steps=0", "at least 1"]),
     (["+recipe=mnist", "train.epochs=2"], ["train.steps=2000", "train.epochs=2", "one"]),
+    (["+recipe=mnist", "run.plan_only=maybe"], ["run.plan_only", "maybe"]),
     (["+recipe=mnist", "run.resume=maybe"], ["run.resume=maybe", "auto, never, must"]),
-    (["+recipe=mnist", "strategy.placement=best"], ["strategy.placement=best", "round_robin, greedy"]),
+    (["+recipe=mnist", "strategy.placement=best"], ["strategy.placement=best", "round_robin, greedy, partitioned"]),
     (["+recipe=mnist", "optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1", "more than 0"]),
     (
         ["+recipe=mnist", "model._target_=nosuch.module.build"],
@@ -62,13 +112,40 @@ def test_a_wrong_config_is_refused_in_one_line_before_anything_is_made(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert_refused(arguments, said, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "said"),
+    [
+        ("worker:0", ["TF_CONFIG: is not JSON", TF_CONFIG_FORM]),
+        ('{"cluster": {"worker": ["b:1"]}}', ["TF_CONFIG: has no task", TF_CONFIG_FORM]),
+        ('{"cluster": {"worker": ["b:1"]}, "task": {"index": 0}}', ["TF_CONFIG: task has no type", TF_CONFIG_FORM]),
+        ('{"cluster": {"worker": ["b:1"]}, "task": {"type": "worker", "index": 1}}', ["worker:1", "has 1 such task"]),
+        ('{"cluster": {"ps": "a:1", "worker": ["b:1"]}, "task": {"type": "ps"}}', ["cluster.ps", "list of addresses"]),
+    ],
+)
+def test_a_wrong_tf_config_is_refused_in_one_line_before_anything_is_made(
+    tf_config: str,
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TF_CONFIG", tf_config)
+    assert_refused(["+recipe=mnist", "cluster=tf_config"], ["TF_CONFIG", *said], tmp_path, capsys)
+
+
+def assert_refused(arguments: list[str], said: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("kdist: error: ")
     assert captured.err.count("\n") == 1
     for words in said:
         assert words in captured.err
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 FAILING = [
@@ -79,6 +156,8 @@ FAILING = [
     (["optimizer.name=nope"], 2, ["optimizer.name=nope", "adam"]),
     (["optimizer.beta_1=0.5"], 2, ["optimizer.beta_1", "SGD takes no beta_1", "momentum"]),
     (["loss=nope"], 2, ["loss=nope"]),
+    (["run.plan_only=true"], 2, ["cluster=local", "no parameter servers", "NpsMw"]),
+    (["strategy=mirrored"], 2, ["strategy=mirrored", "no GPUs", "strategy.devices=2"]),
     (["hooks.stop.last_step=abc"], 2, ["last_step=abc", "whole number"]),
     (["hooks.checkpoint.every_steps=1.5"], 2, ["hooks.checkpoint.every_steps=1.5", "whole number"]),
     (["+data.label_offset=9"], 1, ["chief: InvalidArgumentError", "label value"]),
@@ -134,7 +213,8 @@ def test_data_path_is_refused_with_what_is_expected(tmp_path: Path) -> None:
 def test_help_and_refusal_do_not_import_tensorflow(tmp_path: Path) -> None:
     code = (
         "import sys; from kdist.cli import run; run(['--help']); run(['+recipe=mnist', 'train.steps=0']); "
-        "run(['+recipe=mnist', 'cluster=x']); assert not {'tensorflow', 'keras'} & set(sys.modules)"
+        "run(['+recipe=mnist', 'cluster=x']); run(['+recipe=mnist', 'cluster=hosts']); "
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True, timeout=60)
 
@@ -143,7 +223,8 @@ def test_help_lists_every_group_and_key_with_its_meaning() -> None:
     text = help_text()
     for words in (
         "cluster=2ps2w",
-        "parameter_server | single",
+        "hosts | local | tf_config | NpsMw",
+        "auto | mirrored | multi_worker_mirrored | parameter_server | single | sync_replicas",
         "mnist | mnist_mlp",
         "train.steps ",
         "run.resume ",

@@ -319,3 +319,57 @@ def test_only_parameters_and_gradients_cross_the_network(run_dir: Path) -> None:
         num_steps, num_bytes = session.global_step - steps_before, loopback_bytes() - bytes_before
     # Adam's slots would be twice as much again.
     assert 2 * parameter_bytes <= num_bytes / num_steps <= 1.05 * 2 * parameter_bytes
+
+
+def test_schedules_and_bias_correction_follow_the_exact_global_step(run_dir: Path) -> None:
+    """With a gradient of one in every step, what a parameter comes to is known, whoever computed which step."""
+    steps = 400
+    decay = keras.optimizers.schedules.ExponentialDecay(0.01, decay_steps=50, decay_rate=0.5)
+    expected = -sum(0.01 * 0.5 ** (step / 50) for step in range(steps))
+
+    def build(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+        model = keras.Sequential(
+            [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        model.compile(optimizer, loss=lambda y, prediction: prediction)
+        return model
+
+    ones = np.ones((64, 1), np.float32)
+    # Adam's step is the learning rate, too, if its moments are corrected for the right number of steps.
+    for name, make in {
+        "sgd": lambda: keras.optimizers.SGD(decay),
+        "adam": lambda: keras.optimizers.Adam(decay, epsilon=1e-12),
+    }.items():
+        trainer = kdist.Trainer(
+            lambda make=make: build(make()), cluster="1ps4w", run_dir=run_dir / name, steps_per_call=4
+        )
+        trainer.fit(ones, ones, batch_size=4, steps=steps, verbose=0)
+        tolerance = 1e-4 if name == "sgd" else 0.02
+        assert trainer.model.get_weights()[0].item() == pytest.approx(expected, rel=tolerance)
+
+
+def test_of_an_embedding_only_the_rows_of_the_batch_travel(run_dir: Path) -> None:
+    rows, dim, batch, ids = 100_000, 16, 8, 4
+    table_bytes = rows * dim * 4
+
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.layers.Input((ids,), dtype="int32"),
+                kdist.layers.Embedding(rows, dim),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse")
+        return model
+
+    x = np.random.default_rng(0).integers(0, rows, (256, ids)).astype(np.int32)
+    trainer = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir)
+    with trainer.session(x, np.ones((256, 1), np.float32), batch_size=batch, steps=60, verbose=0) as session:
+        session.run()
+        before, first = loopback_bytes(), session.global_step
+        while session.global_step < 60:
+            session.run()
+        per_step = (loopback_bytes() - before) / (60 - first)
+    assert per_step < table_bytes / 100

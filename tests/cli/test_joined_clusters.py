@@ -1,0 +1,226 @@
+"""Clusters whose tasks are started one by one, each by a command of its own, as on several machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from helpers import environment, result_of, tasks_running, wait_until
+
+pytestmark = pytest.mark.cluster
+
+MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.dir=D"]
+# Seconds for processes that come up on a machine that has other things to do.
+PATIENCE = 90.0
+# Seconds for processes that are up and have nothing to wait for.
+SOON = 10.0
+
+
+class Tasks:
+    """The commands of one cluster by the tasks that they are, each in a folder of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        #: Servers of chiefs that were killed.
+        self._servers: set[int] = set()
+
+    def start(self, task: str, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
+        self.folder(task).mkdir()
+        with self._console(task).open("wb") as console:
+            self._processes[task] = subprocess.Popen(
+                [sys.executable, "-m", "kdist", *MINE, *arguments],
+                cwd=self.folder(task),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env={**environment(), **(variables or {})},
+            )
+
+    def folder(self, task: str) -> Path:
+        return self._path / task.replace(":", "-")
+
+    def said(self, task: str) -> str:
+        return self._console(task).read_text()
+
+    def have_ended(self) -> bool:
+        return all(process.poll() is not None for process in self._processes.values())
+
+    def code_of(self, task: str, timeout: float = PATIENCE) -> int:
+        """The exit code of a task, once there is one."""
+        process = self._processes[task]
+        wait_until(lambda: process.poll() is not None, timeout, f"{task} ends")
+        return process.returncode
+
+    def codes(self, timeout: float = PATIENCE) -> dict[str, int]:
+        """The exit codes of all, once all have ended."""
+        wait_until(self.have_ended, timeout, "all tasks end")
+        return {task: process.returncode for task, process in self._processes.items()}
+
+    def that_wrote(self) -> list[str]:
+        """The tasks with anything in their folders."""
+        return [task for task in self._processes if list(self.folder(task).iterdir())]
+
+    def kill(self, task: str) -> None:
+        self._servers |= set(tasks_running(under=self._processes[task].pid))
+        self._processes[task].kill()
+        self._processes[task].wait()
+
+    def servers_left(self) -> set[int]:
+        return self._servers & set(tasks_running())
+
+    def end(self) -> None:
+        """Kills what is left, by its own process id."""
+        for task, process in self._processes.items():
+            if process.poll() is None:
+                self.kill(task)
+        for pid in self.servers_left():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _console(self, task: str) -> Path:
+        return self._path / f"{task.replace(':', '-')}.txt"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    tasks = Tasks(tmp_path)
+    yield tasks
+    tasks.end()
+    assert tasks.have_ended()
+    wait_until(lambda: not tasks.servers_left(), SOON, "no server is left")
+
+
+def free_addresses(number: int) -> list[str]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+
+
+def hosts(task: str, ps: Sequence[str], worker: Sequence[str], chief: str | None = None) -> list[str]:
+    """The keys that make a command the task `ps:0`, or whichever, of a cluster."""
+    job, _, index = task.partition(":")
+    keys = ["cluster=hosts", f"cluster.ps=[{','.join(ps)}]", f"cluster.worker=[{','.join(worker)}]"]
+    keys += [f"cluster.chief={chief}"] if chief else []
+    return [*keys, f"cluster.job={job}", *([f"cluster.task={index}"] if index else [])]
+
+
+def tf_config(task: str, cluster: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    job, _, index = task.partition(":")
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": int(index or 0)}})}
+
+
+def test_four_commands_in_any_order_are_one_cluster_whose_chief_is_worker_0(tasks: Tasks) -> None:
+    *ps, worker_0, worker_1 = free_addresses(4)
+    for task in ("worker:1", "ps:0", "worker:0", "ps:1"):
+        tasks.start(task, *hosts(task, ps, [worker_0, worker_1]), "train.steps=20")
+        if task in ("ps:0", "worker:0"):
+            time.sleep(1)
+    assert tasks.codes() == {"worker:1": 0, "ps:0": 0, "worker:0": 0, "ps:1": 0}
+    assert tasks.that_wrote() == ["worker:0"]
+    result = result_of(tasks.folder("worker:0") / "D")
+    assert (result["status"], result["global_step"], result["error"]) == ("done", 20, None)
+    assert (result["cluster"], result["strategy"], result["workers"]) == ("2ps2w", "parameter_server", 2)
+    assert "done  | step     20/20 | " in tasks.said("worker:0")
+    for task, address in (("ps:0", ps[0]), ("ps:1", ps[1]), ("worker:1", worker_1)):
+        first, last = tasks.said(task).splitlines()
+        assert first.endswith(f"{task} of 2ps2w | at {address}, chief worker:0 at {worker_0}")
+        assert last == f"done  | {task} | the chief is done"
+
+
+def test_a_chief_of_its_own_trains_on_all_workers(tasks: Tasks) -> None:
+    *ps, worker_0, worker_1, chief = free_addresses(5)
+    for task in ("worker:0", "ps:1", "chief", "worker:1", "ps:0"):
+        keys = hosts(task, ps, [worker_0, worker_1], chief)
+        tasks.start(task, *keys, "strategy=sync_replicas", "train.steps=20")
+    assert set(tasks.codes().values()) == {0}
+    assert tasks.that_wrote() == ["chief"]
+    result = result_of(tasks.folder("chief") / "D")
+    assert (result["status"], result["global_step"], result["strategy"]) == ("done", 20, "sync_replicas")
+    # Every update is of one gradient of each worker.
+    assert {worker: counts["accepted"] for worker, counts in result["gradients"]["by_worker"].items()} == {
+        "worker:0": 20,
+        "worker:1": 20,
+    }
+    assert f"at {worker_0}, chief chief at {chief}" in tasks.said("worker:0")
+
+
+def test_tf_config_says_who_is_who(tasks: Tasks) -> None:
+    chief, ps, worker = free_addresses(3)
+    # As Estimator wrote it: nobody listens at the evaluator's address.
+    cluster = {"chief": [chief], "ps": [ps], "worker": [worker], "evaluator": ["127.0.0.1:9"]}
+    for task in ("ps:0", "evaluator:0", "chief:0", "worker:0"):
+        tasks.start(task, "cluster=tf_config", "train.steps=20", variables=tf_config(task, cluster))
+    assert tasks.codes() == {"ps:0": 0, "evaluator:0": 0, "chief:0": 0, "worker:0": 0}
+    assert tasks.that_wrote() == ["chief:0"]
+    result = result_of(tasks.folder("chief:0") / "D")
+    assert (result["status"], result["global_step"], result["cluster"]) == ("done", 20, "1ps1w")
+    assert "nothing to do" in tasks.said("evaluator:0")
+    assert "kdist: error" not in tasks.said("evaluator:0")
+
+
+def test_workers_of_tf_config_train_together_and_worker_0_alone_writes(tasks: Tasks) -> None:
+    workers = free_addresses(2)
+    for task in ("worker:1", "worker:0"):
+        tasks.start(task, "cluster=tf_config", "train.steps=20", variables=tf_config(task, {"worker": workers}))
+    assert tasks.codes() == {"worker:1": 0, "worker:0": 0}
+    result = result_of(tasks.folder("worker:0") / "D")
+    assert (result["status"], result["global_step"]) == ("done", 20)
+    assert (result["cluster"], result["strategy"], result["workers"]) == ("2w", "multi_worker_mirrored", 2)
+    assert result["examples"] == 20 * 2 * 32
+    assert "kdist: error" not in tasks.said("worker:1")
+    assert tasks.that_wrote() == ["worker:0"]
+
+
+def test_a_server_that_never_comes_is_named_and_nobody_waits_on(tasks: Tasks) -> None:
+    ps_0, missing, worker_0, worker_1 = free_addresses(4)
+    for task in ("ps:0", "worker:1"):
+        tasks.start(task, *hosts(task, [ps_0, missing], [worker_0, worker_1]), "cluster.start_timeout=30")
+    tasks.start("worker:0", *hosts("worker:0", [ps_0, missing], [worker_0, worker_1]), "cluster.start_timeout=4")
+    wait_until(lambda: "run dir" in tasks.said("worker:0"), PATIENCE, "the chief has begun")
+    assert tasks.code_of("worker:0", 4 + 2 * SOON) == 75
+    _, _, message = tasks.said("worker:0").partition("kdist: error: ")
+    assert f"ps:1 ({missing})" in message
+    assert "did not answer within 4 s (cluster.start_timeout)" in message
+    assert "Traceback" not in message
+    result = result_of(tasks.folder("worker:0") / "D")
+    assert result["status"] == "failed"
+    assert f"ps:1 ({missing})" in result["error"]
+    codes = tasks.codes(30 + SOON)
+    assert {codes["ps:0"], codes["worker:1"]} <= {0, 75}
+
+
+def test_tasks_whose_chief_is_killed_end_by_themselves(tasks: Tasks) -> None:
+    ps, worker_0, worker_1 = free_addresses(3)
+    for task in ("ps:0", "worker:1", "worker:0"):
+        tasks.start(task, *hosts(task, [ps], [worker_0, worker_1]), "train.steps=1000000")
+    wait_until(lambda: "valid | step" in tasks.said("worker:0"), PATIENCE, "the cluster trains")
+    tasks.kill("worker:0")
+    wait_until(lambda: not tasks.servers_left(), SOON, "the chief's server has ended with it")
+    assert tasks.codes(SOON) == {"ps:0": 75, "worker:1": 75, "worker:0": -signal.SIGKILL}
+    for task in ("ps:0", "worker:1"):
+        assert f"kdist: error: {task}: the chief (worker:0 at {worker_0}) is gone" in tasks.said(task)
+    assert tasks.that_wrote() == ["worker:0"]
+
+
+def test_a_task_whose_address_is_in_use_says_so(tasks: Tasks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ps, worker_0 = (f"127.0.0.1:{one.getsockname()[1]}" for one in (first, second))
+        for task in ("ps:0", "worker:0"):
+            tasks.start(task, *hosts(task, [ps], [worker_0]), "train.steps=20")
+        assert tasks.codes() == {"ps:0": 75, "worker:0": 75}
+    for task, address in (("ps:0", ps), ("worker:0", worker_0)):
+        assert f"kdist: error: {task} cannot serve at {address}: the address is in use" in tasks.said(task)
+        assert tasks.said(task).count("kdist: error") == 1
+    assert tasks.that_wrote() == ["worker:0"]

@@ -1,0 +1,56 @@
+"""Recipes by the command in their first comment; the long ones shortened. `recipes/README.md` has their last lines."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import REPO, kdist, result_of
+
+pytestmark = pytest.mark.cluster
+
+
+def command_of(recipe: str) -> list[str]:
+    """The arguments in the first comment behind the package line."""
+    for line in (REPO / "conf" / "recipe" / f"{recipe}.yaml").read_text().splitlines():
+        if line.startswith("# python -m kdist "):
+            return line.removeprefix("# python -m kdist ").split()
+    raise AssertionError(f"{recipe} names no command")
+
+
+def run(recipe: str, tmp_path: Path, *more: str) -> str:
+    done = kdist(*command_of(recipe), "run.dir=D", *more, cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert result_of(tmp_path / "D")["status"] == "done"
+    return done.stdout
+
+
+def test_linear_finds_the_line(tmp_path: Path) -> None:
+    lines = run("linear", tmp_path).splitlines()
+    last = [line for line in lines if line.startswith("line  | step   1000/1000")][-1]
+    weight, bias = (float(number) for number in re.findall(r"[wb] (-?[\d.]+)", last))
+    assert weight == pytest.approx(2, abs=0.1)
+    assert bias == pytest.approx(10, abs=0.1)
+
+
+def test_mnist_towers_writes_and_reads_tfrecords(tmp_path: Path) -> None:
+    lines = run("mnist_towers", tmp_path, "train.steps=100", "train.validation_every_steps=null").splitlines()
+    assert any(re.match(r"data      4 TFRecord files in data/mnist_tfrecords, 4 of them written now", x) for x in lines)
+    assert any(re.fullmatch(r"speed \| step    100/100 \| [\d.]+ examples/sec \| [\d.]+ sec/batch", x) for x in lines)
+    assert "mirrored on local" in lines[2]
+    assert result_of(tmp_path / "D")["workers"] == 2
+
+
+def test_recommender_looks_rows_up(tmp_path: Path) -> None:
+    small = ["model.num_users=3000", "model.num_items=1000", "data.num_ratings=60000", "data.num_validation=5000"]
+    lines = run("recommender", tmp_path, *small, "train.steps=300", "train.batch_size=512").splitlines()
+    assert lines[0] == "data      3000 users x 1000 items, 60000 + 5000 ratings, noise 0.70 (the floor of the RMSE)"
+    assert "users/embeddings: looked up by rows" in (tmp_path / "D" / "placement.txt").read_text()
+    # Better than the mean rating, whose error is 1.47 times the noise.
+    assert result_of(tmp_path / "D")["metrics"]["validation"]["rmse"] < 1.35 * 0.7
+
+
+def test_every_recipe_is_in_the_readme_with_its_command_and_last_line() -> None:
+    text = (REPO / "recipes" / "README.md").read_text()
+    for path in (REPO / "conf" / "recipe").glob("*.yaml"):
+        assert "python -m kdist " + " ".join(command_of(path.stem)) in text
