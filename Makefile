@@ -15,7 +15,7 @@ mnist: $(READY)
 	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -124,9 +124,7 @@ def _run_hydra(arguments: list[str]) -> None:
 
 def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief is done."""
-    if membership.task.job == "evaluator":
-        print("evaluator: the chief validates; there is nothing to do for this task", flush=True)
-    elif membership.runs_program:
+    if membership.runs_program:
         with native_log(Path(os.devnull)):
             from kdist.experiment import run_experiment
 
@@ -218,8 +216,17 @@ def _unknown_key(key: str) -> str:
 def _job(config: DictConfig) -> float | None:
     """One run, in the run dir that Hydra made for it."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from kdist.cluster.membership import membership_of
 
     checked = _checked(config)
+    membership = membership_of(checked.cluster, os.environ)
+    if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
+    if membership is not None and not membership.is_chief:
+        _take_part(checked, membership)
+        return None
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 

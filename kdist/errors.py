@@ -56,7 +56,7 @@ class TaskError(KdistError):
     def __init__(self, task: str, cause: BaseException) -> None:
         self.task = task
         self.cause = cause
-        super().__init__(f"{task}: {type(cause).__name__}: {_reason(cause)}")
+        super().__init__(f"{task}: {type(cause).__name__}: {reason(cause)}")
 
     def __reduce__(self) -> Any:
         # The cause may be of a class that other processes do not know.
@@ -78,7 +78,7 @@ class NonFiniteError(KdistError):
     """The loss or a parameter became NaN or infinite."""
 
 
-def _reason(error: BaseException, limit: int = 600) -> str:
+def reason(error: BaseException, limit: int = 600) -> str:
     """The message of `error` without TensorFlow's graph trace and what gRPC adds, at most `limit` characters."""
     text = getattr(error, "message", None) or str(error)
     text = text.partition("\nAdditional GRPC error information")[0]

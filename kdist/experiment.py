@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,30 +41,30 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
     keras.utils.clear_session()
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
+    started = time.time()
     try:
         trainer = _trainer(config, run_dir)
         # Built now: what is wrong with it is found before anything starts.
         _ = trainer.model
         data = _data_arguments(config)
+        if config.run.plan_only:
+            print(trainer.plan(data["x"], data.get("y"), config.train.batch_size).table(), end="", flush=True)
+            return None
+        trainer.fit(
+            **data,
+            batch_size=config.train.batch_size,
+            steps=config.train.steps,
+            epochs=config.train.epochs or 1,
+            steps_per_epoch=config.train.steps_per_epoch,
+            validation_every_steps=config.train.validation_every_steps,
+            validate_with_ema=config.train.validate_with_ema,
+        )
     except BaseException as error:
-        # What fails before training leaves its result, too; from there on it is the trainer's business.
-        if run_dir is not None:
-            RunDir(run_dir, config.run.name).write_result(
-                Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
-            )
+        # What fails before training leaves its result, too.
+        if run_dir is not None and not RunDir(run_dir, config.run.name).has_result_since(started):
+            result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
+            RunDir(run_dir, config.run.name).write_result(result)
         raise
-    if config.run.plan_only:
-        print(trainer.plan(data["x"], data.get("y"), config.train.batch_size).table(), end="", flush=True)
-        return None
-    trainer.fit(
-        **data,
-        batch_size=config.train.batch_size,
-        steps=config.train.steps,
-        epochs=config.train.epochs or 1,
-        steps_per_epoch=config.train.steps_per_epoch,
-        validation_every_steps=config.train.validation_every_steps,
-        validate_with_ema=config.train.validate_with_ema,
-    )
     return trainer.result.metrics["validation"].get("loss")
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 
 from kdist.cluster.local import available_cores, free_ports, thread_budget
-from kdist.cluster.process import end_with_parent, how_it_ended, task_environment
+from kdist.cluster.process import end_children, end_with_parent, how_it_ended, task_environment
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
 
@@ -49,6 +49,7 @@ class ProgramOptions:
     Attributes:
         index: of this worker.
         workers: addresses of all; with one there is nobody to meet.
+        start_timeout: seconds within which all have to be there.
         num_cpus: logical CPU devices to make; 0 leaves the CPU as it is.
         intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
         folder: where `program` is, and `started-<index>` and `outcome-<index>` will be.
@@ -57,6 +58,7 @@ class ProgramOptions:
 
     index: int
     workers: list[str]
+    start_timeout: float
     num_cpus: int
     intra_op_threads: int
     inter_op_threads: int
@@ -122,7 +124,7 @@ class ProgramTasks:
                     outcome = self._wait(processes, Path(folder))
                 relay.join(_STOP_SECS)
             finally:
-                _end(processes)
+                end_children(processes, _STOP_SECS)
             if outcome.error is not None:
                 raise outcome.error
             return outcome.value
@@ -135,7 +137,9 @@ class ProgramTasks:
         processes = []
         for index in range(self.num_workers):
             task = Task("worker", index)
-            options = ProgramOptions(index, workers, self.num_cpus, intra_op, inter_op, folder, sys.path)
+            options = ProgramOptions(
+                index, workers, self.start_timeout, self.num_cpus, intra_op, inter_op, folder, sys.path
+            )
             with self._log(index).open("wb") as log:
                 processes.append(
                     subprocess.Popen(
@@ -219,21 +223,6 @@ class _ForwardedSignals:
         self._chief.send_signal(number)
 
 
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        if process.stdin is not None:
-            process.stdin.close()
-    deadline = time.monotonic() + _STOP_SECS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
 class _Pickler(cloudpickle.Pickler):
     """Knows datasets, which travel as their graph."""
 
@@ -305,7 +294,7 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
 
         membership = Membership(ClusterSpec((), tuple(options.workers)), Task("worker", options.index))
         # Before the program is read: models and tensors in it run TensorFlow's first ops.
-        join(membership)
+        join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()
     program = pickle.loads((folder / "program").read_bytes())
     from kdist.remote_fit import run_program

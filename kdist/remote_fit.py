@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,6 +19,7 @@ from kdist.program import ProgramTasks
 from kdist.result import Result, describe
 from kdist.run_dir import RunDir
 from kdist.strategies.stored import prepare
+from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.fit_arguments import FitArguments
@@ -50,10 +50,12 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
         outcome = tasks.run({"trainer": trainer.arguments(), "fit": given, "values": _values_of(model)})
     except ClusterError as error:
         # Who is lost writes no result.
-        if not _is_newer(trainer.run_dir / "result.json", started):
+        run_dir = RunDir(trainer.run_dir, trainer.name)
+        if not run_dir.has_result_since(started):
             trainer.result = Result(strategy=trainer.strategy, cluster=str(trainer.shape), error=describe(error))
-            RunDir(trainer.run_dir, trainer.name).write_result(trainer.result)
+            run_dir.write_result(trainer.result)
         raise
+    trainer.resume = None
     _set_values(model, outcome["values"])
     trainer.result = outcome["result"]
     history = keras.callbacks.History()
@@ -96,15 +98,13 @@ def take_part(trainer: Trainer, membership: Membership, arguments: FitArguments)
     if not membership.runs_program:
         serve_until_done(membership, trainer.cluster_config)
         return
+    console.print_line(f"kdist {__version__} | {membership.task} of {trainer.shape} | {trainer.strategy}")
     strategy: Any = trainer.make_strategy()
     strategy.follow(trainer.program(arguments.training_data(trainer.seed), arguments.batch_size))
     write_to_model(trainer.model, strategy.read())
     if trainer.model.optimizer.use_ema:
         trainer.model.optimizer.finalize_variable_values(trainer.model.trainable_variables)
-
-
-def _is_newer(path: Path, since: float) -> bool:
-    return path.exists() and path.stat().st_mtime >= since
+    console.print_line(f"done  | {membership.task} | the chief is done")
 
 
 def _values_of(model: keras.Model) -> list[np.ndarray]:

@@ -89,6 +89,11 @@ class RunDir:
                 stacklevel=2,
             )
 
+    def has_result_since(self, time: float) -> bool:
+        """Whether `result.json` was written at `time` or later, in seconds since the epoch."""
+        path = self.path / "result.json"
+        return path.exists() and path.stat().st_mtime >= time
+
     def write_result(self, result: Result) -> None:
         """Writes `result.json`."""
         self.path.mkdir(parents=True, exist_ok=True)

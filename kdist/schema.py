@@ -107,6 +107,8 @@ class StrategyConfig:
         _one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
         check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
         check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
+        if self.backup_workers is None:
+            raise ConfigError("strategy.backup_workers=None: must be a whole number, at least 0")
         check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0)
         check_whole_number("strategy.devices", self.devices)
 
@@ -180,7 +182,7 @@ class TrainConfig:
     """Examples per replica and step; at least 1."""
 
     steps_per_call: Any = "auto"
-    """Steps that a worker runs for one call of the chief: at least 1, or `auto`."""
+    """Steps that a worker runs for one call of the chief: at least 1, or `auto`. sync_replicas always takes 1."""
 
     steps_per_epoch: Optional[int] = None
     """Steps of an epoch; null follows from the data."""

@@ -93,14 +93,15 @@ class Trainer:
         self.strategy = strategies.resolve(self._strategy_config, self.shape)
         if self.strategy == "multi_worker_mirrored" and self._membership is not None:
             # Before a model runs TensorFlow's first ops.
-            join(self._membership)
+            join(self._membership, cluster.start_timeout)
         self.name = name or name_of_program()
         self._run_dir = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self._build_model = build_model
         self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
-        self._resume: str | None = resume
+        # None goes on from the model as it is.
+        self.resume: str | None = resume
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self.seed = common_seed(self._membership) if seed is None and self._membership is not None else seed
         self.result = Result()
@@ -239,7 +240,7 @@ class Trainer:
         if steps_per_epoch is None and data.steps_per_epoch is not None:
             steps_per_epoch = math.ceil(data.steps_per_epoch / strategy.batches_per_step)
         checkpoints = self._run_dir.checkpoints()
-        resumes = self._resume in ("auto", "must") and checkpoints.newest() is not None
+        resumes = self.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning; any other from the model as it is.
         first_step = 0 if resumes else int(self.model.optimizer.iterations)
         first_epoch = 0 if resumes else arguments.initial_epoch
@@ -263,7 +264,7 @@ class Trainer:
             checkpoints=checkpoints,
             summaries=self._run_dir.summaries(),
             last_step=last_step,
-            resume=self._resume,
+            resume=self.resume,
             print_line=print_line,
         )
         print_line(f"kdist {__version__} | {self.name} | {self.strategy} on {self.shape}")
@@ -280,11 +281,11 @@ class Trainer:
                 self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
                 recorder.validation_logs = validate.evaluate()
             self._finish("preempted" if session.interrupted else "done", session, recorder, started)
-            self._resume = None
+            self.resume = None
         except BaseException as error:
             if session.is_started:
                 # The model has nothing of it: another fit goes on from the last checkpoint.
-                self._resume = "auto"
+                self.resume = "auto"
             self._finish("failed", session, recorder, started, error)
             raise
         if session.interrupted:
@@ -330,7 +331,7 @@ class Trainer:
             "hooks": self.hooks,
             "name": self.name,
             "steps_per_call": self._steps_per_call or "auto",
-            "resume": self._resume,
+            "resume": self.resume,
             "seed": self.seed,
             "use_default_hooks": False,
             **options,

@@ -20,7 +20,7 @@ from kdist.recipes import mnist
 
 from kdist import console
 from kdist.errors import ConfigError, check_whole_number
-from kdist.hooks import Hook, RunContext, RunValues, Timer
+from kdist.hooks import Hook, RunContext, RunValues, StepCounter, Timer
 
 if TYPE_CHECKING:
     import keras
@@ -152,46 +152,16 @@ class WeightHistograms(Hook):
         return self._timer.due_in(step)
 
 
-class PrintSpeed(Hook):
+class PrintSpeed(StepCounter):
     """Prints examples/sec over all towers and sec/batch, the seconds of a step; tracing does not count.
 
     Args:
         every_steps: steps between two lines; at least 1.
     """
 
-    def __init__(self, every_steps: int = 100) -> None:
-        self._timer = Timer(every_steps=every_steps, owner="hooks.print_speed")
-        self._restart()
-
-    def after_create_session(self, session: TrainSession) -> None:
-        self._timer.start(session.global_step)
-        self._restart()
-
-    def after_run(self, context: RunContext, values: RunValues) -> None:
-        if not values.warming_up:
-            self._num_steps += values.num_steps
-            self._num_examples += values.num_examples
-            self._seconds += values.seconds
-        if self._timer.due(values.global_step):
-            if self._seconds > 0:
-                self._print(context.session)
-            self._timer.restart(values.global_step)
-            self._restart()
-
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
-
-    def _print(self, session: TrainSession) -> None:
-        columns = (
-            f"{self._num_examples / self._seconds:.1f} examples/sec",
-            f"{self._seconds / self._num_steps:.3f} sec/batch",
-        )
+    def report(self, session: TrainSession, steps_per_sec: float, examples_per_sec: float) -> None:
+        columns = (f"{examples_per_sec:.1f} examples/sec", f"{1 / steps_per_sec:.3f} sec/batch")
         session.print_line(console.event_line("speed", session.global_step, session.last_step, *columns))
-
-    def _restart(self) -> None:
-        self._num_steps = 0
-        self._num_examples = 0
-        self._seconds = 0.0
 
 
 def _write_whole(path: Path, images: np.ndarray, labels: np.ndarray) -> None:

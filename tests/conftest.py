@@ -1,6 +1,8 @@
 """What every test shares: quiet TensorFlow, and a check that no task and no environment variable is left behind."""
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,20 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest
 from helpers import tasks_running
+
+_LOCKS = Path(tempfile.gettempdir()) / f"kdist-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+
+
+@pytest.fixture(autouse=True)
+def alone_if_it_must_be(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run two at a time; one that is marked `alone` waits for the other, and the next waits for it."""
+    kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with Path(f"{_LOCKS}-queue").open("w") as queue, Path(f"{_LOCKS}-machine").open("w") as machine:
+        # Who waits for the machine holds the queue, so that nobody overtakes.
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(machine, kind)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(autouse=True)

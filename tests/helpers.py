@@ -37,7 +37,8 @@ def tasks_running(under: int | None = None) -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
             continue
-        if b"kdist.cluster.server" in command and (under is None or parent == under):
+        is_task = b"kdist.cluster.server" in command or b"kdist.program" in command
+        if is_task and (under is None or parent == under):
             found.append(int(entry.name))
     return found
 

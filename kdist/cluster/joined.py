@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdist.cluster.notice import accepts_connections, chief_server, tell_tasks
-from kdist.cluster.process import how_it_ended, task_environment
+from kdist.cluster.notice import chief_server, tell_tasks
+from kdist.cluster.process import end_children, how_it_ended, task_environment
+from kdist.cluster.rendezvous import accepts_connections
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -101,13 +102,7 @@ class JoinedCluster:
             return
         if self._own.poll() is None:
             tell_tasks(self.spec, _STOP_SECS)
-        if self._own.stdin is not None:
-            self._own.stdin.close()
-        try:
-            self._own.wait(_STOP_SECS)
-        except subprocess.TimeoutExpired:
-            self._own.kill()
-            self._own.wait()
+        end_children([self._own], _STOP_SECS)
         self._own = None
 
     def _addresses(self) -> dict[Task, str]:

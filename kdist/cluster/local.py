@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kdist.cluster.process import how_it_ended, task_environment
+from kdist.cluster.process import end_children, how_it_ended, task_environment
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -104,18 +104,7 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Ends every task and waits for it, at most a few seconds. May be called again."""
-        for process in self._processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
-        deadline = time.monotonic() + _STOP_SECS
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()
 
     def kill(self) -> bool:

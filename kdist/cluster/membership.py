@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kdist.schema import ClusterConfig
 
 # A host name, an IPv4 address, or an IPv6 address in brackets.
-_ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):(\d{1,5})")
+_ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
 _JOBS = ("ps", "worker", "chief")
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 
@@ -83,6 +83,8 @@ def _of_tf_config(text: str | None) -> Membership:
     cluster, task = given["cluster"], given["task"]
     if "type" not in task:
         raise ConfigError(f"TF_CONFIG: task has no type; it must be {_TF_CONFIG_FORM}")
+    if "master" in cluster and "chief" in cluster:
+        raise ConfigError("TF_CONFIG: cluster has a master and a chief, which are the same job")
     # "master" is what TF1 called the chief.
     cluster = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
     if unknown := sorted(set(cluster) - {*_JOBS, "evaluator"}):
@@ -94,6 +96,7 @@ def _of_tf_config(text: str | None) -> Membership:
     if isinstance(index, str) and index.isdecimal():
         index = int(index)
     job = "chief" if task["type"] == "master" else task["type"]
+    _check_index(index, _TF_CONFIG)
     if job == "evaluator":
         # It is part of no cluster; it looks at checkpoints only.
         return Membership(_spec(cluster, _TF_CONFIG), Task("evaluator", index))
@@ -103,8 +106,7 @@ def _of_tf_config(text: str | None) -> Membership:
 def _membership(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: _Keys) -> Membership:
     if job not in _JOBS:
         raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(_JOBS)}")
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise ConfigError(f"{keys.index}={index}: must be a whole number, at least 0")
+    _check_index(index, keys)
     have = len(addresses.get(job, ()))
     spec = _spec(addresses, keys)
     if index >= have:
@@ -116,12 +118,17 @@ def _membership(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, ke
     return Membership(spec, CHIEF if job == "chief" else Task(job, index))
 
 
+def _check_index(index: Any, keys: _Keys) -> None:
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ConfigError(f"{keys.index}={index}: must be a whole number, at least 0")
+
+
 def _spec(addresses: Mapping[str, Sequence[str]], keys: _Keys) -> ClusterSpec:
     seen: dict[str, str] = {}
     for job in _JOBS:
         for index, address in enumerate(addresses.get(job, ())):
             match = _ADDRESS.fullmatch(str(address))
-            if match is None or not 0 < int(match[1]) < 65536:
+            if match is None or int(match[1]) > 65535:
                 raise ConfigError(f"{keys.cluster}{job}: {address}: is no address; the form is host:port")
             task = str(CHIEF if job == "chief" else Task(job, index))
             if address in seen:

@@ -6,13 +6,13 @@ chief had put something into it, and so does kdist, by the same means: a shared 
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from concurrent.futures import Future, TimeoutError
 
 import tensorflow as tf
 
+from kdist.cluster.rendezvous import accepts_connections
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 
@@ -25,16 +25,6 @@ _QUEUE = "kdist_the_chief_is_done"
 def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
     """Address and task of the server that belongs to the chief: its own, or that of worker 0, which it also is."""
     return (spec.chief, Task("chief", 0)) if spec.chief else (spec.worker[0], Task("worker", 0))
-
-
-def accepts_connections(address: str, timeout: float = _PROBE_SECS) -> bool:
-    """Whether somebody listens at `address`, `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
-    except OSError:
-        return False
-    return True
 
 
 def wait_for_chief(spec: ClusterSpec, who: Task, start_timeout: float) -> None:

@@ -6,9 +6,11 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +74,23 @@ def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
     if chosen and isinstance(chosen[0], (list, tuple)):
         chosen = chosen[task.index] if task.index < len(chosen) else []
     return ",".join(map(str, chosen))
+
+
+def end_children(processes: Iterable[subprocess.Popen[Any]], timeout: float) -> None:
+    """Closes the standard input of processes that end with it, and kills what is left after `timeout` seconds."""
+    processes = list(processes)
+    for process in processes:
+        if process.stdin is not None:
+            process.stdin.close()
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def how_it_ended(code: int) -> str:

@@ -44,13 +44,14 @@ class StepCounter(Hook):
             self._seconds += values.seconds
         if self._timer.due(values.global_step):
             if self._seconds > 0:
-                scalars = {
-                    "perf/steps_per_sec": self._num_steps / self._seconds,
-                    "perf/examples_per_sec": self._num_examples / self._seconds,
-                }
-                context.session.summaries.scalars("train", scalars, values.global_step)
+                self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
             self._timer.restart(values.global_step)
             self._restart()
+
+    def report(self, session: TrainSession, steps_per_sec: float, examples_per_sec: float) -> None:
+        """Says how fast training is, over all replicas; tracing does not count."""
+        scalars = {"perf/steps_per_sec": steps_per_sec, "perf/examples_per_sec": examples_per_sec}
+        session.summaries.scalars("train", scalars, session.global_step)
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)

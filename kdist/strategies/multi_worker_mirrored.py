@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster.rendezvous import meet
 from kdist.cluster.spec import Membership
-from kdist.errors import ClusterError, ConfigError
+from kdist.errors import ClusterError, ConfigError, reason
 from kdist.strategies.all_reduce import AllReduce, here
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
@@ -30,13 +31,15 @@ _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Cancelled
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
 
 
-def join(membership: Membership) -> tf.distribute.Strategy:
+def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy:
     """Meets the other workers; TensorFlow can do that only before its first op in a process.
 
     Raises:
         ConfigError: it has run one already.
+        ClusterError: somebody did not come within `start_timeout` seconds.
     """
     if membership not in _distributions:
+        meet(membership.spec.worker, membership.task.index, start_timeout)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
             task_type="worker",
@@ -57,14 +60,14 @@ class MultiWorkerMirrored(AllReduce):
     """One replica on each device of each worker.
 
     Args:
-        membership: which worker this process is.
+        membership: which worker this process is; it has to have joined the others.
         step_timeout: seconds that the other workers may take to answer.
     """
 
     name: ClassVar[str] = "multi_worker_mirrored"
 
     def __init__(self, membership: Membership, *, step_timeout: float = 300.0) -> None:
-        self._distribution = join(membership)
+        self._distribution = _distributions[membership]
         devices = len(self._distribution.extended.worker_devices)
         super().__init__(first_replica=membership.task.index * devices)
         self.batches_per_step = self._distribution.num_replicas_in_sync
@@ -80,17 +83,24 @@ class MultiWorkerMirrored(AllReduce):
         self._is_started = True
 
     def follow(self, program: Program) -> None:
-        """Takes part in whatever the chief does, until it stops."""
+        """Takes part in whatever the chief does, until it stops.
+
+        Raises:
+            ClusterError: the chief, or another worker, is lost.
+        """
         self.start(program)
-        while True:
-            # The chief may take its time between two calls: it validates and saves.
-            command, argument = self._say(0)
-            if command == _STOP:
-                return
-            if command == _WRITE:
-                self._share(self._store.read())
-            else:
-                super()._call(argument)
+        try:
+            while True:
+                # The chief may take its time between two calls: it validates and saves.
+                command, argument = self._say(0)
+                if command == _STOP:
+                    return
+                if command == _WRITE:
+                    self._share(self._store.read())
+                else:
+                    super()._call(argument)
+        except _LOST as error:
+            raise _lost(error) from error
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         super().write(values)
@@ -159,8 +169,8 @@ class MultiWorkerMirrored(AllReduce):
                 f"the other workers did not answer within {self._step_timeout:g} s (cluster.step_timeout)"
             ) from None
         except _LOST as error:
-            raise ClusterError(f"a worker is lost: {_first_line(error)}") from error
+            raise _lost(error) from error
 
 
-def _first_line(error: Any) -> str:
-    return str(error.message).partition("\n")[0]
+def _lost(error: tf.errors.OpError) -> ClusterError:
+    return ClusterError(f"a worker is lost, or the chief: {reason(error).splitlines()[0]}")

@@ -301,6 +301,7 @@ def test_the_process_stays_whole_beside_several_clusters(tmp_path: Path) -> None
     gc.collect()
 
 
+@pytest.mark.alone
 def test_only_parameters_and_gradients_cross_the_network(run_dir: Path) -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4000), keras.layers.Dense(200)])
@@ -348,6 +349,7 @@ def test_schedules_and_bias_correction_follow_the_exact_global_step(run_dir: Pat
         assert trainer.model.get_weights()[0].item() == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.alone
 def test_of_an_embedding_only_the_rows_of_the_batch_travel(run_dir: Path) -> None:
     rows, dim, batch, ids = 100_000, 16, 8, 4
     table_bytes = rows * dim * 4

@@ -46,6 +46,7 @@ def with_a_slow_worker(context: kdist.DataContext) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(variant, batches.element_spec)
 
 
+@pytest.mark.alone
 def test_a_backup_worker_lets_the_others_leave_a_slow_one_behind(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
