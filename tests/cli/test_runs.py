@@ -167,7 +167,7 @@ def build_model():
     model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
-for cluster in ("2ps2w", "1ps1w"):
+for cluster in ("1ps1w", "1ps1w"):
     trainer = kdist.Trainer(build_model, cluster=cluster, strategy="parameter_server",
                             hooks=[kdist.hooks.StopAtStep(last_step=60), kdist.hooks.CheckpointSaver(every_secs=60)])
     history = trainer.fit(x, y, batch_size=64, steps=60, validation_data=(x, y))

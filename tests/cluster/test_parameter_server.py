@@ -337,16 +337,11 @@ def test_schedules_and_bias_correction_follow_the_exact_global_step(run_dir: Pat
 
     ones = np.ones((64, 1), np.float32)
     # Adam's step is the learning rate, too, if its moments are corrected for the right number of steps.
-    for name, make in {
-        "sgd": lambda: keras.optimizers.SGD(decay),
-        "adam": lambda: keras.optimizers.Adam(decay, epsilon=1e-12),
-    }.items():
-        trainer = kdist.Trainer(
-            lambda make=make: build(make()), cluster="1ps4w", run_dir=run_dir / name, steps_per_call=4
-        )
-        trainer.fit(ones, ones, batch_size=4, steps=steps, verbose=0)
-        tolerance = 1e-4 if name == "sgd" else 0.02
-        assert trainer.model.get_weights()[0].item() == pytest.approx(expected, rel=tolerance)
+    trainer = kdist.Trainer(
+        lambda: build(keras.optimizers.Adam(decay, epsilon=1e-12)), cluster="1ps4w", run_dir=run_dir, steps_per_call=4
+    )
+    trainer.fit(ones, ones, batch_size=4, steps=steps, verbose=0)
+    assert trainer.model.get_weights()[0].item() == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.alone

@@ -107,14 +107,14 @@ def test_every_kind_of_model_is_trained_as_by_keras(name: str, run_dir: Path) ->
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", ["momentum", "adamw", "schedule", "global_clipnorm", "ema"])
+@pytest.mark.parametrize("name", ["adamw", "global_clipnorm"])
 def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
     assert_same_as_keras(lambda: models.mlp(OPTIMIZERS[name]()), x, y, run_dir, "2ps1w")
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["batch_normalized", "two_inputs_two_outputs"])
 def test_two_servers_train_every_kind_of_model(name: str, run_dir: Path) -> None:
     build, data = MODELS[name]
     assert_same_as_keras(build, *data(), run_dir, "2ps1w", epochs=2)

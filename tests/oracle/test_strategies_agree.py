@@ -88,7 +88,7 @@ def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_
 @pytest.mark.cluster
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer: str, folder: Path) -> None:
-    ours = agreement.train(optimizer, folder / f"sync-{optimizer}", "2ps2w", 2, strategy="sync_replicas")
+    ours = agreement.train(optimizer, folder / f"sync-{optimizer}", "1ps2w", 2, strategy="sync_replicas")
     agreement.assert_same(ours, one_process(optimizer, folder))
 
 

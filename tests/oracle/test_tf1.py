@@ -18,7 +18,6 @@ pytestmark = pytest.mark.cluster
 LAST_STEP, BATCH, WORKERS = 31, 16, 2
 OPTIMIZERS = {
     "sgd": keras.optimizers.SGD,
-    "momentum": lambda rate: keras.optimizers.SGD(rate, momentum=0.9),
     "ftrl": keras.optimizers.Ftrl,
 }
 
