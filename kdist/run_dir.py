@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 import warnings
+import zipfile
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import Checkpoints
 from kdist.errors import ConfigError
@@ -76,10 +78,11 @@ class RunDir:
         draw_plan(plan, picture)
 
     def write_model(self, model: keras.Model) -> None:
-        """Writes `model.keras`; warns if the model cannot be written in that form."""
+        """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form."""
         unfinished = self.path / ".unfinished.keras"
         try:
             model.save(unfinished)
+            _name_layers_as_keras_does(unfinished)
             os.replace(unfinished, self.path / "model.keras")
         except (NotImplementedError, TypeError, ValueError, OSError) as error:
             # A model without get_config trains as well as any other; its weights are in the checkpoint.
@@ -100,6 +103,31 @@ class RunDir:
         unfinished = self.path / ".result.json"
         unfinished.write_text(result.to_json())
         os.replace(unfinished, self.path / "result.json")
+
+
+def _name_layers_as_keras_does(path: Path) -> None:
+    """Turns the `kdist.layers.Embedding`s of a saved model into Keras's own, which read the same config and weights."""
+
+    def renamed(node: Any) -> Any:
+        if isinstance(node, list):
+            return [renamed(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        node = {key: renamed(item) for key, item in node.items()}
+        if node.get("registered_name") == "kdist>Embedding":
+            node |= {"module": "keras.layers", "registered_name": None}
+        return node
+
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+        plain = renamed(config)
+        if plain == config:
+            return
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files["config.json"] = json.dumps(plain).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
 
 
 def name_of_program() -> str:

@@ -1,5 +1,7 @@
 """Embedding tables: looked up by rows, updated by rows, or whole, and what the plan says of it. In one process."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,15 @@ def test_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     assert type(loaded.layers[0]) is Embedding
     x, _ = data()
     np.testing.assert_array_equal(loaded(x).numpy(), model(x).numpy())
+
+
+def test_model_keras_is_read_without_kdist(run_dir: Path) -> None:
+    x, y = data()
+    model = train(lambda: build(Embedding), run_dir, x, y)
+    np.save(run_dir / "x.npy", x)
+    code = (
+        "import sys, keras, numpy as np; m = keras.saving.load_model('model.keras');"
+        "np.save('y.npy', m(np.load('x.npy'))); assert not any(name.startswith('kdist') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=run_dir, timeout=60)
+    np.testing.assert_allclose(np.load(run_dir / "y.npy"), model(x).numpy(), rtol=1e-5)
