@@ -172,6 +172,11 @@ class ProgramTasks:
                     + self._log_tail(missing[0])
                 )
             time.sleep(_POLL_SECS)
+        # A chief that fails because another worker was killed knows less of it than this process.
+        for index, process in enumerate(processes[1:], start=1):
+            ended = process.poll()
+            if code != 0 and ended is not None and ended < 0:
+                return self._failure_of(index, ended, folder)
         return self._failure_of(0, code, folder)
 
     def _failure_of(self, index: int, code: int, folder: Path) -> Outcome:
