@@ -216,7 +216,7 @@ class RunConfig:
     """Prints which server would hold which variable, writes `placement.txt` and `.png`, and starts nothing."""
 
     log_device_placement: bool = False
-    """Writes into the logs which device each op runs on (`logs/chief-0.log`, and a task's own)."""
+    """Has TensorFlow say which device each op runs on, on the console and in `logs/chief-0.log`."""
 
     soft_device_placement: bool = True
     """Lets an op run elsewhere when its device has no kernel for it."""
