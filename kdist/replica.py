@@ -67,6 +67,8 @@ class ReplicaStep:
         self.tables: dict[int, keras.layers.Embedding] = {}
         self.whole_tables: dict[int, str] = {}
         self._find_tables(batch_spec)
+        # Traced once, however many steps a call unrolls.
+        self._dense_step = tf.function(self._run_dense, autograph=False)
 
     @property
     def row_wise(self) -> frozenset[int]:
@@ -93,8 +95,17 @@ class ReplicaStep:
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
         """
-        output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
-        return output
+        if self.tables:
+            # Rows are fetched in the middle of the step, which only the caller can do.
+            output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
+            return output
+        return ReplicaOutput(*self._dense_step(list(trainable), list(state), list(metrics), seeds, batch))
+
+    def _run_dense(
+        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any
+    ) -> tuple[Any, Any, Any]:
+        output, _ = self._run(trainable, state, metrics, seeds, batch, {})
+        return output.gradients, output.state, output.metrics
 
     def _run(
         self,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,17 @@ def thread_budget(job: str, shape: ClusterShape, cores: int) -> tuple[int, int]:
     """
     share = max(1, cores // shape.num_workers) if job == "worker" else 1
     return share, max(2, 2 * share)
+
+
+def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int] | None:
+    """The cores that a task keeps to; None if there are enough for the system to choose well.
+
+    A step passes through dozens of threads, most of which wait for the one before. Where workers have one core each at
+    most, waking a thread on the other core costs more than what the thread does.
+    """
+    if len(cores) > shape.num_workers:
+        return None
+    return [cores[task.index % len(cores)]]
 
 
 class LocalCluster:
@@ -145,7 +157,9 @@ class LocalCluster:
 
     def _launch(self, task: Task) -> subprocess.Popen[bytes]:
         intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
-        options = ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op)
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        own_cores = cores_of(task, self.shape, cores) if cores else None
+        options = ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores)
         with self._log_path(task).open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "kdist.cluster.server", options.to_json()],

@@ -29,6 +29,7 @@ class ServerOptions:
         index: this task's index in its job.
         intra_op_threads: threads inside one op; 0 lets TensorFlow choose.
         inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
+        cores: the CPU cores that the task keeps to; None is any.
     """
 
     jobs: dict[str, list[str]]
@@ -36,6 +37,7 @@ class ServerOptions:
     index: int
     intra_op_threads: int
     inter_op_threads: int
+    cores: list[int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -49,12 +51,16 @@ def serve(options: ServerOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent is gone."""
     # From the first moment on: importing TensorFlow alone takes seconds.
     end_with_parent()
+    if options.cores is not None:
+        os.sched_setaffinity(0, options.cores)
     import tensorflow as tf
 
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=options.intra_op_threads,
         inter_op_parallelism_threads=options.inter_op_threads,
     )
+    # A thread that looks for work for a while before it sleeps takes the core from the other tasks of this machine.
+    config.experimental.disable_thread_spinning = options.cores is not None
     server = tf.distribute.Server(
         tf.train.ClusterSpec(options.jobs),
         job_name=options.job,

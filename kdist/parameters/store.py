@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist.parameters.apply import ServerOptimizer, optimizer_state
 from kdist.parameters.placement import Plan, Shard
-from kdist.parameters.transport import fuse, move_fused, select_rows
+from kdist.parameters.transport import Fused, fuse, fuse_by, select_rows
 
 GLOBAL_STEP = "global_step"
 
@@ -47,11 +47,26 @@ class Pulled:
         trainable: values of the trainable variables, in the model's order; of one that is looked up by rows, a function
             from unique ids, int64 `[n]`, to those rows.
         state: values of the state variables (BatchNormalization statistics), in the model's order.
-        global_step: scalar int64, the updates that these values contain.
+        global_step: scalar int64 on the first server, the updates that these values contain.
     """
 
     trainable: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]]
     state: list[tf.Tensor]
+    global_step: tf.Tensor
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Values on their servers, ready to travel.
+
+    Attributes:
+        single: by shard, in one process.
+        fused: on servers.
+        global_step: scalar int64 on the first server, the updates that these values contain.
+    """
+
+    single: dict[int, tf.Tensor]
+    fused: list[Fused]
     global_step: tf.Tensor
 
 
@@ -83,20 +98,21 @@ class ParameterStore:
         self._num_trainable = len(model_variables.parameters)
         self._looked_up = model_variables.looked_up
         self._row_wise = model_variables.row_wise
-        with tf.device(self.devices[0]):
-            self._step = tf.Variable(optimizer.iterations.numpy(), dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
+        # The first server's is the global step. The others count the updates that they apply themselves, so that none
+        # has to wait for word of another one before it can apply what has arrived.
+        self._steps = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
         self._variables = [self._copy_of(shard, f"v{i}") for i, shard in enumerate(self.shards)]
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)
         # By name the parts of a value, one behind the other by rows.
-        self._named: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: [self._step]})
+        self._named: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: [self._steps[0]]})
         for shard, variable in zip(self.shards, self._variables):
             group = "parameters" if shard.variable < self._num_trainable else "state"
             self._named[f"{group}/{plan.variables[shard.variable].name}"].append(variable.value)
         # Every server has its own copy of what belongs to the whole optimizer, as the learning rate, so that applying
         # needs nothing from another server.
-        self._copies: dict[str, list[tf.Variable]] = defaultdict(list)
+        self._copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: self._steps})
         self._optimizers: dict[int, ServerOptimizer] = {}
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._make_optimizers(optimizer, names)
@@ -119,17 +135,23 @@ class ParameterStore:
 
     def global_step(self) -> int:
         """How many updates have been applied, exactly."""
-        return int(self._step.numpy())
+        return int(self._steps[0].numpy())
 
-    def pull(self) -> Pulled:
-        """The present values, on the device of the caller."""
+    def gather(self) -> Gathered:
+        """The present values, where they are, fused for the way; for several `pull`s of the same values."""
         with tf.device(self.devices[0]):
-            step = self._step.read_value()
+            step = self._steps[0].read_value()
         whole = {i: self._variables[i].value for i, s in enumerate(self.shards) if s.variable not in self._looked_up}
-        if self._is_remote:
-            arrived = move_fused(whole, lambda i: (self._device(i), ""), lambda variable: variable.read_value())
-        else:
-            arrived = {i: variable.read_value() for i, variable in whole.items()}
+        if not self._is_remote:
+            return Gathered({i: variable.read_value() for i, variable in whole.items()}, [], step)
+        return Gathered({}, fuse_by(whole, self._device, lambda variable: variable.read_value()), step)
+
+    def pull(self, gathered: Gathered | None = None) -> Pulled:
+        """The present values, or gathered ones, on the device of the caller; the global step stays where it is."""
+        gathered = gathered or self.gather()
+        arrived = dict(gathered.single)
+        for fused in gathered.fused:
+            arrived |= fused.split()
         values: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]] = []
         for index in range(len(self._originals)):
             if index in self._looked_up:
@@ -137,12 +159,12 @@ class ParameterStore:
             else:
                 parts = [arrived[i] for i in self._shards_of[index]]
                 values.append(parts[0] if len(parts) == 1 else tf.concat(parts, 0))
-        return Pulled(values[: self._num_trainable], values[self._num_trainable :], tf.identity(step))
+        return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step)
 
     def push(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> tf.Tensor:
         """Applies gradients and state changes, and counts one step.
 
-        The step is counted on the first server once that server's gradients have arrived.
+        Every server counts the step once what it gets of it has arrived.
 
         Args:
             gradients: one per trainable variable, a tensor, or `tf.IndexedSlices` of some of its rows; None where the
@@ -152,7 +174,7 @@ class ParameterStore:
             pulled: what the step started from.
 
         Returns:
-            Scalar int64, the global step of this update.
+            Scalar int64 on the first server, the global step of this update.
         """
         changes = self.changes(gradients, state, pulled)
         return self.apply(self.transport(changes) if self._is_remote else changes)
@@ -178,7 +200,10 @@ class ParameterStore:
     def transport(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
         """Changes by shard, moved to the servers of their shards."""
         dense = {i: change for i, change in changes.items() if not isinstance(change, tf.IndexedSlices)}
-        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {**move_fused(dense, lambda i: ("", self._device(i)))}
+        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        for fused in fuse_by(dense, self._device, on_source=False):
+            with tf.device(self._device(next(iter(fused.shapes)))):
+                arrived |= fused.split()
         # How many rows an embedding's gradient has depends on the batch: they travel by themselves.
         for i in changes.keys() - dense.keys():
             with tf.device(self._device(i)):
@@ -189,27 +214,27 @@ class ParameterStore:
         """Applies changes that have arrived at their servers, and counts one step.
 
         Returns:
-            Scalar int64 on the device of the caller, the global step of this update.
+            Scalar int64 on the first server, the global step of this update.
         """
-        first = tf.nest.flatten([arrived[i] for i in self._by_server(arrived).get(0, [])], expand_composites=True)
-        with tf.device(self.devices[0]), tf.control_dependencies(first):
-            self._step.assign_add(1, read_value=False)
-            step = self._step.read_value()
-        # Parameter servers do not see each other: the step reaches the others by way of the caller.
-        step_at_caller = tf.identity(step)
-        for server, shards in self._by_server(range(len(self.shards))).items():
-            with tf.device(self.devices[server]):
-                updates_before = (step if server == 0 else step_at_caller) - 1
-                if server in self._optimizers:
-                    self._optimizers[server].apply(
-                        [arrived.get(i) for i in shards if self.is_parameter(i)], updates_before
-                    )
-                for i in shards:
-                    if not self.is_parameter(i) and i in arrived:
-                        variable = self._variables[i].value
-                        change = variable.assign_add if self._adds(variable.dtype) else variable.assign
-                        change(arrived[i], read_value=False)
-        return step_at_caller
+        steps = [self._apply_on(server, arrived) for server in range(len(self.devices))]
+        return steps[0]
+
+    def _apply_on(self, server: int, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
+        """Applies and counts what has arrived at one server; returns how many updates it has applied."""
+        shards = [i for i in range(len(self.shards)) if self.shards[i].server == server]
+        of_server = [arrived[i] for i in shards if i in arrived]
+        with tf.device(self.devices[server]):
+            with tf.control_dependencies(tf.nest.flatten(of_server, expand_composites=True)):
+                self._steps[server].assign_add(1, read_value=False)
+                step = self._steps[server].read_value()
+            if server in self._optimizers:
+                self._optimizers[server].apply([arrived.get(i) for i in shards if self.is_parameter(i)], step - 1)
+            for i in shards:
+                if not self.is_parameter(i) and i in arrived:
+                    variable = self._variables[i].value
+                    change = variable.assign_add if self._adds(variable.dtype) else variable.assign
+                    change(arrived[i], read_value=False)
+        return step
 
     def read(self) -> dict[str, np.ndarray]:
         """Every stored value, by name. Reads one tensor per server and dtype."""
@@ -243,6 +268,11 @@ class ParameterStore:
     def is_row_wise(self, shard: int) -> bool:
         """Whether a shard belongs to a parameter whose optimizer touches looked-up rows only."""
         return self.shards[shard].variable in self._row_wise
+
+    @staticmethod
+    def _counter(device: str, value: int) -> tf.Variable:
+        with tf.device(device):
+            return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
 
     def _copy_of(self, shard: Shard, name: str) -> keras.Variable:
         original = self._originals[shard.variable]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -22,26 +24,46 @@ def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 
-def move_fused(
-    tensors: Mapping[K, Any], route: Callable[[K], tuple[str, str]], read: Callable[[Any], tf.Tensor] = lambda t: t
-) -> dict[K, tf.Tensor]:
-    """Moves tensors between devices, fused by where they come from, where they go, and dtype.
+@dataclass(frozen=True)
+class Fused:
+    """Tensors that travel as one.
+
+    Attributes:
+        tensor: all of them, flattened, one behind the other.
+        shapes: their shapes, by their keys.
+    """
+
+    tensor: tf.Tensor
+    shapes: dict[Any, tf.TensorShape]
+
+    def split(self) -> dict[Any, tf.Tensor]:
+        """The tensors by their keys, on the device of the caller."""
+        return dict(zip(self.shapes, unfuse(tf.identity(self.tensor), list(self.shapes.values()))))
+
+
+def fuse_by(
+    tensors: Mapping[K, Any],
+    device_of: Callable[[K], str],
+    read: Callable[[Any], tf.Tensor] = lambda tensor: tensor,
+    *,
+    on_source: bool = True,
+) -> list[Fused]:
+    """Fuses tensors by device and dtype.
 
     Args:
-        tensors: what to move; anything with `dtype` and a fixed `shape`.
-        route: key -> device it comes from, device it goes to; an empty name is the caller's device.
-        read: makes a tensor of what is moved; called on the device it comes from.
+        tensors: what to fuse; anything with `dtype` and a fixed `shape`.
+        device_of: key -> the device that the tensor comes from, or goes to.
+        read: makes a tensor of what is fused.
+        on_source: whether that is where it comes from, so that it is fused there; else it is fused on the caller's.
     """
-    groups: dict[tuple[str, str, tf.DType], list[K]] = defaultdict(list)
+    groups: dict[tuple[str, tf.DType], list[K]] = defaultdict(list)
     for key, tensor in tensors.items():
-        groups[(*route(key), tensor.dtype)].append(key)
-    moved: dict[K, tf.Tensor] = {}
-    for (source, target, _), keys in groups.items():
-        with tf.device(source or None):
-            fused = fuse([read(tensors[key]) for key in keys])
-        with tf.device(target or None):
-            moved |= zip(keys, unfuse(tf.identity(fused), [tensors[key].shape for key in keys]))
-    return moved
+        groups[device_of(key), tensor.dtype].append(key)
+    fused = []
+    for (device, _), keys in groups.items():
+        with tf.device(device) if on_source else nullcontext():
+            fused.append(Fused(fuse([read(tensors[key]) for key in keys]), {key: tensors[key].shape for key in keys}))
+    return fused
 
 
 def select_rows(slices: tf.IndexedSlices, start: int, stop: int) -> tf.IndexedSlices:

@@ -71,9 +71,9 @@ class CallLogs:
         ]
 
     @staticmethod
-    def pack(num_examples: Any, staleness: Sequence[Any], metrics: Sequence[tf.Tensor]) -> tf.Tensor:
+    def pack(num_examples: Any, staleness: tf.Tensor, metrics: Sequence[tf.Tensor]) -> tf.Tensor:
         """A float64 vector of how many examples the steps saw, their staleness, and the metrics after them."""
-        tensors = [num_examples, *staleness, *metrics]
+        tensors = [num_examples, staleness, *metrics]
         return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
 
     def unpack(self, packed: np.ndarray, num_steps: int) -> StepLogs:
@@ -167,8 +167,17 @@ def run_steps(
                 gradients = clip_gradients(replica_step.model.optimizer, output.gradients)
                 step = replica.store.push(gradients, output.state, pulled[i])
             metrics[i] = output.metrics
-            staleness[i].append(step - 1 - pulled[i].global_step)
-    return [logs.pack(*of_replica) for of_replica in zip(num_examples, staleness, metrics)]
+            # Both steps are on the first server, and so is their difference until the end of the call: a tensor that
+            # travels in every step costs more than the arithmetic of a small model.
+            with tf.device(replica.store.devices[0] or None):
+                staleness[i].append(step - 1 - pulled[i].global_step)
+    packed = []
+    for i, replica in enumerate(replicas):
+        with tf.device(replica.store.devices[0] or None):
+            of_steps = tf.stack(staleness[i])
+        with tf.device(replica.device or None):
+            packed.append(logs.pack(num_examples[i], of_steps, metrics[i]))
+    return packed
 
 
 class CallSizer:

@@ -2,12 +2,16 @@
 
 After Chen et al., "Revisiting Distributed Synchronous SGD" (2016, arXiv:1604.00981), and TF1's `SyncReplicasOptimizer`:
 an update is the mean of `replicas_to_aggregate` gradients, all computed from the present parameters; the gradients of
-workers beyond that number (backup workers) come too late and are dropped. All waiting is done here, on the chief, so a
-worker that is lost or has no more data can stop nobody.
+workers beyond that number (backup workers) come too late and are dropped.
+
+Where every worker has its share of every step, the steps are calls over all tasks (`kdist.strategies.lockstep`). Where
+it matters who comes first, all waiting is done here, on the chief, so a worker that is lost or has no more data can
+stop nobody.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,12 +24,13 @@ import tensorflow as tf
 from kdist.cluster.coordinator import iterator_spec, lost_soon
 from kdist.cluster.spec import Task
 from kdist.data import worker_arguments
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, TaskError
 from kdist.parameters.contributions import Contribution, Contributions
 from kdist.replica import batch_size_of
 from kdist.result import Contributions as Counts
 from kdist.strategies.base import Program
-from kdist.strategies.calls import CallLogs, StepLogs
+from kdist.strategies.calls import CallLogs, CallSizer, StepLogs
+from kdist.strategies.lockstep import LockstepCalls
 from kdist.strategies.on_servers import OnServers
 
 
@@ -49,6 +54,11 @@ class Quorum:
         if self.replicas_to_aggregate <= self.num_workers:
             return 1
         return (self.replicas_to_aggregate + self.num_workers - 1 - worker) // self.num_workers
+
+    @property
+    def needs_everyone(self) -> bool:
+        """Whether each step takes all that all workers may compute, so that it does not matter who is first."""
+        return not self.shared_tokens and self.replicas_to_aggregate >= self.num_workers
 
     @property
     def tokens(self) -> int:
@@ -93,32 +103,72 @@ class SyncReplicas(OnServers):
         #: Workers that are lost or have no more data.
         self._absent: set[int] = set()
         self._applies: dict[int, Callable[..., tf.Tensor]] = {}
+        #: The call of one worker, made when it is first needed.
+        self._gradient: tf.types.experimental.ConcreteFunction | None = None
+        self._tracing = threading.Lock()
+        #: None where it matters who comes first.
+        self._lockstep: LockstepCalls | None = None
+        self._in_call = False
 
     def start(self, program: Program) -> None:
         super().start(program)
-        self._sizer = self._program.sizer()
+        # All workers take all steps.
+        self._sizer = CallSizer(program.steps_per_call, num_workers=1)
         self._logs = CallLogs(self._program.replica_step)
         self._contributions = Contributions(self._store, program.model.optimizer)
-        self._compute = tf.function(self._one_gradient, autograph=False).get_concrete_function(
-            iterator_spec(self._make_dataset)
-        )
+        if self._quorum.needs_everyone:
+            shares = [self._quorum.share(worker) for worker in range(self._shape.num_workers)]
+            self._lockstep = LockstepCalls(
+                self._program.replica_step,
+                self._store,
+                self._contributions,
+                self._logs,
+                iterator_spec(self._make_dataset),
+                shares,
+            )
 
     def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if not self._iterators:
             self._make_iterators()
             self._warming_up = True
         logs: StepLogs | None = None
-        step = self.global_step()
-        for _ in range(num_steps):
-            if interrupted():
-                break
-            more = self._one_update(step)
-            logs = more if logs is None else logs + more
-            step += 1
+        remaining = num_steps
+        while remaining and not interrupted():
+            more = self._lockstep_call(self._lockstep, remaining) if self._lockstep else self._one_update()
+            if more is not None:
+                logs = more if logs is None else logs + more
+                remaining -= more.num_steps
         return logs
 
-    def _one_update(self, step: int) -> StepLogs:
+    def _lockstep_call(self, calls: LockstepCalls, remaining: int) -> StepLogs | None:
+        """Runs a call over all tasks; None if a worker has no data, so that the others have to go on without it."""
+        size = self._sizer.next_size(remaining)
+        self._warming_up |= not calls.traced(size)
+        iterators = list(self._iterators.values())
+        step = self.global_step()
+        self._in_call = True
+        try:
+            packed = self._watched(lambda: [logs.numpy() for logs in calls.function(size)(iterators)])
+        except TaskError as error:
+            self._in_call = False
+            if not isinstance(error.__cause__, tf.errors.OutOfRangeError) or self.global_step() != step:
+                raise
+            self._lockstep = None
+            return None
+        self._in_call = False
+        first, *others = [self._logs.unpack(row, size) for row in packed]
+        shares = {worker: self._quorum.share(worker) for worker in self._iterators}
+        return StepLogs(
+            num_steps=size,
+            num_examples=sum((log.num_examples for log in others), first.num_examples),
+            staleness=first.staleness,
+            metrics=sum((log.metrics for log in others), first.metrics),
+            contributions={worker: Counts(accepted=size * share) for worker, share in shares.items()},
+        )
+
+    def _one_update(self) -> StepLogs:
         """Collects the gradients of one step and applies their mean."""
+        step = self.global_step()
         accepted: list[tuple[int, _Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
         counts: dict[int, Counts] = {}
@@ -201,8 +251,18 @@ class SyncReplicas(OnServers):
         return Task("worker", worker) in lost
 
     def _call(self, iterator: Any) -> _Gradient:
-        *contribution, packed = self._compute(iterator)
+        *contribution, packed = self._compute()(iterator)
         return _Gradient(contribution, packed.numpy())
+
+    def _compute(self) -> tf.types.experimental.ConcreteFunction:
+        """The call of one worker that brings one gradient."""
+        with self._tracing:
+            if self._gradient is None:
+                self._warming_up = True
+                self._gradient = tf.function(self._one_gradient, autograph=False).get_concrete_function(
+                    iterator_spec(self._make_dataset)
+                )
+            return self._gradient
 
     def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:
         batch, seeds = next(iterator)
@@ -211,13 +271,13 @@ class SyncReplicas(OnServers):
         output = self._program.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
         contribution = self._contributions.bring(output.gradients, output.state, pulled)
         # In the place of the staleness stands the step it was computed at: how stale that is the chief knows.
-        return [*contribution, self._logs.pack(batch_size_of(batch), [pulled.global_step], output.metrics)]
+        return [*contribution, self._logs.pack(batch_size_of(batch), pulled.global_step, output.metrics)]
 
     def _apply(self, contributions: list[Contribution]) -> None:
         size = len(contributions)
         if size not in self._applies:
             self._warming_up = True
-            specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute.structured_outputs[:-1]]
+            specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
             apply = tf.function(self._contributions.apply_mean, autograph=False)
             self._applies[size] = apply.get_concrete_function([specs] * size)
         self._watched(lambda: self._applies[size](contributions).numpy())
@@ -233,7 +293,7 @@ class SyncReplicas(OnServers):
         self._watched(make)
 
     def _is_idle(self) -> bool:
-        return not self._busy
+        return not self._busy and not self._in_call
 
     def _held_on_tasks(self) -> tuple[str, ...]:
-        return ("_compute", "_applies", "_iterators", "_contributions")
+        return ("_lockstep", "_gradient", "_applies", "_iterators", "_contributions")
