@@ -273,6 +273,15 @@ def worker_arguments(data: TrainingData, worker_index: int, num_workers: int, fi
     return (index, step, *data.arguments(worker_index, num_workers))
 
 
+def next_of(iterator: Any) -> Any:
+    """The next element of a dataset iterator, while a function is traced.
+
+    TensorFlow takes more than 32 of these in one function for a Python loop that should have been a graph's.
+    """
+    iterator._get_next_call_count = 0
+    return next(iterator)
+
+
 def _is_iterable_only(x: Any) -> bool:
     return hasattr(x, "__iter__") and not hasattr(x, "__array__") and not isinstance(x, (list, tuple, Mapping))
 

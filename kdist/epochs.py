@@ -77,6 +77,9 @@ class EpochRecorder(Hook):
             due.append(self._validation_every_steps - step % self._validation_every_steps)
         return min(due, default=None)
 
+    def idle_in(self, step: int) -> int | None:
+        return None if self._validate is None else self.due_in(step)
+
     def _epoch_at(self, step: int) -> int:
         if not self._steps_per_epoch:
             return self._first_epoch

@@ -23,12 +23,48 @@ class MetricReader:
         self.initial_values = [variable.numpy() for variable in model.metrics_variables]
         self.aggregations = [variable.aggregation for variable in model.metrics_variables]
 
+    def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The values of two who counted by themselves, as those of one who counted all."""
+        return tuple(_merge(*parts) for parts in zip(mine, others, self.initial_values, self.aggregations))
+
+    def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The same for any number of them: `[n, ...]` for each variable."""
+        return tuple(_total(*parts) for parts in zip(rows, self.initial_values, self.aggregations))
+
     def logs(self, values: Sequence[np.ndarray]) -> dict[str, float]:
         """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables."""
         for variable, value in zip(self._model.metrics_variables, values):
             variable.assign(value.astype(variable.dtype))
         results = self._model.get_metrics_result()
         return {name: _as_number(value) for name, value in results.items()}
+
+
+@dataclass(frozen=True)
+class MetricRows:
+    """Metrics of single steps, so that those of any steps can be told apart.
+
+    Attributes:
+        reader: makes logs of the values.
+        values: for each metric variable of the model `[num_steps, ...]`, its value after each step, every step having
+            started from the initial one.
+    """
+
+    reader: MetricReader
+    values: tuple[np.ndarray, ...]
+
+    def __add__(self, later: MetricRows) -> MetricRows:
+        return MetricRows(self.reader, tuple(np.concatenate(pair) for pair in zip(self.values, later.values)))
+
+    def __getitem__(self, steps: slice) -> MetricRows:
+        return MetricRows(self.reader, tuple(values[steps] for values in self.values))
+
+    def beside(self, other: MetricRows) -> MetricRows:
+        """Of the same steps, what two replicas counted together."""
+        return MetricRows(self.reader, self.reader.merge(self.values, other.values))
+
+    def total(self) -> MetricTotals:
+        """Over all of the steps."""
+        return MetricTotals(self.reader, self.reader.total(self.values))
 
 
 @dataclass(frozen=True)
@@ -44,13 +80,7 @@ class MetricTotals:
     values: tuple[np.ndarray, ...]
 
     def __add__(self, other: MetricTotals) -> MetricTotals:
-        merged = [
-            _merge(mine, others, initial, aggregation)
-            for mine, others, initial, aggregation in zip(
-                self.values, other.values, self.reader.initial_values, self.reader.aggregations
-            )
-        ]
-        return MetricTotals(self.reader, tuple(merged))
+        return MetricTotals(self.reader, self.reader.merge(self.values, other.values))
 
     @cached_property
     def logs(self) -> dict[str, float]:
@@ -65,6 +95,14 @@ def _merge(mine: np.ndarray, others: np.ndarray, initial: np.ndarray, aggregatio
         return others
     # "sum", and "none", which metrics written before Keras 3.3 have: counts and totals add up.
     return mine + others - initial
+
+
+def _total(rows: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarray:
+    if aggregation == "mean":
+        return rows.mean(0)
+    if aggregation == "only_first_replica":
+        return rows[-1]
+    return rows.sum(0) - (len(rows) - 1) * initial
 
 
 def _as_number(value: object) -> float:

@@ -64,9 +64,11 @@ class ReplicaStep:
         self.metrics: list[keras.Variable] = model.metrics_variables
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
+        self._has_dense: frozenset[int] = frozenset()
         self.tables: dict[int, keras.layers.Embedding] = {}
         self.whole_tables: dict[int, str] = {}
         self._find_tables(batch_spec)
+        self._batch_spec = batch_spec
         # Traced once, however many steps a call unrolls.
         self._dense_step = tf.function(self._run_dense, autograph=False)
 
@@ -77,6 +79,16 @@ class ReplicaStep:
         if not is_elementwise(self.model.optimizer):
             return frozenset()
         return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
+
+    def dense_gradients(self) -> frozenset[int]:
+        """The trainable variables that get a dense gradient in every step, by index."""
+        if self.tables:
+            return self._has_dense
+        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
+        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
+        traced = self._dense_step.get_concrete_function(*specs, seeds, self._batch_spec)
+        others = (type(None), tf.IndexedSlices, tf.IndexedSlicesSpec)
+        return frozenset(i for i, g in enumerate(traced.structured_outputs[0]) if not isinstance(g, others))
 
     def __call__(
         self,
@@ -191,18 +203,16 @@ class ReplicaStep:
                     [tf.size(ids), layer.output_dim], layer._embeddings.dtype
                 )
             whole = dict(zip(candidates, tables))
-            _, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
+            output, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
+            self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
             hidden.update(lookups.hidden)
             readers.update((index, table.consumers()) for index, table in whole.items())
 
-        def spec(variable: keras.Variable) -> tf.TensorSpec:
-            return tf.TensorSpec(variable.shape, variable.dtype)
-
         tf.function(probe, autograph=False).get_concrete_function(
-            [spec(self.trainable[i]) for i in candidates],
-            [tf.TensorSpec([]) if i in candidates else spec(v) for i, v in enumerate(self.trainable)],
-            [spec(v) for v in self.state],
-            [spec(v) for v in self.metrics],
+            [_spec(self.trainable[i]) for i in candidates],
+            [tf.TensorSpec([]) if i in candidates else _spec(v) for i, v in enumerate(self.trainable)],
+            [_spec(v) for v in self.state],
+            [_spec(v) for v in self.metrics],
             tf.TensorSpec([len(self.seeds), 2], tf.uint32),
             batch_spec,
         )
@@ -249,6 +259,10 @@ def batch_size_of(batch: Any) -> tf.Tensor | int:
     """Examples in a batch: the first dimension of its first tensor, as an int where it is known."""
     first = tf.nest.flatten(batch)[0]
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+
+
+def _spec(variable: keras.Variable) -> tf.TensorSpec:
+    return tf.TensorSpec(variable.shape, variable.dtype)
 
 
 def _is_seed(variable: keras.Variable) -> bool:

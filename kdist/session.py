@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -128,11 +129,20 @@ class TrainSession:
         context = RunContext(self, self.global_step, self._steps_until_due())
         for hook in self.hooks:
             hook.before_run(context)
-        values = self._run_steps(context.num_steps)
+        values = self._run_steps(context.num_steps, self._steps_until_idle(context.num_steps))
         if values is not None:
             for hook in self.hooks:
                 hook.after_run(context, values)
         return values
+
+    def _finish_begun(self) -> None:
+        """Lets the hooks see the steps that were begun and not asked for."""
+        if begun := self.strategy.settle():
+            context = RunContext(self, self.global_step, begun)
+            values = self._run_steps(begun, begun)
+            if values is not None:
+                for hook in self.hooks:
+                    hook.after_run(context, values)
 
     def save(self, *, keep: int) -> None:
         """Saves a checkpoint of the present step, unless there is one already or training has diverged.
@@ -144,11 +154,15 @@ class TrainSession:
             CheckpointError: it cannot be written.
             NonFiniteError: a value is NaN or infinite.
         """
-        if self._saved_step == self.global_step or self._diverged:
+        if self._diverged:
             return
-        path = self.checkpoints.save(self.global_step, self.strategy.read(), keep=keep)
-        self._saved_step = self.global_step
-        self.print_line(console.save_line(self.global_step, self.last_step, _short(path)))
+        # What was in flight is done when the servers are read; it may be more than the hooks have seen.
+        step = self.strategy.global_step()
+        if self._saved_step == step:
+            return
+        path = self.checkpoints.save(step, self.strategy.read(), keep=keep)
+        self._saved_step = step
+        self.print_line(console.save_line(step, self.last_step, _short(path)))
 
     def publish_validation(self, logs: Mapping[str, float]) -> None:
         """Tells every hook the validation loss and metrics of the present step."""
@@ -170,6 +184,7 @@ class TrainSession:
         try:
             if error is None:
                 self.request_stop("the caller")
+                self._finish_begun()
                 for hook in self.hooks:
                     hook.end(self)
         finally:
@@ -179,24 +194,31 @@ class TrainSession:
         due = [steps for hook in self.hooks if (steps := hook.due_in(self.global_step)) is not None]
         return max(1, min([self._longest_run, *due]))
 
-    def _run_steps(self, num_steps: int) -> RunValues | None:
+    def _steps_until_idle(self, num_steps: int) -> int:
+        """Steps that may be begun in the next run of `num_steps`: at least those."""
+        idle = [steps for hook in self.hooks if (steps := hook.idle_in(self.global_step)) is not None]
+        return max(num_steps, min([num_steps + self._longest_run, *idle]))
+
+    def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
         started = self._clock()
-        logs = self.strategy.run(num_steps, lambda: self.interrupted)
+        logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
         seconds = self._clock() - started
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
-        # A call that ran again after its worker was lost has counted its steps twice; the servers know best.
-        self.global_step = self.strategy.global_step()
+        # A call that ran again after its worker was lost has counted its steps twice; the servers know best, as soon as
+        # nothing is in flight.
+        is_idle = may_begin == num_steps or self.interrupted
+        self.global_step = self.strategy.global_step() if is_idle else expected
         values = RunValues(
             global_step=self.global_step,
             num_steps=self.global_step - expected + logs.num_steps,
-            num_examples=logs.num_examples,
+            num_examples=int(logs.num_examples.sum()),
             seconds=seconds,
             warming_up=self.strategy.warming_up,
-            totals=logs.metrics,
+            totals=logs.metrics.total(),
             staleness=logs.staleness,
-            contributions=logs.contributions,
+            contributions=reduce(add_contributions, logs.contributions, {}),
         )
         self.account.add(values, extra_steps=self.global_step - expected)
         if not values.warming_up and seconds > 0:

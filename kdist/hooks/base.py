@@ -14,7 +14,8 @@ A session uses its hooks like this (after `tf.compat.v1.train.SessionRunHook`):
     for hook in hooks: hook.close()                             # always
 
 What a hook raises ends the session: later hooks are not called for that event, `end` is skipped, and every hook is
-closed. Between two events no step is in flight, so what a hook reads is consistent.
+closed. While a hook is called no step is in flight, so what it reads is consistent; a hook that looks at no more than
+the `values` of a run can allow workers to go on meanwhile (`idle_in`).
 """
 
 from __future__ import annotations
@@ -108,3 +109,10 @@ class Hook:
     def due_in(self, step: int) -> int | None:
         """How many steps may pass after `step` before the hook must be called; None if any number."""
         return None
+
+    def idle_in(self, step: int) -> int | None:
+        """How many steps may be begun after `step` before the hook must find nothing in flight; None if any number.
+
+        0, as here, is after every run. With asynchronous workers a hook costs nothing if they need not wait for it.
+        """
+        return 0

@@ -53,6 +53,10 @@ class CheckpointSaver(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
+    def idle_in(self, step: int) -> int | None:
+        # Steps are exact. When it is the clock that decides, saving itself waits for what is in flight.
+        return self._timer.due_in(step)
+
     def _save(self, session: TrainSession) -> None:
         session.save(keep=self._keep)
         self._timer.restart(session.global_step)

@@ -64,6 +64,9 @@ class LoggingTensor(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
+    def idle_in(self, step: int) -> int | None:
+        return None
+
     def _print(self, session: TrainSession, line: str) -> None:
         (self._print_line or session.print_line)(line)
 

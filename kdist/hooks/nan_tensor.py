@@ -37,3 +37,6 @@ class NanTensor(Hook):
             f"  last good checkpoint, which is kept: {good if good is not None else 'none was saved'}\n"
             "  a smaller optimizer.learning_rate or optimizer.clipnorm may help"
         )
+
+    def idle_in(self, step: int) -> int | None:
+        return None

@@ -56,6 +56,9 @@ class StepCounter(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
+    def idle_in(self, step: int) -> int | None:
+        return None
+
     def _restart(self) -> None:
         self._num_steps = 0
         self._num_examples = 0

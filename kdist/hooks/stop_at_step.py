@@ -46,6 +46,9 @@ class StopAtStep(Hook):
     def due_in(self, step: int) -> int | None:
         return None if self.last_step is None else max(0, self.last_step - step)
 
+    def idle_in(self, step: int) -> int | None:
+        return self.due_in(step)
+
     def _stop_if_reached(self, session: TrainSession) -> None:
         if self.last_step is not None and session.global_step >= self.last_step:
             session.request_stop("StopAtStep")

@@ -68,6 +68,9 @@ class SummarySaver(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
+    def idle_in(self, step: int) -> int | None:
+        return None
+
     def _write(self, session: TrainSession) -> None:
         if self._totals is None:
             return

@@ -113,7 +113,7 @@ class RowOptimizer:
         with tf.device("CPU:0"):
             self._stand_in = keras.Variable(np.zeros((1, *variable.shape[1:])), dtype=variable.dtype)
             self._stand_in._path = variable.path
-            if not _decays(optimizer, original):
+            if not decays(optimizer, original):
                 self._pure.exclude_from_weight_decay(var_list=[self._stand_in])
             self._pure.build([self._stand_in])
         stand_ins = optimizer_state(self._pure, [self._stand_in], ["it"])
@@ -271,14 +271,14 @@ def _copy_for(
             f"{type(error).__name__}: {error}"
         ) from error
     copy.clipnorm = copy.clipvalue = copy.global_clipnorm = None
-    excluded = [variable for original, variable in zip(originals, variables) if not _decays(optimizer, original)]
+    excluded = [variable for original, variable in zip(originals, variables) if not decays(optimizer, original)]
     if excluded:
         copy.exclude_from_weight_decay(var_list=excluded)
     copy.build(list(variables))
     return copy
 
 
-def _decays(optimizer: keras.optimizers.Optimizer, original: keras.Variable) -> bool:
+def decays(optimizer: keras.optimizers.Optimizer, original: keras.Variable) -> bool:
     """Whether a variable is not exempt from weight decay."""
     # The TF optimizer looks exclusions up by the underlying tf.Variable, as it does when it applies.
     return optimizer.weight_decay is None or optimizer._use_weight_decay(original.value)

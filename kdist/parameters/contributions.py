@@ -24,19 +24,19 @@ Contribution: TypeAlias = "list[tf.Tensor]"
 
 @dataclass(frozen=True)
 class _Fused:
-    """One tensor of a contribution: the dense changes of some shards of one server."""
+    """One tensor of a contribution: the dense changes of some blocks of one server."""
 
     server: int
-    shards: tuple[int, ...]
+    blocks: tuple[int, ...]
     shapes: tuple[tf.TensorShape, ...]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Two tensors of a contribution: values and indices of a sparse change of one shard."""
+    """Two tensors of a contribution: values and indices of a sparse change of one block."""
 
     server: int
-    shard: int
+    block: int
 
 
 class Contributions:
@@ -56,16 +56,16 @@ class Contributions:
         groups: dict[tuple[int, tf.DType], list[int]] = defaultdict(list)
         tensors, self._layout = [], []
         for i, change in changes.items():
-            server = self._store.shards[i].server
+            server = self._store.blocks[i].server
             if isinstance(change, tf.IndexedSlices):
                 self._layout.append(_Rows(server, i))
                 with tf.device(self._store.devices[server]):
                     tensors += [tf.identity(change.values), tf.identity(change.indices)]
             else:
                 groups[server, change.dtype].append(i)
-        for (server, _), shards in groups.items():
-            self._layout.append(_Fused(server, tuple(shards), tuple(changes[i].shape for i in shards)))
-            fused = fuse([changes[i] for i in shards])
+        for (server, _), blocks in groups.items():
+            self._layout.append(_Fused(server, tuple(blocks), tuple(changes[i].shape for i in blocks)))
+            fused = fuse([changes[i] for i in blocks])
             with tf.device(self._store.devices[server]):
                 tensors.append(tf.identity(fused))
         return tensors
@@ -83,9 +83,9 @@ class Contributions:
                 if isinstance(entry, _Rows):
                     values, indices = next(columns), next(columns)
                     rows = tf.IndexedSlices(tf.concat(values, 0) / len(contributions), tf.concat(indices, 0))
-                    means[entry.shard] = sum_duplicates(rows) if self._store.is_row_wise(entry.shard) else rows
+                    means[entry.block] = sum_duplicates(rows) if self._store.is_row_wise(entry.block) else rows
                 else:
-                    means |= zip(entry.shards, unfuse(_mean(next(columns)), entry.shapes))
+                    means |= zip(entry.blocks, unfuse(_mean(next(columns)), entry.shapes))
         return self._store.apply(self._clipped(means))
 
     def _clipped(self, means: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
@@ -93,52 +93,70 @@ class Contributions:
         optimizer = self._optimizer
         gradients = {i: mean for i, mean in means.items() if self._store.is_parameter(i)}
         if optimizer.clipnorm:
-            squares: dict[int, list[tf.Tensor]] = defaultdict(list)
-            for i, square in self._squares(gradients).items():
-                squares[self._store.shards[i].variable].append(square)
-            factors = {
-                variable: optimizer.clipnorm / tf.maximum(tf.sqrt(tf.add_n(parts)), optimizer.clipnorm)
-                for variable, parts in squares.items()
-            }
-            return means | self._scaled(gradients, {i: factors[self._store.shards[i].variable] for i in gradients})
+            return means | self._clipped_each(gradients, optimizer.clipnorm)
         if optimizer.global_clipnorm:
             norm = tf.sqrt(tf.add_n(list(self._squares(gradients).values())))
             factor = optimizer.global_clipnorm / tf.maximum(norm, optimizer.global_clipnorm)
-            return means | self._scaled(gradients, dict.fromkeys(gradients, factor))
+            return means | self._map(gradients, lambda values: values * tf.cast(factor, values.dtype))
         if optimizer.clipvalue:
             limit = optimizer.clipvalue
-            return means | self._map(gradients, lambda _, values: tf.clip_by_value(values, -limit, limit))
+            return means | self._map(gradients, lambda values: tf.clip_by_value(values, -limit, limit))
         return means
 
-    def _squares(self, gradients: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor]:
-        """The sum of squares of each shard's gradient, on the caller."""
-        squares = {}
-        for i, gradient in gradients.items():
-            with tf.device(self._device(i)):
-                values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-                square = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
-            squares[i] = tf.identity(square)
-        return squares
-
-    def _scaled(
-        self, gradients: dict[int, tf.Tensor | tf.IndexedSlices], factors: dict[int, tf.Tensor]
+    def _clipped_each(
+        self, gradients: dict[int, tf.Tensor | tf.IndexedSlices], limit: float
     ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
-        return self._map(gradients, lambda i, values: values * tf.cast(factors[i], values.dtype))
+        """Clips the gradient of each variable by its own norm, whichever servers have parts of it."""
+        store = self._store
+        by_shard: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        for block, gradient in gradients.items():
+            with tf.device(self._device(block)):
+                by_shard |= store.split(block, gradient)
+        block_of = {shard: block for block in gradients for shard in store.blocks[block].shards}
+        squares: dict[int, list[tf.Tensor]] = defaultdict(list)
+        for shard, gradient in by_shard.items():
+            squares[store.shards[shard].variable].append(self._square(block_of[shard], gradient))
+        factors = {variable: limit / tf.maximum(tf.sqrt(tf.add_n(parts)), limit) for variable, parts in squares.items()}
+        clipped: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        for block in gradients:
+            with tf.device(self._device(block)):
+                scaled = {
+                    shard: _times(by_shard[shard], factors[store.shards[shard].variable])
+                    for shard in store.blocks[block].shards
+                }
+                clipped[block] = store.join(block, scaled)
+        return clipped
+
+    def _squares(self, gradients: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor]:
+        """The sum of squares of each block's gradient, on the caller."""
+        return {block: self._square(block, gradient) for block, gradient in gradients.items()}
+
+    def _square(self, block: int, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+        with tf.device(self._device(block)):
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            square = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+        return tf.identity(square)
 
     def _map(
-        self, gradients: dict[int, tf.Tensor | tf.IndexedSlices], change: Callable[[int, tf.Tensor], tf.Tensor]
+        self, gradients: dict[int, tf.Tensor | tf.IndexedSlices], change: Callable[[tf.Tensor], tf.Tensor]
     ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
         changed: dict[int, tf.Tensor | tf.IndexedSlices] = {}
         for i, gradient in gradients.items():
             with tf.device(self._device(i)):
                 if isinstance(gradient, tf.IndexedSlices):
-                    changed[i] = tf.IndexedSlices(change(i, gradient.values), gradient.indices)
+                    changed[i] = tf.IndexedSlices(change(gradient.values), gradient.indices)
                 else:
-                    changed[i] = change(i, gradient)
+                    changed[i] = change(gradient)
         return changed
 
-    def _device(self, shard: int) -> str:
-        return self._store.devices[self._store.shards[shard].server]
+    def _device(self, block: int) -> str:
+        return self._store.devices[self._store.blocks[block].server]
+
+
+def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _mean(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -15,12 +15,13 @@ K = TypeVar("K", bound=Hashable)
 
 def fuse(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tensors of one dtype, flattened, one behind the other."""
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
 
 
 def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
     """Undoes `fuse`."""
-    parts = tf.split(fused, [shape.num_elements() for shape in shapes])
+    parts = [fused] if len(shapes) == 1 else tf.split(fused, [shape.num_elements() for shape in shapes])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 

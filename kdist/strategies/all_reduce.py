@@ -7,10 +7,9 @@ by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.coordinator import iterator_spec
@@ -58,16 +57,12 @@ class AllReduce(StoredStrategy):
         self._iterators.clear()
         self._functions.clear()
 
-    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        logs: StepLogs | None = None
-        remaining = num_steps
-        while remaining and not interrupted():
-            size = self._sizer.next_size(remaining)
-            self._warming_up |= size not in self._functions
-            more = self._call(size)
-            logs = more if logs is None else logs + more
-            remaining -= size
-        return logs
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        if interrupted():
+            return None
+        size = self._sizer.next_size(may_begin)
+        self._warming_up |= size not in self._functions
+        return self._call(size)
 
     def _call(self, num_steps: int) -> StepLogs:
         """Runs steps on all replicas; every process has to call it."""
@@ -77,7 +72,7 @@ class AllReduce(StoredStrategy):
             packed = self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
-        return self._merge([self._logs.unpack(row, num_steps) for row in packed], num_steps)
+        return reduce(StepLogs.beside, [self._logs.unpack(row, num_steps) for row in packed])
 
     def _worker_arguments(self) -> list[tuple[Any, ...]]:
         data, step = self._program.program.data, self._store.global_step()
@@ -139,17 +134,6 @@ class AllReduce(StoredStrategy):
         return [
             tf.nest.map_structure(lambda value, i=i: values_of(value)[i], results) for i in range(len(self._stores))
         ]
-
-    @staticmethod
-    def _merge(logs: Sequence[StepLogs], num_steps: int) -> StepLogs:
-        """What all replicas log of the same steps."""
-        first, *others = logs
-        return StepLogs(
-            num_steps,
-            sum(log.num_examples for log in logs),
-            np.zeros(num_steps, np.int64),
-            sum((log.metrics for log in others), first.metrics),
-        )
 
 
 def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:

@@ -45,8 +45,8 @@ class Program:
 class Strategy(abc.ABC):
     """Runs training steps of a program and holds what they change.
 
-    A strategy is started once, runs any number of times and is stopped once. Between two runs nothing is in flight,
-    so what `read` returns is consistent.
+    A strategy is started once, runs any number of times and is stopped once. Between two runs nothing is in flight but
+    what `run` was allowed to begin, and `settle` waits for that.
     """
 
     #: Its name in configs.
@@ -69,20 +69,26 @@ class Strategy(abc.ABC):
         """Brings up tasks and variables, with the values that the model has now."""
 
     @abc.abstractmethod
-    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         """Runs `num_steps` steps and returns when all are done.
 
         Args:
             num_steps: at least 1.
             interrupted: asked between calls; True ends the run early, after what is in flight.
+            may_begin: how many steps may be begun before it returns, so that nothing stands still until the next run;
+                `num_steps` if None. The steps that come first count for this run, the others for the next ones.
 
         Returns:
-            Logs of the steps that were done; None if it was interrupted before the first.
+            Logs of `num_steps` steps, or if it was interrupted of all that were begun; None if that is none.
         """
 
     @abc.abstractmethod
+    def settle(self) -> int:
+        """Waits until nothing is in flight; returns how many steps are done that no `run` has returned yet."""
+
+    @abc.abstractmethod
     def global_step(self) -> int:
-        """The exact number of updates applied."""
+        """The exact number of updates applied, when nothing is in flight any more."""
 
     @property
     @abc.abstractmethod
@@ -91,7 +97,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> dict[str, np.ndarray]:
-        """The present value of everything that training changes, by name."""
+        """The present value of everything that training changes, by name, when nothing is in flight."""
 
     @abc.abstractmethod
     def write(self, values: Mapping[str, np.ndarray]) -> None:

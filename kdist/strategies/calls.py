@@ -4,52 +4,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.metrics import MetricReader, MetricTotals
+from kdist.data import next_of
+from kdist.metrics import MetricReader, MetricRows
 from kdist.parameters.apply import clip_gradients
 from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaOutput, ReplicaStep, batch_size_of
-from kdist.result import Contributions, add_contributions
+from kdist.result import Contributions
 
-# A call should take long against the 1 ms that dispatching it costs, and be short against a person's patience.
-_AUTO_CALL_SECS = 0.1
-_AUTO_MAX_STEPS = 32
-# Doubling again needs a gain from the last one: at most this fraction of the former time per step.
-_AUTO_GAIN = 0.95
+# A call should take long against the few ms that dispatching it costs, and be short against a person's patience.
+_AUTO_CALL_SECS = 0.2
+_AUTO_MAX_STEPS = 64
+_GROWTH = 4
 
 
 @dataclass(frozen=True)
 class StepLogs:
-    """What some steps report. Logs of different steps add up.
+    """What some steps report, each by itself. Logs of different steps can be joined and cut.
 
     Attributes:
-        num_steps: how many updates were applied.
-        num_examples: how many examples they saw.
+        num_examples: int array `[num_steps]`, how many examples each saw.
         staleness: int array `[num_steps]`; for each update how many others were applied between its pull and its
             push.
-        metrics: loss and metrics over those steps.
-        contributions: what became of each worker's gradients, by worker index; empty where all are applied.
+        metrics: loss and metrics of each step.
+        contributions: for each step what became of the workers' gradients, by worker index; empty where all are
+            applied.
     """
 
-    num_steps: int
-    num_examples: int
+    num_examples: np.ndarray
     staleness: np.ndarray
-    metrics: MetricTotals
-    contributions: Mapping[int, Contributions] = field(default_factory=dict)
+    metrics: MetricRows
+    contributions: tuple[Mapping[int, Contributions], ...] = ()
 
-    def __add__(self, other: StepLogs) -> StepLogs:
+    @property
+    def num_steps(self) -> int:
+        """How many updates were applied."""
+        return len(self.staleness)
+
+    def __add__(self, later: StepLogs) -> StepLogs:
         return StepLogs(
-            self.num_steps + other.num_steps,
-            self.num_examples + other.num_examples,
-            np.concatenate([self.staleness, other.staleness]),
-            self.metrics + other.metrics,
-            add_contributions(self.contributions, other.contributions),
+            np.concatenate([self.num_examples, later.num_examples]),
+            np.concatenate([self.staleness, later.staleness]),
+            self.metrics + later.metrics,
+            self.contributions + later.contributions,
         )
+
+    def __getitem__(self, steps: slice) -> StepLogs:
+        return StepLogs(self.num_examples[steps], self.staleness[steps], self.metrics[steps], self.contributions[steps])
+
+    def beside(self, other: StepLogs) -> StepLogs:
+        """Of the same synchronous steps, what two replicas report together."""
+        return StepLogs(self.num_examples + other.num_examples, self.staleness, self.metrics.beside(other.metrics))
 
 
 class CallLogs:
@@ -64,25 +74,26 @@ class CallLogs:
         self._reader = MetricReader(replica_step.model)
 
     def initial_metrics(self) -> list[tf.Tensor]:
-        """The metric variables' values before the first step; called while a call is traced."""
+        """The metric variables' values before a step; called while a call is traced."""
         return [
             tf.constant(initial, variable.dtype)
             for initial, variable in zip(self._reader.initial_values, self._variables)
         ]
 
     @staticmethod
-    def pack(num_examples: Any, staleness: tf.Tensor, metrics: Sequence[tf.Tensor]) -> tf.Tensor:
-        """A float64 vector of how many examples the steps saw, their staleness, and the metrics after them."""
-        tensors = [num_examples, staleness, *metrics]
+    def pack(staleness: tf.Tensor, rows: Sequence[Sequence[Any]]) -> tf.Tensor:
+        """A float64 vector of the steps' staleness, and for each step of how many examples it saw and its metrics."""
+        tensors = [staleness, *(tensor for row in rows for tensor in row)]
         return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
 
     def unpack(self, packed: np.ndarray, num_steps: int) -> StepLogs:
         """Reads what `pack` made of `num_steps` steps."""
-        num_examples, staleness, rest = packed[0], packed[1 : 1 + num_steps], packed[1 + num_steps :]
+        staleness, rows = packed[:num_steps].astype(np.int64), packed[num_steps:].reshape(num_steps, -1)
         shapes = [initial.shape for initial in self._reader.initial_values]
-        parts = np.split(rest, np.cumsum([math.prod(shape) for shape in shapes])[:-1]) if shapes else []
-        values = tuple(part.reshape(shape) for part, shape in zip(parts, shapes))
-        return StepLogs(num_steps, int(num_examples), staleness.astype(np.int64), MetricTotals(self._reader, values))
+        bounds = np.cumsum([1, *(math.prod(shape) for shape in shapes)])[:-1]
+        num_examples, *parts = np.split(rows, bounds, axis=1) if shapes else [rows]
+        values = tuple(part.reshape(num_steps, *shape) for part, shape in zip(parts, shapes))
+        return StepLogs(num_examples[:, 0].astype(np.int64), staleness, MetricRows(self._reader, values))
 
 
 class UnrolledCalls:
@@ -151,22 +162,20 @@ def run_steps(
     Returns:
         For each replica what `CallLogs.pack` makes of its steps.
     """
-    metrics = [logs.initial_metrics() for _ in replicas]
-    num_examples = [tf.constant(0, tf.int64) for _ in replicas]
+    rows: list[list[list[Any]]] = [[] for _ in replicas]
     staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
     for _ in range(num_steps):
         pulled, outputs = [], []
         for i, replica in enumerate(replicas):
-            batch, seeds = next(replica.iterator)
+            batch, seeds = next_of(replica.iterator)
             with tf.device(replica.device or None):
                 pulled.append(replica.store.pull())
-                outputs.append(replica_step(pulled[i].trainable, pulled[i].state, metrics[i], seeds, batch))
-            num_examples[i] += tf.cast(batch_size_of(batch), tf.int64)
+                outputs.append(replica_step(pulled[i].trainable, pulled[i].state, logs.initial_metrics(), seeds, batch))
+            rows[i].append([batch_size_of(batch), *outputs[i].metrics])
         for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
             with tf.device(replica.device or None):
                 gradients = clip_gradients(replica_step.model.optimizer, output.gradients)
                 step = replica.store.push(gradients, output.state, pulled[i])
-            metrics[i] = output.metrics
             # Both steps are on the first server, and so is their difference until the end of the call: a tensor that
             # travels in every step costs more than the arithmetic of a small model.
             with tf.device(replica.store.devices[0] or None):
@@ -176,16 +185,16 @@ def run_steps(
         with tf.device(replica.store.devices[0] or None):
             of_steps = tf.stack(staleness[i])
         with tf.device(replica.device or None):
-            packed.append(logs.pack(num_examples[i], of_steps, metrics[i]))
+            packed.append(logs.pack(of_steps, rows[i]))
     return packed
 
 
 class CallSizer:
     """Decides how many steps the next call unrolls.
 
-    With `auto` it starts with single steps and doubles, in powers of two so that few functions are traced, as long as
-    that pays: the last doubling made steps faster, calls stay short, and training has taken as long as tracing the
-    next size will (so tracing costs at most as much as it could have saved, as in ski rental).
+    With `auto` it starts with single steps, and then takes four times as many, so that few functions are traced, as
+    long as calls stay short, and training has taken as long as tracing last did (so tracing costs about as much as it
+    could have saved, as in ski rental).
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
@@ -199,7 +208,6 @@ class CallSizer:
         self._tracing_secs = math.inf
         self._trained_secs = 0.0
         self._step_secs = math.inf
-        self._step_secs_before = math.inf
 
     @property
     def steps_per_call(self) -> int:
@@ -214,7 +222,7 @@ class CallSizer:
         if self._fixed is None:
             # Near the end every worker still gets its share.
             size = min(size, math.ceil(remaining / self._num_workers))
-        return 1 << (size.bit_length() - 1)
+        return _power_of_growth(size)
 
     def observe(self, num_steps: int, secs: float, *, traced: bool) -> None:
         """Learns from a run.
@@ -229,13 +237,19 @@ class CallSizer:
             return
         self._trained_secs += secs
         self._step_secs = min(self._step_secs, secs / num_steps * self._num_workers)
-        twice = 2 * self._auto
+        larger = _GROWTH * self._auto
         if (
-            twice <= _AUTO_MAX_STEPS
-            and twice * self._step_secs <= _AUTO_CALL_SECS
-            and self._trained_secs >= 2 * self._tracing_secs
-            and self._step_secs <= _AUTO_GAIN * self._step_secs_before
+            larger <= _AUTO_MAX_STEPS
+            and larger * self._step_secs <= _AUTO_CALL_SECS
+            and self._trained_secs >= self._tracing_secs
         ):
-            self._auto = twice
+            self._auto = larger
             self._trained_secs = 0.0
-            self._step_secs_before, self._step_secs = self._step_secs, math.inf
+
+
+def _power_of_growth(at_most: int) -> int:
+    """The largest size of a call that is not larger."""
+    size = 1
+    while size * _GROWTH <= at_most:
+        size *= _GROWTH
+    return size

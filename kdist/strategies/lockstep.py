@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.cluster.spec import Task
+from kdist.data import next_of
 from kdist.parameters.contributions import Contributions
 from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaStep, batch_size_of
@@ -65,25 +66,26 @@ class LockstepCalls:
 
     def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
         workers = range(len(self._shares))
-        metrics = [self._logs.initial_metrics() for _ in workers]
-        num_examples: list[Any] = [0 for _ in workers]
+        rows: list[list[list[Any]]] = [[] for _ in workers]
         for _ in range(num_steps):
             gathered = self._store.gather()
             brought = []
             for worker in workers:
                 with tf.device(Task("worker", worker).device):
                     pulled = self._store.pull(gathered)
+                    metrics, num_examples = self._logs.initial_metrics(), tf.constant(0)
                     for _ in range(self._shares[worker]):
-                        batch, seeds = next(iterators[worker])
-                        output = self._replica_step(pulled.trainable, pulled.state, metrics[worker], seeds, batch)
+                        batch, seeds = next_of(iterators[worker])
+                        output = self._replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
                         brought.append(self._contributions.bring(output.gradients, output.state, pulled))
-                        metrics[worker] = output.metrics
-                        num_examples[worker] += tf.cast(batch_size_of(batch), tf.int64)
+                        metrics = output.metrics
+                        num_examples += batch_size_of(batch)
+                    rows[worker].append([num_examples, *metrics])
             self._contributions.apply_mean(brought)
         packed = []
         for worker in workers:
             with tf.device(Task("worker", worker).device):
                 # Nothing is ever stale here.
                 staleness = tf.zeros([num_steps], tf.int64)
-                packed.append(self._logs.pack(num_examples[worker], staleness, metrics[worker]))
+                packed.append(self._logs.pack(staleness, rows[worker]))
         return packed

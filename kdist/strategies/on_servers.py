@@ -82,17 +82,25 @@ class OnServers(StoredStrategy):
             self._store = self._program.store(devices, self.plan)
         self._make_dataset = self._program.trace_dataset()
 
-    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._explaining():
-            return super().run(num_steps, interrupted)
+            self._running().check_tasks()
+            return super().run(num_steps, interrupted, may_begin)
+
+    def settle(self) -> int:
+        with self._explaining():
+            return super().settle()
 
     def global_step(self) -> int:
+        self.settle()
         return self._watched(super().global_step)
 
     def read(self) -> dict[str, np.ndarray]:
+        self.settle()
         return self._watched(super().read)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self.settle()
         self._watched(lambda: super(OnServers, self).write(values))
 
     def stop(self) -> None:

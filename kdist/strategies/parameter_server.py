@@ -26,36 +26,35 @@ class ParameterServer(OnServers):
     name: ClassVar[str] = "parameter_server"
     is_asynchronous: ClassVar[bool] = True
 
-    _iterators: Any = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._iterators: Any = None
+        self._in_flight: deque[tuple[Any, int]] = deque()
 
     def start(self, program: Program) -> None:
         super().start(program)
         self._calls = self._program.calls(self._store, iterator_spec(self._make_dataset))
         self._sizer = self._program.sizer()
 
-    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         coordinator, iterators = self._running(), self._worker_iterators()
-        coordinator.check_tasks()
-        in_flight: deque[tuple[Any, int]] = deque()
-        logs: StepLogs | None = None
-        remaining = num_steps
-        while remaining or in_flight:
-            if interrupted():
-                remaining = 0
-            while remaining and len(in_flight) < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers:
-                size = self._sizer.next_size(remaining)
-                self._warming_up |= not self._calls.traced(size)
-                in_flight.append((coordinator.schedule(self._calls.function(size), iterators), size))
-                remaining -= size
-            if not in_flight:
+        while len(self._in_flight) < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
+            may_begin_more = may_begin - sum(size for _, size in self._in_flight)
+            if may_begin_more <= 0:
                 break
-            value, size = in_flight.popleft()
-            more = self._calls.logs(coordinator.result(value), size)
-            logs = more if logs is None else logs + more
-        return logs
+            size = self._sizer.next_size(may_begin_more)
+            self._warming_up |= not self._calls.traced(size)
+            self._in_flight.append((coordinator.schedule(self._calls.function(size), iterators), size))
+        return self._in_flight_logs()
+
+    def _in_flight_logs(self) -> StepLogs | None:
+        if not self._in_flight:
+            return None
+        value, size = self._in_flight.popleft()
+        return self._calls.logs(self._running().result(value), size)
 
     def _held_on_tasks(self) -> tuple[str, ...]:
-        return ("_calls", "_iterators")
+        return ("_calls", "_iterators", "_in_flight")
 
     def _worker_iterators(self) -> Any:
         """Iterators over the workers' data, made when the first step runs."""

@@ -32,26 +32,22 @@ class Single(StoredStrategy):
         self._calls = self._program.calls(self._store, IteratorSpec(element_spec))
         self._sizer = self._program.sizer()
 
-    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        if interrupted():
+            return None
         if self._iterator is None:
             arguments = worker_arguments(self._program.program.data, 0, 1, self.global_step())
             self._iterator = iter(self._make_dataset(*arguments))
-        logs: StepLogs | None = None
-        remaining = num_steps
-        while remaining and not interrupted():
-            size = self._sizer.next_size(remaining)
-            self._warming_up |= not self._calls.traced(size)
-            function = self._calls.function(size)
-            try:
-                packed = function(self._iterator).numpy()
-            except tf.errors.OutOfRangeError as error:
-                raise TaskError(str(CHIEF), no_batch()) from error
-            except tf.errors.OpError as error:
-                raise TaskError(str(CHIEF), error) from error
-            more = self._calls.logs(packed, size)
-            logs = more if logs is None else logs + more
-            remaining -= size
-        return logs
+        size = self._sizer.next_size(may_begin)
+        self._warming_up |= not self._calls.traced(size)
+        function = self._calls.function(size)
+        try:
+            packed = function(self._iterator).numpy()
+        except tf.errors.OutOfRangeError as error:
+            raise TaskError(str(CHIEF), no_batch()) from error
+        except tf.errors.OpError as error:
+            raise TaskError(str(CHIEF), error) from error
+        return self._calls.logs(packed, size)
 
     def stop(self) -> None:
         self._iterator = None

@@ -28,18 +28,53 @@ class StoredStrategy(Strategy):
     _store: ParameterStore
     _sizer: CallSizer
     _warming_up = True
+    #: Logs of steps that are done and that `run` has not returned yet.
+    _ahead: StepLogs | None = None
 
-    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         self._warming_up = False
         started = time.perf_counter()
-        logs = self._run(num_steps, interrupted)
+        may_begin = max(num_steps, may_begin or 0)
+        while self._num_ahead < num_steps or interrupted():
+            more = self._next_logs(may_begin - self._num_ahead, interrupted)
+            if more is None:
+                break
+            self._keep(more)
+        logs = self._ahead
+        if logs is not None and logs.num_steps > num_steps and not interrupted():
+            logs, self._ahead = logs[:num_steps], logs[num_steps:]
+        else:
+            self._ahead = None
         if logs is not None:
             self._sizer.observe(logs.num_steps, time.perf_counter() - started, traced=self._warming_up)
         return logs
 
     @abc.abstractmethod
-    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        """Does what `run` promises, and sets `_warming_up` when it traces a function."""
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        """Waits for the next call that ends, and sets `_warming_up` when it traces a function.
+
+        Args:
+            may_begin: how many steps may be in flight, those that are included.
+
+        Returns:
+            Logs of the call; None if nothing is in flight and nothing may be begun.
+        """
+
+    def _keep(self, logs: StepLogs) -> None:
+        self._ahead = logs if self._ahead is None else self._ahead + logs
+
+    @property
+    def _num_ahead(self) -> int:
+        return 0 if self._ahead is None else self._ahead.num_steps
+
+    def settle(self) -> int:
+        while (logs := self._in_flight_logs()) is not None:
+            self._keep(logs)
+        return self._num_ahead
+
+    def _in_flight_logs(self) -> StepLogs | None:
+        """Waits for the next call that is in flight; None if none is. Strategies whose calls wait never have any."""
+        return None
 
     def global_step(self) -> int:
         return self._store.global_step()
@@ -98,7 +133,8 @@ class PreparedProgram:
     def store(self, devices: Sequence[str], plan: Plan) -> ParameterStore:
         """Makes the variables on `devices`."""
         step = self.replica_step
-        variables = Trainable(step.trainable, step.state, frozenset(step.tables), step.row_wise)
+        dense = step.dense_gradients()
+        variables = Trainable(step.trainable, step.state, frozenset(step.tables), step.row_wise, dense)
         return ParameterStore(variables, self.program.model.optimizer, devices, plan)
 
     def calls(self, store: ParameterStore, iterator_spec: tf.TypeSpec) -> UnrolledCalls:

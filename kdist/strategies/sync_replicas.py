@@ -15,7 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -127,18 +128,17 @@ class SyncReplicas(OnServers):
                 shares,
             )
 
-    def _run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if not self._iterators:
             self._make_iterators()
             self._warming_up = True
-        logs: StepLogs | None = None
-        remaining = num_steps
-        while remaining and not interrupted():
-            more = self._lockstep_call(self._lockstep, remaining) if self._lockstep else self._one_update()
-            if more is not None:
-                logs = more if logs is None else logs + more
-                remaining -= more.num_steps
-        return logs
+        if interrupted():
+            return None
+        if self._lockstep is not None:
+            logs = self._lockstep_call(self._lockstep, may_begin)
+            if logs is not None:
+                return logs
+        return self._one_update()
 
     def _lockstep_call(self, calls: LockstepCalls, remaining: int) -> StepLogs | None:
         """Runs a call over all tasks; None if a worker has no data, so that the others have to go on without it."""
@@ -156,15 +156,9 @@ class SyncReplicas(OnServers):
             self._lockstep = None
             return None
         self._in_call = False
-        first, *others = [self._logs.unpack(row, size) for row in packed]
-        shares = {worker: self._quorum.share(worker) for worker in self._iterators}
-        return StepLogs(
-            num_steps=size,
-            num_examples=sum((log.num_examples for log in others), first.num_examples),
-            staleness=first.staleness,
-            metrics=sum((log.metrics for log in others), first.metrics),
-            contributions={worker: Counts(accepted=size * share) for worker, share in shares.items()},
-        )
+        logs = reduce(StepLogs.beside, [self._logs.unpack(row, size) for row in packed])
+        shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in self._iterators}
+        return replace(logs, contributions=(shares,) * size)
 
     def _one_update(self) -> StepLogs:
         """Collects the gradients of one step and applies their mean."""
@@ -188,14 +182,8 @@ class SyncReplicas(OnServers):
         accepted.sort(key=lambda pair: pair[0])
         self._apply([gradient.contribution for _, gradient in accepted])
         logs = [self._logs.unpack(gradient.packed, 1) for _, gradient in accepted]
-        first, *others = logs
-        return StepLogs(
-            num_steps=1,
-            num_examples=sum(log.num_examples for log in logs),
-            staleness=np.array([step - min(int(log.staleness[0]) for log in logs)]),
-            metrics=sum((log.metrics for log in others), first.metrics),
-            contributions=counts,
-        )
+        staleness = step - min(int(log.staleness[0]) for log in logs)
+        return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), contributions=(counts,))
 
     def _hand_out(self, step: int, given: dict[int, int]) -> None:
         """Begins a call at every idle worker that may still compute a gradient of this step."""
@@ -271,7 +259,7 @@ class SyncReplicas(OnServers):
         output = self._program.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
         contribution = self._contributions.bring(output.gradients, output.state, pulled)
         # In the place of the staleness stands the step it was computed at: how stale that is the chief knows.
-        return [*contribution, self._logs.pack(batch_size_of(batch), pulled.global_step, output.metrics)]
+        return [*contribution, self._logs.pack(pulled.global_step, [[batch_size_of(batch), *output.metrics]])]
 
     def _apply(self, contributions: list[Contribution]) -> None:
         size = len(contributions)

@@ -124,7 +124,7 @@ def test_slots_live_beside_their_parameter_and_one_tensor_travels_each_way(run_d
     with trainer.session(x, y, batch_size=8, steps=2, verbose=0) as session:
         session.run()
         store = session.strategy._store  # type: ignore[attr-defined]
-        devices = {name: part.device for name, parts in store._named.items() for part in parts}
+        devices = {name: part.variable.device for name, parts in store._named.items() for part in parts}
         parameters = {name.removeprefix("parameters/") for name in devices if name.startswith("parameters/")}
         for name in parameters:
             slots = [device for key, device in devices.items() if key.startswith(f"slots/{name}/")]
@@ -314,7 +314,8 @@ def test_only_parameters_and_gradients_cross_the_network(run_dir: Path) -> None:
     with trainer.session(x, np.zeros([256, 200], np.float32), batch_size=8, steps=60, verbose=0) as session:
         while session.global_step < 20:
             session.run()
-        bytes_before, steps_before = loopback_bytes(), session.global_step
+        # Workers are ahead of what the session has reported; now they rest.
+        steps_before, bytes_before = session.strategy.global_step(), loopback_bytes()
         while not session.should_stop():
             session.run()
         num_steps, num_bytes = session.global_step - steps_before, loopback_bytes() - bytes_before

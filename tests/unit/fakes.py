@@ -16,12 +16,18 @@ from kdist.strategies.calls import StepLogs
 
 @dataclass(frozen=True)
 class FakeTotals:
-    """Totals whose loss is the mean of the steps' losses."""
+    """Metrics of steps, and their totals, whose loss is the mean of the steps' losses."""
 
     losses: tuple[float, ...]
 
     def __add__(self, other: FakeTotals) -> FakeTotals:
         return FakeTotals(self.losses + other.losses)
+
+    def __getitem__(self, steps: slice) -> FakeTotals:
+        return FakeTotals(self.losses[steps])
+
+    def total(self) -> FakeTotals:
+        return self
 
     @property
     def logs(self) -> dict[str, float]:
@@ -44,7 +50,7 @@ class CountingStrategy(Strategy):
     def start(self, program: Any) -> None:
         self.program = program
 
-    def run(self, num_steps: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         if interrupted():
             return None
         self.runs.append(num_steps)
@@ -57,7 +63,10 @@ class CountingStrategy(Strategy):
         self.lost_call_steps = 0
         if self._clock is not None:
             self._clock.now += num_steps * self._secs
-        return StepLogs(num_steps, num_steps * 8, np.zeros(num_steps, np.int64), FakeTotals(tuple(losses)))
+        return StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals(tuple(losses)))
+
+    def settle(self) -> int:
+        return 0
 
     def global_step(self) -> int:
         return self.step
