@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test lint
+.PHONY: help mnist test lint bench
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make lint    ruff and mypy only"
+	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
 
 mnist: $(READY)
 	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
@@ -21,6 +22,13 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(VENV)/ready-for-bench
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
+
+$(VENV)/ready-for-bench: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@touch $@
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""kdist beside its peers: `make bench`, or `python -m benchmarks`."""

@@ -1,0 +1,148 @@
+"""Runs the races and writes what came out: `python -m benchmarks`, or `make bench`.
+
+Contenders of one race are started one after another and stopped (SIGSTOP) when they are warm. Then they train in turns,
+in an order that is drawn anew in each round, so that whatever else the machine does meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import accuracy, races, report
+from benchmarks.contender import Contender, Entry, Turn
+from benchmarks.workloads import WORKLOADS
+
+_PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "numpy")
+
+
+def race(entries: Iterable[Entry], *, rounds: int, turn_secs: float) -> dict[str, dict[str, Any]]:
+    """Lets `entries` race each other; what came out, by key."""
+    outcome: dict[str, dict[str, Any]] = {}
+    turns: dict[str, list[Turn]] = {}
+    with ExitStack() as stack:
+        contenders: list[Contender] = []
+        for entry in entries:
+            try:
+                contender = Contender(entry).start()
+            except RuntimeError as error:
+                print(f"left out: {error}", file=sys.stderr, flush=True)
+                continue
+            stack.callback(contender.stop)
+            print(f"  started {entry.key} in {contender.start_secs:.1f} s", flush=True)
+            turns[entry.key] = []
+            if entry.can_rest:
+                contenders.append(contender)
+                continue
+            outcome[entry.key] = summary(contender, [contender.take_turn(turn_secs) for _ in range(rounds)])
+            contender.stop()
+        for _ in range(rounds):
+            for contender in random.sample(contenders, len(contenders)):
+                turns[contender.entry.key].append(contender.take_turn(turn_secs))
+        for contender in contenders:
+            outcome[contender.entry.key] = summary(contender, turns[contender.entry.key])
+    for key, row in outcome.items():
+        print(f"  {key}: {row['steps_per_sec']:.1f} steps/s", flush=True)
+    return outcome
+
+
+def summary(contender: Contender, turns: list[Turn]) -> dict[str, Any]:
+    """The figures of one contender."""
+    entry, workload = contender.entry, WORKLOADS[contender.entry.workload]
+    rates = [turn.steps_per_sec for turn in turns]
+    median = statistics.median(rates)
+    batches = entry.num_workers if entry.sync else 1
+    wire = [turn.bytes_per_step for turn in turns if turn.bytes_per_step is not None]
+    return {
+        "workload": entry.workload,
+        "optimizer": entry.optimizer,
+        "sync": entry.sync,
+        "name": entry.name,
+        "steps_per_sec": median,
+        "lowest": min(rates),
+        "highest": max(rates),
+        "turns": rates,
+        "examples_per_sec": median * workload.batch_size * batches,
+        "cpu_secs_per_1000_steps": 1000 * statistics.median(turn.cpu_secs_per_step for turn in turns),
+        "wire_ratio": statistics.median(wire) / (8 * workload.num_parameters() * batches) if wire else None,
+        "memory_mib": contender.memory_mib(),
+        "start_secs": contender.start_secs,
+        "chosen": contender.said("best"),
+        "save_secs": contender.said("save_secs"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--turn-secs", type=float, default=1.5, help="seconds of a turn")
+    parser.add_argument("--only", nargs="*", help="workloads, or scaling, slow_worker, accuracy, steps_per_call")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
+    options = parser.parse_args()
+    started = time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+    for name, entries in chosen_races(options.quick, options.only).items():
+        print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
+        # Where steps are slow a turn has to be long to hold some.
+        turn_secs = options.turn_secs * (3 if entries[0].workload in ("sleep", "wide") else 1)
+        results |= race(entries, rounds=options.rounds, turn_secs=turn_secs)
+    to_accuracy = accuracy.measure(2 if options.quick else 5) if not options.only or "accuracy" in options.only else {}
+    record = {
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), **installed_versions()},
+        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "seconds": time.monotonic() - started,
+        "results": results,
+        "accuracy": to_accuracy,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(record, indent=1))
+    report.draw(results, options.out / "results.png")
+    text = report.table(record)
+    (options.out / "results.md").write_text(text)
+    print(text)
+
+
+def chosen_races(quick: bool, only: list[str] | None) -> dict[str, list[Entry]]:
+    """The races to run, by name."""
+    trained = [name for name in WORKLOADS if name != "sleep"]
+    every = {
+        **{f"{name}, asynchronous": races.asynchronous(name) for name in trained},
+        **{f"{name}, synchronous": races.synchronous(name) for name in ("mlp", "deep", "cnn")},
+        "scaling of kdist": races.scaling("kdist", "kdist_trainer"),
+        "scaling of TF1": races.scaling("TF1", "tf1"),
+        "slow_worker": races.slow_worker(),
+    }
+    if quick:
+        return {name: entries for name, entries in every.items() if name.startswith("mlp")}
+    if only is None:
+        return every
+    every |= {f"steps_per_call, {name}": races.steps_per_call(name) for name in trained}
+    return {name: entries for name, entries in every.items() if any(name.startswith(begin) for begin in only)}
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what raced."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""A contender while it races: its processes, stopped but for its turns, and what is read off them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.isolated import bytes_received, prefix
+from benchmarks.peers.task import Task
+from benchmarks.progress import Progress
+
+_START_SECS = 120.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Who races in what.
+
+    Attributes:
+        name: in tables.
+        module: its program, in `benchmarks.peers`.
+        workload, optimizer, sync, num_ps, num_workers, options: see `Task`.
+        warm_up_secs: seconds that it trains before it counts.
+        can_rest: whether its processes can be stopped for a minute without taking each other for dead.
+    """
+
+    name: str
+    module: str
+    workload: str
+    optimizer: str = "sgd"
+    sync: bool = False
+    num_ps: int = 2
+    num_workers: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    warm_up_secs: float = 2.0
+    can_rest: bool = True
+
+    @property
+    def key(self) -> str:
+        """Its name in results."""
+        return "/".join([self.workload, self.optimizer, "sync" if self.sync else "async", self.name])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One window of training.
+
+    Attributes:
+        steps_per_sec: global steps.
+        cpu_secs_per_step: of all processes.
+        bytes_per_step: on the loopback device; None where they cannot be told from others'.
+    """
+
+    steps_per_sec: float
+    cpu_secs_per_step: float
+    bytes_per_step: float | None
+
+
+class Contender:
+    """Starts an entry's processes and lets them train in turns; `stop` is due after `start`, and may be repeated."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._folder = Path(tempfile.mkdtemp(prefix="kdist-bench-"))
+        (self._folder / "progress").mkdir()
+        self.start_secs = 0.0
+
+    def start(self) -> Contender:
+        """Starts it and returns when it is warm, and paused.
+
+        Raises:
+            RuntimeError: it does not train; with the end of its log.
+        """
+        entry = self.entry
+        task = Task(
+            entry.workload,
+            str(self._folder / "progress"),
+            entry.optimizer,
+            entry.sync,
+            entry.num_ps,
+            entry.num_workers,
+            options=dict(entry.options),
+        )
+        command = [sys.executable, "-m", f"benchmarks.peers.{entry.module}", task.to_json()]
+        self._isolation = prefix()
+        started = time.monotonic()
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen([*self._isolation, *command], stdout=log, stderr=log, env=os.environ)
+        try:
+            while not self._all_count():
+                if self._process.poll() is not None or time.monotonic() > started + _START_SECS:
+                    raise RuntimeError(f"{entry.key} did not start:\n{self.log_tail()}")
+                time.sleep(0.02)
+            self.start_secs = time.monotonic() - started
+            time.sleep(entry.warm_up_secs)
+            self.pause()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends all its processes."""
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def pause(self) -> None:
+        """Stops all its processes where they are."""
+        if not self.entry.can_rest:
+            return
+        for process in self._processes():
+            process.suspend()
+
+    def take_turn(self, secs: float) -> Turn:
+        """Lets it train for `secs` seconds."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}")
+        for process in reversed(self._processes()):
+            process.resume()
+        # What was in flight when it was stopped is not of this turn.
+        steps, at = self._next_progress()
+        cpu, received = self._cpu_secs(), self._bytes()
+        deadline = time.monotonic() + secs
+        while (now := self._progress())[1] < deadline and time.monotonic() < deadline + 10 * secs:
+            time.sleep(0.002)
+        cpu, more_received = self._cpu_secs() - cpu, self._bytes()
+        self.pause()
+        done = max(1, now[0] - steps)
+        return Turn(
+            (now[0] - steps) / max(1e-9, now[1] - at),
+            cpu / done,
+            None if received is None or more_received is None else (more_received - received) / done,
+        )
+
+    def memory_mib(self) -> dict[str, float]:
+        """Memory of its processes in MiB: the largest and the sum; pages that several share count in parts."""
+        sizes = [process.memory_full_info().pss / 2**20 for process in self._processes()]
+        return {"largest": max(sizes), "sum": sum(sizes)}
+
+    def said(self, what: str) -> str | None:
+        """What it wrote beside its progress, if anything."""
+        path = self._folder / "progress" / what
+        return path.read_text() if path.exists() else None
+
+    def log_tail(self) -> str:
+        return "\n".join((self._folder / "log").read_text(errors="replace").splitlines()[-20:])
+
+    def _processes(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        return []
+
+    def _counters(self) -> list[Progress]:
+        return [Progress(path) for path in sorted((self._folder / "progress").glob("*-[0-9]*"))]
+
+    def _all_count(self) -> bool:
+        counters = self._counters()
+        is_by_worker = self.entry.module == "tf1"
+        enough = len(counters) >= (self.entry.num_workers if is_by_worker else 1)
+        return enough and all(counter.read()[0] for counter in counters)
+
+    def _progress(self) -> tuple[int, float]:
+        """Global steps, and when the last was done."""
+        read = [counter.read() for counter in self._counters()]
+        steps = [steps for steps, _ in read]
+        return (max if self.entry.sync else sum)(steps), max(at for _, at in read)
+
+    def _next_progress(self) -> tuple[int, float]:
+        before, deadline = self._progress(), time.monotonic() + 60
+        while (now := self._progress()) == before and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return now
+
+    def _cpu_secs(self) -> float:
+        times = [process.cpu_times() for process in self._processes()]
+        return sum(each.user + each.system for each in times)
+
+    def _bytes(self) -> int | None:
+        return bytes_received(self._process.pid) if self._isolation else None

@@ -1,0 +1,45 @@
+"""kdist, as anyone would call it: default hooks, `steps_per_call=auto`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import kdist
+from benchmarks.peers.task import Task, this_task
+from benchmarks.workloads import compiled_keras_model, dataset
+
+_SAVE_AT_STEP = 50
+
+
+def main(task: Task) -> None:
+    options = dict(task.options)
+    slowed = options.pop("slow_last_worker", 1.0)
+
+    def batches(context: kdist.DataContext) -> Any:
+        is_last = context.worker_index == context.num_workers - 1
+        return dataset(task.what, tf.where(is_last, tf.constant(slowed), 1.0))
+
+    trainer = kdist.Trainer(
+        lambda: compiled_keras_model(task.what, keras, task.optimizer, kdist.layers.Embedding),
+        cluster=f"{task.num_ps}ps{task.num_workers}w",
+        strategy="sync_replicas" if task.sync else "parameter_server",
+        run_dir=task.folder / "run",
+        **options,
+    )
+    progress = task.counter()
+    with trainer.session(batches, verbose=0) as session:
+        while not session.should_stop():
+            session.run()
+            progress.set(session.global_step)
+            if session.global_step >= _SAVE_AT_STEP and not (task.folder / "save_secs").exists():
+                started = time.monotonic()
+                session.save(keep=1)
+                (task.folder / "save_secs").write_text(str(time.monotonic() - started))
+
+
+if __name__ == "__main__":
+    main(this_task())

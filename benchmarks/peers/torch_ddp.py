@@ -1,0 +1,71 @@
+"""PyTorch: `DistributedDataParallel` over gloo: synchronous, by all-reduce, without servers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.task import THREADS, Task, run_processes, this_task, with_addresses
+from benchmarks.workloads import Conv, Dense, Embedding, Flatten, Workload
+
+
+def torch_model(workload: Workload) -> Any:
+    import torch
+
+    layers: list[Any] = []
+    channels = 1
+    for layer in workload.layers:
+        match layer:
+            case Dense(units, relu, bias):
+                layers.append(torch.nn.LazyLinear(units, bias=bias))
+                layers += [torch.nn.ReLU()] if relu else []
+            case Conv(filters):
+                layers += [torch.nn.Conv2d(channels, filters, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+                channels = filters
+            case Flatten():
+                layers.append(torch.nn.Flatten())
+            case Embedding(rows, units):
+                layers.append(torch.nn.EmbeddingBag(rows, units, mode="mean"))
+    return torch.nn.Sequential(*layers)
+
+
+def train(task: Task) -> None:
+    """One process."""
+    import torch
+
+    torch.set_num_threads(THREADS[0])
+    host, _, port = task.jobs["worker"][0].partition(":")
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
+    torch.distributed.init_process_group("gloo", rank=task.index, world_size=task.num_workers)
+    inputs, labels_of = task.what.arrays()
+    if inputs.ndim == 5:
+        # PyTorch has channels first.
+        inputs = np.ascontiguousarray(np.moveaxis(inputs, -1, 2))
+    batches = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in zip(inputs, labels_of)]
+    model = torch_model(task.what)
+    model(batches[0][0])
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    optimizer = optimizers[task.optimizer](model.parameters(), lr=1e-3)
+    loss_of = torch.nn.CrossEntropyLoss()
+    progress = task.counter()
+    for step, (x, labels) in enumerate(itertools.cycle(batches)):
+        optimizer.zero_grad()
+        loss_of(model(x), labels).backward()
+        optimizer.step()
+        progress.set(step + 1)
+
+
+def main(task: Task) -> None:
+    if task.job:
+        train(task)
+    else:
+        run_processes("benchmarks.peers.torch_ddp", with_addresses(replace(task, num_ps=0)))
+
+
+if __name__ == "__main__":
+    main(this_task())
