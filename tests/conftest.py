@@ -31,7 +31,7 @@ def alone_if_it_must_be(request: pytest.FixtureRequest) -> Iterator[None]:
 def nothing_is_left_behind() -> Iterator[None]:
     before = dict(os.environ)
     yield
-    left = tasks_running(under=os.getpid())
+    left = tasks_running(under=os.getpid(), and_fork_servers=True)
     assert not left, f"tasks still running: {left}"
     changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k) and k != "PYTEST_CURRENT_TEST"}
     assert not changed, f"environment changed: {changed}"

@@ -26,21 +26,27 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())
 
 
-def tasks_running(under: int | None = None) -> list[int]:
-    """Process ids of kdist server tasks; with `under`, only children of that process."""
-    found = []
+def tasks_running(under: int | None = None, *, and_fork_servers: bool = False) -> list[int]:
+    """Process ids of kdist's tasks and of what forks them; with `under`, those of that process's tasks.
+
+    Args:
+        and_fork_servers: with `under`, also those of the processes that forked them.
+    """
+    commands: dict[int, bytes] = {}
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
-            command = (entry / "cmdline").read_bytes()
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(entry.name)] = (entry / "cmdline").read_bytes()
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
             continue
-        is_task = b"kdist.cluster.server" in command or b"kdist.program" in command
-        if is_task and (under is None or parent == under):
-            found.append(int(entry.name))
-    return found
+    found = [pid for pid, command in commands.items() if b"kdist.cluster." in command or b"kdist.program" in command]
+    if under is None:
+        return found
+    servers = {pid for pid in found if b"forkserver" in commands[pid] and parents[pid] == under}
+    return [pid for pid in found if parents[pid] in {under, *servers} and (and_fork_servers or pid not in servers)]
 
 
 def loopback_bytes() -> int:

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kdist.cluster.forkserver import ForkedTask, ForkServer
 from kdist.cluster.process import end_children, how_it_ended, task_environment
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
@@ -81,7 +82,8 @@ class LocalCluster:
         self._devices = devices
         self.log_dir = log_dir
         self._start_timeout = start_timeout
-        self._processes: dict[Task, subprocess.Popen[bytes]] = {}
+        self._processes: dict[Task, ForkedTask | subprocess.Popen[bytes]] = {}
+        self._fork_server: ForkServer | None = None
         self._ready: set[Task] = set()
         self._deadline = 0.0
         self.spec = ClusterSpec((), ())
@@ -93,8 +95,18 @@ class LocalCluster:
         self._deadline = time.monotonic() + self._start_timeout
         ports = [f"127.0.0.1:{port}" for port in free_ports(len(self.shape.tasks))]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
-        for task in self.shape.tasks:
-            self._processes[task] = self._launch(task)
+        tasks = self.shape.tasks
+        for task in tasks:
+            self._log_path(task).write_bytes(b"")
+        if sys.platform == "linux":
+            # Elsewhere a process that has imported TensorFlow may not survive a fork.
+            environment = task_environment(Task("worker", 0))
+            own = [self._own_environment(task, environment) for task in tasks]
+            logs = [self._log_path(task) for task in tasks]
+            self._fork_server = ForkServer(list(zip(map(self._options, tasks), own, logs)), environment)
+            self._processes = dict(zip(tasks, self._fork_server.tasks))
+        else:
+            self._processes = {task: self._launch(task) for task in tasks}
 
     def wait(self) -> None:
         """Waits until every task serves; a port that was taken meanwhile costs another attempt."""
@@ -118,6 +130,9 @@ class LocalCluster:
         """Ends every task and waits for it, at most a few seconds. May be called again."""
         end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
     def kill(self) -> bool:
         """Kills every task, so that all are gone; `stop` is due all the same."""
@@ -155,14 +170,21 @@ class LocalCluster:
     def _log_path(self, task: Task) -> Path:
         return self.log_dir / f"{task.job}-{task.index}.log"
 
-    def _launch(self, task: Task) -> subprocess.Popen[bytes]:
+    def _own_environment(self, task: Task, common: Mapping[str, str]) -> dict[str, str]:
+        """What a task's environment has that the others' has not."""
+        own = task_environment(task, self._devices)
+        return {name: value for name, value in own.items() if common.get(name) != value}
+
+    def _options(self, task: Task) -> ServerOptions:
         intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         own_cores = cores_of(task, self.shape, cores) if cores else None
-        options = ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores)
+        return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores)
+
+    def _launch(self, task: Task) -> subprocess.Popen[bytes]:
         with self._log_path(task).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
+                [sys.executable, "-m", "kdist.cluster.server", self._options(task).to_json()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

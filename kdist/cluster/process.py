@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from kdist.cluster.spec import Task
 
@@ -76,7 +76,18 @@ def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
     return ",".join(map(str, chosen))
 
 
-def end_children(processes: Iterable[subprocess.Popen[Any]], timeout: float) -> None:
+class Process(Protocol):
+    """What is needed of a `subprocess.Popen` to end it."""
+
+    @property
+    def stdin(self) -> IO[Any] | None: ...
+    @property
+    def stdout(self) -> IO[Any] | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def end_children(processes: Iterable[Process], timeout: float) -> None:
     """Closes the standard input of processes that end with it, and kills what is left after `timeout` seconds."""
     processes = list(processes)
     for process in processes:
