@@ -21,6 +21,8 @@ from benchmarks.peers.task import Task
 from benchmarks.progress import Progress
 
 _START_SECS = 120.0
+# After a rest caches are cold, and the kernel may have taken pages of the program.
+_SETTLE_SECS = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Contender:
         self._folder = Path(tempfile.mkdtemp(prefix="kdist-bench-"))
         (self._folder / "progress").mkdir()
         self.start_secs = 0.0
+        self._counters: list[Progress] = []
 
     def start(self) -> Contender:
         """Starts it and returns when it is warm, and paused.
@@ -131,7 +134,8 @@ class Contender:
             raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}")
         for process in reversed(self._processes()):
             process.resume()
-        # What was in flight when it was stopped is not of this turn.
+        time.sleep(_SETTLE_SECS)
+        # What is in flight is not of this turn.
         steps, at = self._next_progress()
         cpu, received = self._cpu_secs(), self._bytes()
         deadline = time.monotonic() + secs
@@ -165,18 +169,15 @@ class Contender:
             return [root, *root.children(recursive=True)]
         return []
 
-    def _counters(self) -> list[Progress]:
-        return [Progress(path) for path in sorted((self._folder / "progress").glob("*-[0-9]*"))]
-
     def _all_count(self) -> bool:
-        counters = self._counters()
+        self._counters = [Progress(path) for path in sorted((self._folder / "progress").glob("*-[0-9]*"))]
         is_by_worker = self.entry.module == "tf1"
-        enough = len(counters) >= (self.entry.num_workers if is_by_worker else 1)
-        return enough and all(counter.read()[0] for counter in counters)
+        enough = len(self._counters) >= (self.entry.num_workers if is_by_worker else 1)
+        return enough and all(counter.read()[0] for counter in self._counters)
 
     def _progress(self) -> tuple[int, float]:
         """Global steps, and when the last was done."""
-        read = [counter.read() for counter in self._counters()]
+        read = [counter.read() for counter in self._counters]
         steps = [steps for steps, _ in read]
         return (max if self.entry.sync else sum)(steps), max(at for _, at in read)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # The loop comes back at least this often, for hooks that go by the clock.
 _LONGEST_RUN_SECS = 1.0
 _FIRST_RUN_STEPS = 16
+_LONGEST_RUN_GROWTH = 4
 
 
 class TrainSession:
@@ -84,6 +85,7 @@ class TrainSession:
         self._clock = clock
         self._saved_step: int | None = None
         self._longest_run = _FIRST_RUN_STEPS
+        self._went_on_since: float | None = None
 
     def __enter__(self) -> TrainSession:
         try:
@@ -200,9 +202,11 @@ class TrainSession:
         return max(num_steps, min([num_steps + self._longest_run, *idle]))
 
     def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
-        started = self._clock()
+        # While hooks looked on, workers went on with what had been begun: that time counts.
+        started = self._clock() if self._went_on_since is None else self._went_on_since
         logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
-        seconds = self._clock() - started
+        ended = self._clock()
+        seconds, self._went_on_since = ended - started, ended if may_begin > num_steps else None
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
@@ -222,7 +226,9 @@ class TrainSession:
         )
         self.account.add(values, extra_steps=self.global_step - expected)
         if not values.warming_up and seconds > 0:
-            self._longest_run = max(1, int(values.num_steps / seconds * _LONGEST_RUN_SECS))
+            in_time = max(1, int(values.num_steps / seconds * _LONGEST_RUN_SECS))
+            # Steps may have been done before they were asked for: a single run says little.
+            self._longest_run = min(in_time, _LONGEST_RUN_GROWTH * self._longest_run)
         return values
 
     def _restore(self) -> None:

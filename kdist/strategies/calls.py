@@ -207,7 +207,7 @@ class CallSizer:
         self._auto = 1
         self._tracing_secs = math.inf
         self._trained_secs = 0.0
-        self._step_secs = math.inf
+        self._trained_steps = 0
 
     @property
     def steps_per_call(self) -> int:
@@ -225,26 +225,26 @@ class CallSizer:
         return _power_of_growth(size)
 
     def observe(self, num_steps: int, secs: float, *, traced: bool) -> None:
-        """Learns from a run.
+        """Learns from some steps.
 
         Args:
-            num_steps: steps of the run, over all workers.
-            secs: how long it took.
+            num_steps: steps that were finished, over all workers.
+            secs: how long that took.
             traced: whether functions were traced meanwhile.
         """
         if traced:
             self._tracing_secs = secs
             return
         self._trained_secs += secs
-        self._step_secs = min(self._step_secs, secs / num_steps * self._num_workers)
+        self._trained_steps += num_steps
+        # Steps may have been finished before they were waited for: only over some time is the time of one known.
+        if self._trained_secs < self._tracing_secs or not self._trained_steps:
+            return
+        step_secs = self._trained_secs / self._trained_steps * self._num_workers
         larger = _GROWTH * self._auto
-        if (
-            larger <= _AUTO_MAX_STEPS
-            and larger * self._step_secs <= _AUTO_CALL_SECS
-            and self._trained_secs >= self._tracing_secs
-        ):
+        if larger <= _AUTO_MAX_STEPS and larger * step_secs <= _AUTO_CALL_SECS:
             self._auto = larger
-            self._trained_secs = 0.0
+            self._trained_secs, self._trained_steps = 0.0, 0
 
 
 def _power_of_growth(at_most: int) -> int:

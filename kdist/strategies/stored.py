@@ -30,23 +30,29 @@ class StoredStrategy(Strategy):
     _warming_up = True
     #: Logs of steps that are done and that `run` has not returned yet.
     _ahead: StepLogs | None = None
+    #: When the last run ended, if it left something in flight.
+    _last_end: float | None = None
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         self._warming_up = False
-        started = time.perf_counter()
+        # What was begun before goes on since then.
+        started = self._last_end if self._last_end is not None else time.perf_counter()
+        num_finished = 0
         may_begin = max(num_steps, may_begin or 0)
         while self._num_ahead < num_steps or interrupted():
             more = self._next_logs(may_begin - self._num_ahead, interrupted)
             if more is None:
                 break
             self._keep(more)
+            num_finished += more.num_steps
         logs = self._ahead
         if logs is not None and logs.num_steps > num_steps and not interrupted():
             logs, self._ahead = logs[:num_steps], logs[num_steps:]
         else:
             self._ahead = None
-        if logs is not None:
-            self._sizer.observe(logs.num_steps, time.perf_counter() - started, traced=self._warming_up)
+        now = time.perf_counter()
+        self._sizer.observe(num_finished, now - started, traced=self._warming_up)
+        self._last_end = now if may_begin > num_steps else None
         return logs
 
     @abc.abstractmethod

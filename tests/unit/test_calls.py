@@ -47,3 +47,13 @@ def test_auto_gives_every_worker_its_share_near_the_end() -> None:
         sizer.observe(16, 0.05, traced=True)
         trained(sizer, 0.1, rate=2000)
     assert [sizer.next_size(remaining) for remaining in (100, 60, 16, 4)] == [16, 4, 4, 1]
+
+
+def test_auto_goes_by_the_time_that_steps_take_and_not_by_when_they_were_asked_for() -> None:
+    sizer = CallSizer(None, num_workers=1)
+    sizer.observe(1, 1.0, traced=True)
+    # Steps of 0.1 s, which all arrive at the end of a second.
+    for _ in range(20):
+        sizer.observe(0, 0.999, traced=False)
+        sizer.observe(10, 0.001, traced=False)
+    assert sizer.steps_per_call == 1
