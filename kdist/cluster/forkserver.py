@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,8 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from kdist.cluster.process import end_with_parent
+from kdist.cluster.process import KILLED_SECS, end_with_parent
 from kdist.cluster.server import ServerOptions, serve
+
+_REPORT_SECS = 0.05
+_CLOSE_SECS = 2.0
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,18 @@ class ForkedTask:
         self._server.update(0.0)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = KILLED_SECS) -> int:
         """Waits until it has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not within `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
-            left = 1.0 if deadline is None else deadline - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
-                raise subprocess.TimeoutExpired("a task", timeout or 0.0)
-            self._server.update(left)
+                raise subprocess.TimeoutExpired("a task", timeout)
+            self._server.update(min(left, _REPORT_SECS))
         return code
 
     def kill(self) -> None:
@@ -108,11 +112,12 @@ class ForkServer:
             children.append(_Child(options.to_json(), own_environment, child_in, child_out, str(log)))
             self.tasks.append(ForkedTask(self, our_in, our_out))
         self._reports, report_to = os.pipe()
-        os.set_blocking(self._reports, False)
+        # Several threads ask whether a task lives; a closed descriptor may be a socket of TensorFlow's a moment later.
+        self._lock = threading.Lock()
         self._unread = b""
         arguments = json.dumps({"report_to": report_to, "children": [asdict(child) for child in children]})
         # What happens before the first task is forked is in its log.
-        with tasks[0][2].open("wb") as log_file:
+        with tasks[0][2].open("ab") as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kdist.cluster.forkserver", arguments],
                 stdin=subprocess.PIPE,
@@ -128,13 +133,18 @@ class ForkServer:
 
     def update(self, timeout: float) -> None:
         """Reads what was reported, waiting at most `timeout` seconds for more."""
-        if self._reports < 0:
-            return
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._reports, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                return
-        received = os.read(self._reports, 1 << 16)
+        with self._lock:
+            while self._reports >= 0 and self._can_read(timeout):
+                self._take(os.read(self._reports, 1 << 16))
+                timeout = 0.0
+
+    def _can_read(self, timeout: float) -> bool:
+        # Not select(): its descriptors end at 1024.
+        poll = select.poll()
+        poll.register(self._reports, select.POLLIN)
+        return bool(poll.poll(1000 * timeout))
+
+    def _take(self, received: bytes) -> None:
         if not received:
             self._has_ended()
             return
@@ -152,24 +162,28 @@ class ForkServer:
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
-            self.process.wait(2.0)
+            self.process.wait(_CLOSE_SECS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(KILLED_SECS)
         self.update(0.0)
 
     def _has_ended(self) -> None:
         """Without its report nobody knows how a task ended, but it has: tasks end with the process."""
         os.close(self._reports)
         self._reports = -1
-        code = self.process.wait()
+        code = self.process.wait(KILLED_SECS)
         for task in self.tasks:
             if task.returncode is None:
                 task.returncode = code or -9
 
 
-def _fork(child: _Child, all_descriptors: Sequence[int]) -> int:
-    """Forks a task; returns its process id."""
+def _fork(child: _Child, not_its_own: Sequence[int]) -> int:
+    """Forks a task; returns its process id.
+
+    Args:
+        not_its_own: open file descriptors that the task must not have.
+    """
     pid = os.fork()
     if pid:
         os.close(child.stdin)
@@ -179,10 +193,9 @@ def _fork(child: _Child, all_descriptors: Sequence[int]) -> int:
     log = os.open(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for source, target in ((child.stdin, 0), (child.stdout, 1), (log, 2)):
         os.dup2(source, target)
-    for descriptor in all_descriptors:
-        # Those of tasks before are closed already.
-        with suppress(OSError):
-            os.close(descriptor)
+        os.close(source)
+    for descriptor in not_its_own:
+        os.close(descriptor)
     os.environ.update(child.environment)
     serve(ServerOptions.from_json(child.options))
 
@@ -195,10 +208,10 @@ def main() -> NoReturn:
     # For all of them, once.
     import tensorflow  # noqa: F401
 
-    descriptors = [report_to, *(d for child in children for d in (child.stdin, child.stdout))]
     index_of = {}
     for index, child in enumerate(children):
-        pid = _fork(child, descriptors)
+        later = [descriptor for other in children[index + 1 :] for descriptor in (other.stdin, other.stdout)]
+        pid = _fork(child, [report_to, *later])
         index_of[pid] = index
         os.write(report_to, f"pid {index} {pid}\n".encode())
     while index_of:

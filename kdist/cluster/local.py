@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kdist.cluster.forkserver import ForkedTask, ForkServer
-from kdist.cluster.process import end_children, how_it_ended, task_environment
+from kdist.cluster.process import KILLED_SECS, end_children, how_it_ended, task_environment
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -138,7 +138,7 @@ class LocalCluster:
         """Kills every task, so that all are gone; `stop` is due all the same."""
         for process in self._processes.values():
             process.kill()
-            process.wait()
+            process.wait(KILLED_SECS)
         return True
 
     def __enter__(self) -> LocalCluster:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kdist.schema import DevicesConfig
 
 _PARENT_CHECK_SECS = 1.0
+#: A process that was killed is gone long before; one that the kernel cannot end is not waited for without end.
+KILLED_SECS = 10.0
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 
@@ -83,7 +85,7 @@ class Process(Protocol):
     def stdin(self) -> IO[Any] | None: ...
     @property
     def stdout(self) -> IO[Any] | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+    def wait(self, timeout: float = ...) -> int: ...
     def kill(self) -> None: ...
 
 
@@ -99,7 +101,7 @@ def end_children(processes: Iterable[Process], timeout: float) -> None:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait(KILLED_SECS)
         if process.stdout is not None:
             process.stdout.close()
 
