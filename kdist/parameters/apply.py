@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from kdist.errors import ConfigError
+from kdist.parameters.kernels import by_kernel
 from kdist.parameters.names import LEARNING_RATE
 
 
@@ -264,7 +265,7 @@ def _copy_for(
 ) -> keras.optimizers.Optimizer:
     """A copy of `optimizer`, built for `variables` that stand for `originals`; it clips nothing."""
     try:
-        copy = type(optimizer).from_config(optimizer.get_config())
+        copy = by_kernel(type(optimizer)).from_config(optimizer.get_config())
     except Exception as error:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "
