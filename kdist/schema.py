@@ -99,6 +99,12 @@ class StrategyConfig:
     token_mode: str = "strict"
     """sync_replicas: `strict`, each worker has its share of every step; `tf1`, whoever is fast takes more of it."""
 
+    local_steps: int = 1
+    """parameter_server: batches that a worker trains on between a pull and a push, which is one step; at least 1."""
+
+    wire_dtype: Optional[str] = None
+    """On servers: `bfloat16` halves the bytes of values and gradients while they travel; null leaves them as is."""
+
     devices: Optional[int] = None
     """mirrored: GPUs to use (null: all), or on a machine without any, logical CPU devices to make; at least 2."""
 
@@ -110,6 +116,11 @@ class StrategyConfig:
         if self.backup_workers is None:
             raise ConfigError("strategy.backup_workers=None: must be a whole number, at least 0")
         check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0)
+        if self.local_steps is None:
+            raise ConfigError("strategy.local_steps=None: must be a whole number, at least 1")
+        check_whole_number("strategy.local_steps", self.local_steps)
+        if self.wire_dtype is not None:
+            _one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
         check_whole_number("strategy.devices", self.devices)
 
 

@@ -60,7 +60,8 @@ class Trainer:
         membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers` and `token_mode`
-            (`sync_replicas`), `devices` (`mirrored`). See `kdist.schema.StrategyConfig`.
+            (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype` (with servers), `devices` (`mirrored`).
+            See `kdist.schema.StrategyConfig`.
 
     Raises:
         ConfigError: a value that is not allowed, or a model that cannot be trained so.

@@ -61,6 +61,11 @@ class ServerOptimizer:
             state += optimizer_state(by_rows.optimizer, [self._variables[i]], [names[i]]).items()
         return state
 
+    def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
+        """The learning rate after `step` updates, scalar int64: a scalar."""
+        with keras.StatelessScope([(self._optimizer._iterations, step)]):
+            return tf.convert_to_tensor(self._optimizer.learning_rate)
+
     def apply(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], step: tf.Tensor) -> None:
         """Updates the variables.
 

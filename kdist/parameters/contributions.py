@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from kdist.parameters.store import Change, ParameterStore, Pulled
-from kdist.parameters.transport import fuse, sum_duplicates, unfuse
+from kdist.parameters.transport import Wire, fuse, sum_duplicates, unfuse
 
 #: The tensors of one gradient, on the servers.
 Contribution: TypeAlias = "list[tf.Tensor]"
@@ -29,6 +29,7 @@ class _Fused:
     server: int
     blocks: tuple[int, ...]
     shapes: tuple[tf.TensorShape, ...]
+    dtype: tf.DType
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Rows:
 
     server: int
     block: int
+    dtype: tf.DType
 
 
 class Contributions:
@@ -54,18 +56,19 @@ class Contributions:
         """
         changes = self._store.changes(gradients, state, pulled)
         groups: dict[tuple[int, tf.DType], list[int]] = defaultdict(list)
-        tensors, self._layout = [], []
+        tensors, self._layout, wire = [], [], self._store.wire
         for i, change in changes.items():
             server = self._store.blocks[i].server
             if isinstance(change, tf.IndexedSlices):
-                self._layout.append(_Rows(server, i))
+                self._layout.append(_Rows(server, i, change.dtype))
+                values = wire.pack(change.values)
                 with tf.device(self._store.devices[server]):
-                    tensors += [tf.identity(change.values), tf.identity(change.indices)]
+                    tensors += [tf.identity(values), tf.identity(change.indices)]
             else:
                 groups[server, change.dtype].append(i)
-        for (server, _), blocks in groups.items():
-            self._layout.append(_Fused(server, tuple(blocks), tuple(changes[i].shape for i in blocks)))
-            fused = fuse([changes[i] for i in blocks])
+        for (server, dtype), blocks in groups.items():
+            self._layout.append(_Fused(server, tuple(blocks), tuple(changes[i].shape for i in blocks), dtype))
+            fused = wire.pack(fuse([changes[i] for i in blocks]))
             with tf.device(self._store.devices[server]):
                 tensors.append(tf.identity(fused))
         return tensors
@@ -81,17 +84,19 @@ class Contributions:
         for entry in self._layout:
             with tf.device(self._store.devices[entry.server]):
                 if isinstance(entry, _Rows):
-                    values, indices = next(columns), next(columns)
+                    values = [Wire.unpack(tensor, entry.dtype) for tensor in next(columns)]
+                    indices = next(columns)
                     rows = tf.IndexedSlices(tf.concat(values, 0) / len(contributions), tf.concat(indices, 0))
-                    means[entry.block] = sum_duplicates(rows) if self._store.is_row_wise(entry.block) else rows
+                    means[entry.block] = sum_duplicates(rows) if self._store.blocks[entry.block].is_row_wise else rows
                 else:
-                    means |= zip(entry.blocks, unfuse(_mean(next(columns)), entry.shapes))
+                    mean = _mean([Wire.unpack(tensor, entry.dtype) for tensor in next(columns)])
+                    means |= zip(entry.blocks, unfuse(mean, entry.shapes))
         return self._store.apply(self._clipped(means))
 
     def _clipped(self, means: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
         """Clips as the optimizer would clip the whole gradients: norms are summed up over servers, on the chief."""
         optimizer = self._optimizer
-        gradients = {i: mean for i, mean in means.items() if self._store.is_parameter(i)}
+        gradients = {i: mean for i, mean in means.items() if self._store.blocks[i].is_parameter}
         if optimizer.clipnorm:
             return means | self._clipped_each(gradients, optimizer.clipnorm)
         if optimizer.global_clipnorm:
@@ -111,7 +116,7 @@ class Contributions:
         by_shard: dict[int, tf.Tensor | tf.IndexedSlices] = {}
         for block, gradient in gradients.items():
             with tf.device(self._device(block)):
-                by_shard |= store.split(block, gradient)
+                by_shard |= store.blocks.split(block, gradient)
         block_of = {shard: block for block in gradients for shard in store.blocks[block].shards}
         squares: dict[int, list[tf.Tensor]] = defaultdict(list)
         for shard, gradient in by_shard.items():
@@ -124,7 +129,7 @@ class Contributions:
                     shard: _times(by_shard[shard], factors[store.shards[shard].variable])
                     for shard in store.blocks[block].shards
                 }
-                clipped[block] = store.join(block, scaled)
+                clipped[block] = store.blocks.join(block, scaled)
         return clipped
 
     def _squares(self, gradients: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor]:

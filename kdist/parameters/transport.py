@@ -26,20 +26,45 @@ def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
 
 
 @dataclass(frozen=True)
+class Wire:
+    """What tensors are while they travel.
+
+    Attributes:
+        dtype: floating-point tensors of more bits are rounded to it, to the nearest; None leaves all as they are.
+    """
+
+    dtype: tf.DType | None = None
+
+    def pack(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor as it travels."""
+        if self.dtype is None or not tensor.dtype.is_floating or tensor.dtype.size <= self.dtype.size:
+            return tensor
+        return tf.cast(tensor, self.dtype)
+
+    @staticmethod
+    def unpack(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """The tensor as it was, when it has arrived."""
+        return tensor if tensor.dtype == dtype else tf.cast(tensor, dtype)
+
+
+@dataclass(frozen=True)
 class Fused:
     """Tensors that travel as one.
 
     Attributes:
-        tensor: all of them, flattened, one behind the other.
+        tensor: all of them, flattened, one behind the other, packed.
         shapes: their shapes, by their keys.
+        dtype: what they are when they are not packed.
     """
 
     tensor: tf.Tensor
     shapes: dict[Any, tf.TensorShape]
+    dtype: tf.DType
 
     def split(self) -> dict[Any, tf.Tensor]:
         """The tensors by their keys, on the device of the caller."""
-        return dict(zip(self.shapes, unfuse(tf.identity(self.tensor), list(self.shapes.values()))))
+        arrived = Wire.unpack(tf.identity(self.tensor), self.dtype)
+        return dict(zip(self.shapes, unfuse(arrived, list(self.shapes.values()))))
 
 
 def fuse_by(
@@ -48,6 +73,7 @@ def fuse_by(
     read: Callable[[Any], tf.Tensor] = lambda tensor: tensor,
     *,
     on_source: bool = True,
+    wire: Wire = Wire(),
 ) -> list[Fused]:
     """Fuses tensors by device and dtype.
 
@@ -56,14 +82,16 @@ def fuse_by(
         device_of: key -> the device that the tensor comes from, or goes to.
         read: makes a tensor of what is fused.
         on_source: whether that is where it comes from, so that it is fused there; else it is fused on the caller's.
+        wire: how they travel.
     """
     groups: dict[tuple[str, tf.DType], list[K]] = defaultdict(list)
     for key, tensor in tensors.items():
         groups[device_of(key), tensor.dtype].append(key)
     fused = []
-    for (device, _), keys in groups.items():
+    for (device, dtype), keys in groups.items():
         with tf.device(device) if on_source else nullcontext():
-            fused.append(Fused(fuse([read(tensors[key]) for key in keys]), {key: tensors[key].shape for key in keys}))
+            packed = wire.pack(fuse([read(tensors[key]) for key in keys]))
+        fused.append(Fused(packed, {key: tensors[key].shape for key in keys}, dtype))
     return fused
 
 

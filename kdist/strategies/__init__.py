@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.errors import ConfigError
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 NAMES = ("auto", "parameter_server", "sync_replicas", "mirrored", "multi_worker_mirrored", "single")
 
 _ON_SERVERS = ("parameter_server", "sync_replicas")
-# Options that mean something to one strategy only, with the value that asks for nothing.
-_OPTIONS_OF = {
-    "replicas_to_aggregate": ("sync_replicas", None),
-    "backup_workers": ("sync_replicas", 0),
-    "token_mode": ("sync_replicas", "strict"),
-    "devices": ("mirrored", None),
+# Options that mean something to some strategies only, with the value that asks for nothing.
+_OPTIONS_OF: dict[str, tuple[tuple[str, ...], Any]] = {
+    "replicas_to_aggregate": (("sync_replicas",), None),
+    "backup_workers": (("sync_replicas",), 0),
+    "token_mode": (("sync_replicas",), "strict"),
+    "devices": (("mirrored",), None),
+    "local_steps": (("parameter_server",), 1),
+    "wire_dtype": (_ON_SERVERS, None),
 }
 
 
@@ -46,10 +48,11 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
         raise ConfigError(
             f"strategy=multi_worker_mirrored needs workers and no parameter servers, not cluster={shape}; use Mw, as 4w"
         )
-    for option, (owner, nothing) in _OPTIONS_OF.items():
+    for option, (owners, nothing) in _OPTIONS_OF.items():
         value = getattr(config, option)
-        if value != nothing and name != owner:
-            raise ConfigError(f"strategy.{option}={value}: strategy={name} takes no {option}; {owner} does")
+        if value != nothing and name not in owners:
+            do = f"{' and '.join(owners)} {'does' if len(owners) == 1 else 'do'}"
+            raise ConfigError(f"strategy.{option}={value}: strategy={name} takes no {option}; {do}")
     if name == "mirrored" and config.devices == 1:
         raise ConfigError("strategy.devices=1: mirrored needs at least 2 devices; use strategy=single for one")
     if name == "sync_replicas":
@@ -90,7 +93,14 @@ def create(
     if name == "parameter_server":
         from kdist.strategies.parameter_server import ParameterServer
 
-        return ParameterServer(shape, make_cluster, placement=placement, step_timeout=cluster.step_timeout)
+        return ParameterServer(
+            shape,
+            make_cluster,
+            placement=placement,
+            step_timeout=cluster.step_timeout,
+            wire_dtype=config.wire_dtype,
+            local_steps=config.local_steps,
+        )
     from kdist.strategies.sync_replicas import SyncReplicas
 
     return SyncReplicas(
@@ -98,6 +108,7 @@ def create(
         make_cluster,
         placement=placement,
         step_timeout=cluster.step_timeout,
+        wire_dtype=config.wire_dtype,
         replicas_to_aggregate=config.replicas_to_aggregate,
         backup_workers=config.backup_workers,
         token_mode=config.token_mode,

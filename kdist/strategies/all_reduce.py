@@ -16,10 +16,12 @@ from kdist.cluster.coordinator import iterator_spec
 from kdist.cluster.spec import CHIEF
 from kdist.data import worker_arguments
 from kdist.errors import TaskError
+from kdist.parameters.apply import clip_gradients
 from kdist.parameters.transport import sum_duplicates
 from kdist.replica import ReplicaOutput
 from kdist.strategies.base import Program
 from kdist.strategies.calls import CallLogs, CallSizer, Replica, StepLogs, run_steps
+from kdist.strategies.local_steps import one_step
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
 
 
@@ -51,7 +53,7 @@ class AllReduce(StoredStrategy):
 
     def write(self, values: Any) -> None:
         for store in self._stores:
-            store.write(values)
+            store.values.write(values)
 
     def stop(self) -> None:
         self._iterators.clear()
@@ -82,12 +84,13 @@ class AllReduce(StoredStrategy):
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> float64 `[replicas, n]`, all replicas' logs."""
         if num_steps not in self._functions:
-            replica_step = self._program.replica_step
+            compute = one_step(self._program.replica_step)
 
             def call(iterators: list[Any]) -> tf.Tensor:
                 devices = self._distribution.extended.worker_devices
-                replicas = [Replica(*parts) for parts in zip(self._stores, iterators, devices)]
-                packed = run_steps(replica_step, replicas, num_steps, self._logs, self._exchange)
+                parts = zip(self._stores, iterators, devices)
+                replicas = [Replica(store, iterator, compute, device) for store, iterator, device in parts]
+                packed = run_steps(replicas, num_steps, self._logs, self._exchange)
                 return self._in_each_replica(lambda context, local: context.all_gather(here(packed[local][None]), 0))[0]
 
             spec = [iterator_spec(self._make_dataset)] * len(self._stores)
@@ -95,7 +98,7 @@ class AllReduce(StoredStrategy):
         return self._functions[num_steps]
 
     def _exchange(self, outputs: list[ReplicaOutput]) -> list[ReplicaOutput]:
-        """The mean over all replicas of gradients and of state; given and returned for each replica of this process."""
+        """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
         step = self._program.replica_step
         each: list[list[Any]] = [[*output.gradients, *output.state] for output in outputs]
         floats = [i for i, t in enumerate(each[0]) if isinstance(t, tf.Tensor) and t.dtype.is_floating]
@@ -114,7 +117,9 @@ class AllReduce(StoredStrategy):
                 tensors[i] = sum_duplicates(mean) if i in step.row_wise else mean
         num_gradients = len(outputs[0].gradients)
         return [
-            ReplicaOutput(tensors[:num_gradients], tensors[num_gradients:], output.metrics)
+            ReplicaOutput(
+                clip_gradients(step.model.optimizer, tensors[:num_gradients]), tensors[num_gradients:], output.metrics
+            )
             for tensors, output in zip(each, outputs)
         ]
 

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from kdist.data import next_of
 from kdist.metrics import MetricReader, MetricRows
-from kdist.parameters.apply import clip_gradients
 from kdist.parameters.store import ParameterStore
-from kdist.replica import ReplicaOutput, ReplicaStep, batch_size_of
+from kdist.replica import ReplicaOutput, ReplicaStep
 from kdist.result import Contributions
+from kdist.strategies.local_steps import Compute, LocalSteps
 
 # A call should take long against the few ms that dispatching it costs, and be short against a person's patience.
 _AUTO_CALL_SECS = 0.2
@@ -103,10 +103,13 @@ class UnrolledCalls:
         replica_step: the step of the model.
         store: where values come from and gradients go.
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
+        local_steps: batches of one step; see `LocalSteps`.
     """
 
-    def __init__(self, replica_step: ReplicaStep, store: ParameterStore, iterator_spec: tf.TypeSpec) -> None:
-        self._replica_step = replica_step
+    def __init__(
+        self, replica_step: ReplicaStep, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = 1
+    ) -> None:
+        self._compute = LocalSteps(replica_step, store, local_steps)
         self._store = store
         self._iterator_spec = iterator_spec
         self._functions: dict[int, tf.types.experimental.ConcreteFunction] = {}
@@ -121,7 +124,7 @@ class UnrolledCalls:
         if num_steps not in self._functions:
 
             def call(iterator: Any) -> tf.Tensor:
-                return run_steps(self._replica_step, [Replica(self._store, iterator)], num_steps, self._logs)[0]
+                return run_steps([Replica(self._store, iterator, self._compute)], num_steps, self._logs)[0]
 
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
         return self._functions[num_steps]
@@ -138,22 +141,28 @@ class Replica:
     Attributes:
         store: where values come from and gradients go.
         iterator: over `(batch, seeds)`.
+        compute: what it does between a pull and a push.
         device: where it computes; the caller's if empty.
     """
 
     store: ParameterStore
     iterator: Any
+    compute: Compute
     device: str = ""
+
+    def next_batch(self) -> tuple[Any, tf.Tensor]:
+        """The next `(batch, seeds)`, where the iterator is."""
+        with tf.device(None):
+            return next_of(self.iterator)
 
 
 def run_steps(
-    replica_step: ReplicaStep,
     replicas: Sequence[Replica],
     num_steps: int,
     logs: CallLogs,
     exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
 ) -> list[tf.Tensor]:
-    """Unrolls steps while a call is traced: next batch, pull, replica step, push.
+    """Unrolls steps while a call is traced: pull, compute, push.
 
     Args:
         replicas: of this process; all of them take each step.
@@ -167,15 +176,14 @@ def run_steps(
     for _ in range(num_steps):
         pulled, outputs = [], []
         for i, replica in enumerate(replicas):
-            batch, seeds = next_of(replica.iterator)
             with tf.device(replica.device or None):
                 pulled.append(replica.store.pull())
-                outputs.append(replica_step(pulled[i].trainable, pulled[i].state, logs.initial_metrics(), seeds, batch))
-            rows[i].append([batch_size_of(batch), *outputs[i].metrics])
+                output, num_examples = replica.compute(pulled[i], replica.next_batch, logs.initial_metrics())
+            outputs.append(output)
+            rows[i].append([num_examples, *output.metrics])
         for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
             with tf.device(replica.device or None):
-                gradients = clip_gradients(replica_step.model.optimizer, output.gradients)
-                step = replica.store.push(gradients, output.state, pulled[i])
+                step = replica.store.push(output.gradients, output.state, pulled[i])
             # Both steps are on the first server, and so is their difference until the end of the call: a tensor that
             # travels in every step costs more than the arithmetic of a small model.
             with tf.device(replica.store.devices[0] or None):

@@ -79,7 +79,7 @@ class MultiWorkerMirrored(AllReduce):
         self._start(program, self._distribution)
         say = tf.function(self._all_say, autograph=False)
         self._say_together = say.get_concrete_function(tf.TensorSpec([2], tf.int64))
-        self._bounded(lambda: self._share(self._store.read()))
+        self._bounded(lambda: self._share(self._store.values.read()))
         self._is_started = True
 
     def follow(self, program: Program) -> None:
@@ -96,7 +96,7 @@ class MultiWorkerMirrored(AllReduce):
                 if command == _STOP:
                     return
                 if command == _WRITE:
-                    self._share(self._store.read())
+                    self._share(self._store.values.read())
                 else:
                     super()._call(argument)
         except _LOST as error:
@@ -107,7 +107,7 @@ class MultiWorkerMirrored(AllReduce):
 
         def share() -> None:
             self._say(_WRITE)
-            self._share(self._store.read())
+            self._share(self._store.values.read())
 
         self._bounded(share)
 

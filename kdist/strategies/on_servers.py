@@ -15,6 +15,7 @@ from kdist.cluster.coordinator import Coordinator, describe_lost, lost_soon
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.errors import ClusterError, TaskError
 from kdist.parameters.apply import check_slots_only
+from kdist.parameters.transport import Wire
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
@@ -48,6 +49,7 @@ class OnServers(StoredStrategy):
         make_cluster: folder for logs -> the cluster, not started.
         placement: which server holds which variable.
         step_timeout: seconds without any result after which the run is given up.
+        wire_dtype: what floating-point values and gradients are rounded to while they travel; None leaves them.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class OnServers(StoredStrategy):
         *,
         placement: Placement,
         step_timeout: float = 300.0,
+        wire_dtype: str | None = None,
     ) -> None:
         self._shape = shape
         self.num_replicas = shape.num_workers
         self._placement = placement
         self._step_timeout = step_timeout
+        self._wire = Wire(tf.as_dtype(wire_dtype) if wire_dtype else None)
         self._make_cluster = make_cluster
         self._cluster: Cluster | None = None
         self._coordinator: Coordinator | None = None
@@ -79,7 +83,7 @@ class OnServers(StoredStrategy):
             self._coordinator = Coordinator(
                 self._cluster.spec, timeout=self._step_timeout, lost_tasks=self._cluster.lost_tasks
             )
-            self._store = self._program.store(devices, self.plan)
+            self._store = self._program.store(devices, self.plan, self._wire)
         self._make_dataset = self._program.trace_dataset()
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:

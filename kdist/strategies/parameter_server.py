@@ -21,19 +21,24 @@ _CALLS_IN_FLIGHT_PER_WORKER = 2
 
 
 class ParameterServer(OnServers):
-    """Asynchronous parameter servers over TensorFlow's `ClusterCoordinator`. Args: see `OnServers`."""
+    """Asynchronous parameter servers over TensorFlow's `ClusterCoordinator`. Args: those of `OnServers`.
+
+    Args:
+        local_steps: batches of a push, and of one step: see `LocalSteps`.
+    """
 
     name: ClassVar[str] = "parameter_server"
     is_asynchronous: ClassVar[bool] = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, local_steps: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.batches_per_step = local_steps
         self._iterators: Any = None
         self._in_flight: deque[tuple[Any, int]] = deque()
 
     def start(self, program: Program) -> None:
         super().start(program)
-        self._calls = self._program.calls(self._store, iterator_spec(self._make_dataset))
+        self._calls = self._program.calls(self._store, iterator_spec(self._make_dataset), self.batches_per_step)
         self._sizer = self._program.sizer()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:

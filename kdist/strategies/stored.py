@@ -14,9 +14,11 @@ import tensorflow as tf
 
 from kdist.data import worker_dataset
 from kdist.parameters.apply import is_elementwise, leaves_other_rows_alone, optimizer_state
+from kdist.parameters.blocks import Trainable
 from kdist.parameters.names import variable_names
 from kdist.parameters.placement import PARTITION_MIN_BYTES, Plan, Variable, place
-from kdist.parameters.store import ParameterStore, Trainable
+from kdist.parameters.store import ParameterStore
+from kdist.parameters.transport import Wire
 from kdist.replica import ReplicaStep
 from kdist.strategies.base import Program, Strategy
 from kdist.strategies.calls import CallSizer, StepLogs, UnrolledCalls
@@ -87,13 +89,13 @@ class StoredStrategy(Strategy):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._store.shapes
+        return self._store.values.shapes
 
     def read(self) -> dict[str, np.ndarray]:
-        return self._store.read()
+        return self._store.values.read()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self._store.write(values)
+        self._store.values.write(values)
 
     @property
     def warming_up(self) -> bool:
@@ -136,16 +138,16 @@ class PreparedProgram:
         """Where each variable goes, its slots counted in."""
         return place(self._described_variables(), num_servers, placement.policy, placement.partition_min_bytes)
 
-    def store(self, devices: Sequence[str], plan: Plan) -> ParameterStore:
-        """Makes the variables on `devices`."""
+    def store(self, devices: Sequence[str], plan: Plan, wire: Wire | None = None) -> ParameterStore:
+        """Makes the variables on `devices`; `wire` says how their values travel."""
         step = self.replica_step
         dense = step.dense_gradients()
         variables = Trainable(step.trainable, step.state, frozenset(step.tables), step.row_wise, dense)
-        return ParameterStore(variables, self.program.model.optimizer, devices, plan)
+        return ParameterStore(variables, self.program.model.optimizer, devices, plan, wire)
 
-    def calls(self, store: ParameterStore, iterator_spec: tf.TypeSpec) -> UnrolledCalls:
+    def calls(self, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = 1) -> UnrolledCalls:
         """The functions of this program over `store`."""
-        return UnrolledCalls(self.replica_step, store, iterator_spec)
+        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps)
 
     def sizer(self) -> CallSizer:
         return CallSizer(self.program.steps_per_call, self.num_workers)

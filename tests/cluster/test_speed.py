@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import keras
 import models
 import pytest
 import tensorflow as tf
@@ -76,27 +77,62 @@ def test_updates_run_beside_their_variables(run_dir: Path) -> None:
             assert "/job:ps" in op.device
 
 
-def test_in_a_synchronous_step_one_tensor_travels_each_way(run_dir: Path) -> None:
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_in_a_synchronous_step_one_tensor_travels_each_way(wire_dtype: str | None, run_dir: Path) -> None:
     x, y = toy_data()
-    trainer = kdist.Trainer(models.mlp, "2ps2w", "sync_replicas", run_dir=run_dir, steps_per_call=1)
+    trainer = kdist.Trainer(
+        models.mlp, "2ps2w", "sync_replicas", run_dir=run_dir, steps_per_call=1, wire_dtype=wire_dtype
+    )
     with trainer.session(x, y, batch_size=8, steps=2, verbose=0) as session:
         session.run()
         graph = session.strategy._lockstep.function(1).graph  # type: ignore[attr-defined]
-        crossing = [
-            source
-            for op in graph.get_operations()
-            for source in op.inputs
-            if source.dtype == tf.float32 and _job(source.op.device) != _job(op.device)
-            # A variable is read where it is, whatever device its read asks for.
-            if source.op.type not in ("Placeholder", "ReadVariableOp") and _job(source.op.device) and _job(op.device)
-        ]
+        crossing = _crossing(graph, "chief", tf.bfloat16 if wire_dtype else tf.float32)
         # Down from each of two servers to each of two workers, and up again.
         assert len(crossing) == 8
+        assert not wire_dtype or not _crossing(graph, "chief", tf.float32)
         assert not [op for op in graph.get_operations() if _job(op.device) is None and op.type.startswith("Assign")]
+
+
+@pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16"}, {"local_steps": 3}], ids=str)
+def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, Any], run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        lambda: models.batch_normalized(keras.optimizers.Adam(0.01)),
+        "2ps1w",
+        "parameter_server",
+        run_dir=run_dir,
+        steps_per_call=4,
+        **options,
+    )
+    with trainer.session(x, y, batch_size=8, steps=4, verbose=0) as session:
+        session.run()
+        graph = session.strategy._calls.function(4).graph  # type: ignore[attr-defined]
+        # In each of four steps down from each of two servers, and up again.
+        assert len(_crossing(graph, "worker", tf.bfloat16 if "wire_dtype" in options else tf.float32)) == 4 * 2 * 2
+        assert "wire_dtype" not in options or not _crossing(graph, "worker", tf.float32)
+        # Staleness, once in a call.
+        assert len(_crossing(graph, "worker", tf.int64)) == 1
 
 
 def _captured(graph: Any) -> list[tuple[Any, Any]]:
     return list(graph.captures)
+
+
+def _crossing(graph: Any, caller: str, dtype: tf.DType) -> set[tuple[str, Any, Any]]:
+    """Tensors that go from a server to somewhere else or the other way, by where they go.
+
+    Args:
+        caller: the job that runs the function, and ops that are nowhere in particular.
+    """
+    crossing = set()
+    for op in graph.get_operations():
+        for source in op.inputs:
+            here, there = _job(op.device) or caller, _job(source.op.device) or caller
+            # A variable is read where it is, whatever device its read asks for.
+            is_read = source.op.type in ("Placeholder", "ReadVariableOp")
+            if source.dtype == dtype and (here == "ps") != (there == "ps") and not is_read:
+                crossing.add((source.name, here, tf.DeviceSpec.from_string(op.device).task))
+    return crossing
 
 
 def _job(device: str) -> str | None:

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import agreement
+import keras
 import numpy as np
 import pytest
 from helpers import environment
 
+import kdist
 from kdist.cluster.local import free_ports
 
 OPTIMIZERS = tuple(agreement.optimizers())
@@ -114,3 +116,46 @@ def test_placement_only_moves_bytes(cluster: str, placement: str, strategy: str,
         partition_min_bytes=64,
     )
     agreement.assert_same(ours, one_process("adam", folder))
+
+
+@pytest.mark.cluster
+def test_local_steps_of_a_single_worker_are_plain_gradient_descent(folder: Path) -> None:
+    """What is pushed is the sum of what the worker has done already: nobody else has moved the parameters."""
+    (data, y), results = agreement.data(), []
+
+    def build() -> keras.Model:
+        dense = keras.layers.Dense
+        normalization = keras.layers.BatchNormalization()
+        model = keras.Sequential([keras.layers.Input((6,)), dense(8, "tanh"), normalization, dense(3, "softmax")])
+        model.compile(keras.optimizers.SGD(0.1, clipnorm=0.5), "sparse_categorical_crossentropy")
+        return model
+
+    for cluster, options, steps in (("local", {}, 30), ("2ps1w", {"local_steps": 3}, 10)):
+        trainer = kdist.Trainer(
+            build,
+            cluster,
+            run_dir=folder / f"local-steps-{cluster}",
+            seed=3,
+            steps_per_call=5,
+            **options,
+        )
+        keras.utils.set_random_seed(7)
+        trainer.fit(data["numbers"], y, batch_size=32, steps=steps, shuffle=False, verbose=0)
+        results.append(trainer)
+    plain, ours = results
+    agreement.assert_same(ours.model.get_weights(), plain.model.get_weights())
+    assert (ours.result.global_step, ours.result.examples) == (10, plain.result.examples)
+    assert plain.result.examples == 30 * 32
+
+
+@pytest.mark.cluster
+def test_bfloat16_on_the_wire_rounds_what_travels_and_nothing_else(folder: Path) -> None:
+    ours = {
+        dtype: agreement.train("adam", folder / f"wire-{dtype}", "2ps1w", 1, wire_dtype=dtype)
+        for dtype in (None, "bfloat16")
+    }
+    for rounded, exact in zip(ours["bfloat16"], ours[None]):
+        error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+        # A bfloat16 has 8 bits; what is kept has all of them.
+        assert 0 < error < 0.05
+        assert (rounded.view(np.uint32) & 0xFFFF).any()

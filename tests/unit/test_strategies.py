@@ -42,6 +42,8 @@ def test_auto_picks_by_the_cluster_and_the_devices(cluster: str, options: dict[s
     [
         ("2ps2w", {"name": "parameter_server"}),
         ("2ps2w", {"name": "parameter_server", "placement": "partitioned", "partition_min_bytes": 1}),
+        ("2ps2w", {"name": "parameter_server", "local_steps": 4, "wire_dtype": "bfloat16"}),
+        ("2ps2w", {"name": "sync_replicas", "wire_dtype": "bfloat16"}),
         ("2ps2w", {"name": "sync_replicas"}),
         ("2ps2w", {"name": "sync_replicas", "backup_workers": 1}),
         ("2ps2w", {"name": "sync_replicas", "token_mode": "tf1", "replicas_to_aggregate": 1}),
@@ -127,6 +129,12 @@ def test_a_quorum_that_can_never_be_reached_is_refused(cluster: str, options: di
         ("4w", {"devices": 2}, ["strategy.devices=2", "multi_worker_mirrored", "; mirrored does"]),
         ("local", {"name": "single", "devices": 2}, ["strategy.devices=2", "single", "mirrored"]),
         ("local", {"name": "mirrored", "backup_workers": 1}, ["strategy.backup_workers=1", "sync_replicas"]),
+        ("2ps2w", {"name": "sync_replicas", "local_steps": 2}, ["strategy.local_steps=2", "; parameter_server does"]),
+        (
+            "4w",
+            {"wire_dtype": "bfloat16"},
+            ["strategy.wire_dtype=bfloat16", "multi_worker_mirrored", "parameter_server and sync_replicas do"],
+        ),
     ],
     ids=str,
 )
@@ -145,6 +153,8 @@ def test_an_option_of_one_strategy_is_refused_by_others(cluster: str, options: d
         ({"replicas_to_aggregate": True}, ["strategy.replicas_to_aggregate=True", "whole number"]),
         ({"backup_workers": -1}, ["strategy.backup_workers=-1", "at least 0"]),
         ({"devices": 0}, ["strategy.devices=0", "at least"]),
+        ({"local_steps": 0}, ["strategy.local_steps=0", "at least 1"]),
+        ({"wire_dtype": "int8"}, ["strategy.wire_dtype=int8", "bfloat16"]),
     ],
     ids=str,
 )

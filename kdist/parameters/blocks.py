@@ -1,0 +1,180 @@
+"""How shards are stored: what a server's optimizer treats alike, element by element, is one vector (`Block`).
+
+So a server has one thing to read and one to update, however many layers there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.parameters.apply import decays, is_elementwise
+from kdist.parameters.placement import Shard
+from kdist.parameters.transport import fuse, unfuse
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """The variables of a model that training changes.
+
+    Attributes:
+        parameters: trainable variables; their present values are the initial ones.
+        state: the other variables that training may change.
+        looked_up: indices of the parameters that a step looks up by rows and never sees whole.
+        row_wise: of those, the ones whose optimizer touches looked-up rows only.
+        dense: indices of the parameters that get a dense gradient in every step.
+    """
+
+    parameters: Sequence[keras.Variable]
+    state: Sequence[keras.Variable]
+    looked_up: frozenset[int] = frozenset()
+    row_wise: frozenset[int] = frozenset()
+    dense: frozenset[int] = frozenset()
+
+    @property
+    def all(self) -> list[keras.Variable]:
+        """The parameters, then the state: what indices of variables count."""
+        return [*self.parameters, *self.state]
+
+    def is_parameter(self, variable: int) -> bool:
+        """Whether the index of a variable is that of a parameter."""
+        return variable < len(self.parameters)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Shards of one server that are stored as one variable.
+
+    Attributes:
+        server: index of the server.
+        shards: indices of the shards in the plan.
+        is_flat: whether the variable is a vector of all of them, one behind the other; else it is the only one.
+        is_parameter: whether they belong to trainable variables, and not to state.
+        is_table: whether it belongs to a parameter that is looked up by rows.
+        is_row_wise: whether it belongs to one whose optimizer touches looked-up rows only.
+    """
+
+    server: int
+    shards: tuple[int, ...]
+    is_flat: bool
+    is_parameter: bool
+    is_table: bool
+    is_row_wise: bool
+
+
+class Blocks(Sequence[Block]):
+    """The blocks that all shards make, and how a value of a block is made of values of its shards.
+
+    Args:
+        variables: what the shards are of.
+        shards: all of them.
+        optimizer: what updates the parameters.
+        may_be_flat: False for a block for each shard.
+    """
+
+    def __init__(
+        self,
+        variables: Trainable,
+        shards: Sequence[Shard],
+        optimizer: keras.optimizers.Optimizer,
+        *,
+        may_be_flat: bool,
+    ) -> None:
+        self._variables = variables
+        self._all_variables = variables.all
+        self._shards = list(shards)
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for i, shard in enumerate(self._shards):
+            original = self._all_variables[shard.variable]
+            key: tuple[Any, ...] = (i,)
+            if may_be_flat and self._can_be_flat(shard.variable, optimizer):
+                is_parameter = variables.is_parameter(shard.variable)
+                is_decayed = is_parameter and decays(optimizer, original)
+                key = ("flat", shard.server, original.dtype, is_parameter, is_decayed)
+            alike[key].append(i)
+        self._blocks = [self._block(found, is_flat=key[0] == "flat") for key, found in alike.items()]
+        #: The index of the block that a shard is in.
+        self.of_shard = {shard: b for b, block in enumerate(self._blocks) for shard in block.shards}
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._blocks[index]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def split(self, block: int, value: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The value of a block, or a change of it, by shard."""
+        shards = self._blocks[block].shards
+        if not self._blocks[block].is_flat:
+            return {shards[0]: value}
+        return dict(zip(shards, unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in shards])))
+
+    def join(self, block: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """Undoes `split`."""
+        shards = self._blocks[block].shards
+        return fuse([by_shard[i] for i in shards]) if self._blocks[block].is_flat else by_shard[shards[0]]
+
+    def shape_of(self, shard: int) -> tuple[int, ...]:
+        """The shape of a shard."""
+        whole = tuple(self._all_variables[self._shards[shard].variable].shape)
+        return (self._shards[shard].stop - self._shards[shard].start, *whole[1:]) if whole else ()
+
+    def start_of(self, shard: int) -> int:
+        """At which element of its block a shard begins."""
+        before = self._blocks[self.of_shard[shard]].shards
+        return sum(prod(self.shape_of(i)) for i in before[: before.index(shard)])
+
+    def original(self, block: int) -> keras.Variable:
+        """The variable of the model that a block stands for; of a flat one the first, in all that matters like it."""
+        return self._all_variables[self._shards[self._blocks[block].shards[0]].variable]
+
+    def make_variable(self, block: int, device: str) -> keras.Variable:
+        """The variable that stores a block, with its initial value."""
+        original, is_flat = self.original(block), self._blocks[block].is_flat
+        pieces = []
+        for i in self._blocks[block].shards:
+            shard = self._shards[i]
+            value = self._all_variables[shard.variable].numpy()
+            pieces.append(value[shard.start : shard.stop] if value.ndim else value)
+        with tf.device(device):
+            variable = keras.Variable(
+                np.concatenate([piece.ravel() for piece in pieces]) if is_flat else pieces[0],
+                dtype=original.dtype,
+                trainable=original.trainable,
+                name=f"v{block}",
+            )
+        if not is_flat:
+            # Some optimizers treat variables by their path.
+            variable._path = original.path
+            variable.constraint = original.constraint
+            variable.overwrite_with_gradient = original.overwrite_with_gradient
+        return variable
+
+    def _block(self, shards: Sequence[int], *, is_flat: bool) -> Block:
+        first, variables = self._shards[shards[0]], self._variables
+        return Block(
+            first.server,
+            tuple(shards),
+            is_flat,
+            is_parameter=variables.is_parameter(first.variable),
+            is_table=first.variable in variables.looked_up,
+            is_row_wise=first.variable in variables.row_wise,
+        )
+
+    def _can_be_flat(self, variable: int, optimizer: keras.optimizers.Optimizer) -> bool:
+        original, variables = self._all_variables[variable], self._variables
+        if original.dtype == "bool":
+            return False
+        if not variables.is_parameter(variable):
+            return True
+        has_own_rule = original.constraint is not None or original.overwrite_with_gradient
+        # What gets no gradient must not be touched, neither by weight decay nor by anything else.
+        is_dense = variable in variables.dense and variable not in variables.looked_up
+        return is_dense and is_elementwise(optimizer) and not has_own_rule
