@@ -206,14 +206,13 @@ class TrainSession:
         started = self._clock() if self._went_on_since is None else self._went_on_since
         logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
         ended = self._clock()
-        seconds, self._went_on_since = ended - started, ended if may_begin > num_steps else None
+        seconds, self._went_on_since = ended - started, None if self.strategy.is_idle else ended
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
         # A call that ran again after its worker was lost has counted its steps twice; the servers know best, as soon as
         # nothing is in flight.
-        is_idle = may_begin == num_steps or self.interrupted
-        self.global_step = self.strategy.global_step() if is_idle else expected
+        self.global_step = self.strategy.global_step() if self.strategy.is_idle else expected
         values = RunValues(
             global_step=self.global_step,
             num_steps=self.global_step - expected + logs.num_steps,

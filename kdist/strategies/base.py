@@ -86,6 +86,11 @@ class Strategy(abc.ABC):
     def settle(self) -> int:
         """Waits until nothing is in flight; returns how many steps are done that no `run` has returned yet."""
 
+    @property
+    @abc.abstractmethod
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight, and no step is done that no `run` has returned yet."""
+
     @abc.abstractmethod
     def global_step(self) -> int:
         """The exact number of updates applied, when nothing is in flight any more."""

@@ -111,7 +111,7 @@ class OnServers(StoredStrategy):
         if self._cluster is None:
             return
         is_dead = True
-        if self._coordinator is not None and not (self._is_idle() and self._coordinator.all_answer()):
+        if self._coordinator is not None and (self._in_call or not self._coordinator.all_answer()):
             # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
             # an error at once.
             is_dead = self._cluster.kill()
@@ -131,9 +131,10 @@ class OnServers(StoredStrategy):
         """Names of attributes that stand for something on the tasks."""
         return ()
 
-    def _is_idle(self) -> bool:
-        """Whether no call is left in flight."""
-        return True
+    @property
+    def _in_call(self) -> bool:
+        """Whether a call is left on the tasks that nobody waits for any more."""
+        return False
 
     def _running(self) -> Coordinator:
         if self._coordinator is None:

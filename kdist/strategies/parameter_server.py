@@ -44,13 +44,17 @@ class ParameterServer(OnServers):
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         coordinator, iterators = self._running(), self._worker_iterators()
         while len(self._in_flight) < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
-            may_begin_more = may_begin - sum(size for _, size in self._in_flight)
+            may_begin_more = may_begin - self._num_in_flight
             if may_begin_more <= 0:
                 break
             size = self._sizer.next_size(may_begin_more)
             self._warming_up |= not self._calls.traced(size)
             self._in_flight.append((coordinator.schedule(self._calls.function(size), iterators), size))
         return self._in_flight_logs()
+
+    @property
+    def _num_in_flight(self) -> int:
+        return sum(size for _, size in self._in_flight)
 
     def _in_flight_logs(self) -> StepLogs | None:
         if not self._in_flight:

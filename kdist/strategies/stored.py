@@ -41,20 +41,22 @@ class StoredStrategy(Strategy):
         started = self._last_end if self._last_end is not None else time.perf_counter()
         num_finished = 0
         may_begin = max(num_steps, may_begin or 0)
-        while self._num_ahead < num_steps or interrupted():
+        while self._num_ahead < num_steps:
             more = self._next_logs(may_begin - self._num_ahead, interrupted)
             if more is None:
                 break
             self._keep(more)
             num_finished += more.num_steps
+        if is_interrupted := interrupted():
+            self.settle()
         logs = self._ahead
-        if logs is not None and logs.num_steps > num_steps and not interrupted():
+        if logs is not None and logs.num_steps > num_steps and not is_interrupted:
             logs, self._ahead = logs[:num_steps], logs[num_steps:]
         else:
             self._ahead = None
         now = time.perf_counter()
         self._sizer.observe(num_finished, now - started, traced=self._warming_up)
-        self._last_end = now if may_begin > num_steps else None
+        self._last_end = None if self.is_idle else now
         return logs
 
     @abc.abstractmethod
@@ -80,8 +82,17 @@ class StoredStrategy(Strategy):
             self._keep(logs)
         return self._num_ahead
 
+    @property
+    def is_idle(self) -> bool:
+        return self._num_ahead == 0 and self._num_in_flight == 0
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Steps that are begun and not done, as far as is known. Strategies whose calls wait never have any."""
+        return 0
+
     def _in_flight_logs(self) -> StepLogs | None:
-        """Waits for the next call that is in flight; None if none is. Strategies whose calls wait never have any."""
+        """Waits for the next call that is in flight; None if none is."""
         return None
 
     def global_step(self) -> int:

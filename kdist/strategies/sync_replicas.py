@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -109,7 +109,9 @@ class SyncReplicas(OnServers):
         self._tracing = threading.Lock()
         #: None where it matters who comes first.
         self._lockstep: LockstepCalls | None = None
-        self._in_call = False
+        self._in_lockstep = False
+        #: The global step; None until it has been read from the servers.
+        self._step: int | None = None
 
     def start(self, program: Program) -> None:
         super().start(program)
@@ -145,24 +147,25 @@ class SyncReplicas(OnServers):
         size = self._sizer.next_size(remaining)
         self._warming_up |= not calls.traced(size)
         iterators = list(self._iterators.values())
-        step = self.global_step()
-        self._in_call = True
+        step = self._present_step()
+        self._in_lockstep = True
         try:
             packed = self._watched(lambda: [logs.numpy() for logs in calls.function(size)(iterators)])
         except TaskError as error:
-            self._in_call = False
+            self._in_lockstep = False
             if not isinstance(error.__cause__, tf.errors.OutOfRangeError) or self.global_step() != step:
                 raise
             self._lockstep = None
             return None
-        self._in_call = False
+        self._in_lockstep = False
+        self._step = step + size
         logs = reduce(StepLogs.beside, [self._logs.unpack(row, size) for row in packed])
         shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in self._iterators}
         return replace(logs, contributions=(shares,) * size)
 
     def _one_update(self) -> StepLogs:
         """Collects the gradients of one step and applies their mean."""
-        step = self.global_step()
+        step = self._present_step()
         accepted: list[tuple[int, _Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
         counts: dict[int, Counts] = {}
@@ -180,7 +183,7 @@ class SyncReplicas(OnServers):
             self._hand_out(step, given)
         # In the order of workers, so that sums do not depend on who was first.
         accepted.sort(key=lambda pair: pair[0])
-        self._apply([gradient.contribution for _, gradient in accepted])
+        self._step = self._apply([gradient.contribution for _, gradient in accepted])
         logs = [self._logs.unpack(gradient.packed, 1) for _, gradient in accepted]
         staleness = step - min(int(log.staleness[0]) for log in logs)
         return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), contributions=(counts,))
@@ -261,14 +264,15 @@ class SyncReplicas(OnServers):
         # In the place of the staleness stands the step it was computed at: how stale that is the chief knows.
         return [*contribution, self._logs.pack(pulled.global_step, [[batch_size_of(batch), *output.metrics]])]
 
-    def _apply(self, contributions: list[Contribution]) -> None:
+    def _apply(self, contributions: list[Contribution]) -> int:
+        """Applies the mean; returns the global step that this makes."""
         size = len(contributions)
         if size not in self._applies:
             self._warming_up = True
             specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
             apply = tf.function(self._contributions.apply_mean, autograph=False)
             self._applies[size] = apply.get_concrete_function([specs] * size)
-        self._watched(lambda: self._applies[size](contributions).numpy())
+        return int(self._watched(lambda: self._applies[size](contributions).numpy()))
 
     def _make_iterators(self) -> None:
         data, num_workers, first_step = self._program.program.data, self._shape.num_workers, self.global_step()
@@ -280,8 +284,19 @@ class SyncReplicas(OnServers):
 
         self._watched(make)
 
-    def _is_idle(self) -> bool:
-        return not self._busy and not self._in_call
+    def _present_step(self) -> int:
+        """The global step. Every update is this process's own, so it is read once."""
+        if self._step is None:
+            self._step = self.global_step()
+        return self._step
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        super().write(values)
+        self._step = None
+
+    @property
+    def _in_call(self) -> bool:
+        return bool(self._busy) or self._in_lockstep
 
     def _held_on_tasks(self) -> tuple[str, ...]:
         return ("_lockstep", "_gradient", "_applies", "_iterators", "_contributions")

@@ -68,6 +68,10 @@ class CountingStrategy(Strategy):
     def settle(self) -> int:
         return 0
 
+    @property
+    def is_idle(self) -> bool:
+        return True
+
     def global_step(self) -> int:
         return self.step
 
