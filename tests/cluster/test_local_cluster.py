@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import tasks_running, wait_until
 
-from kdist.cluster.local import LocalCluster
+from kdist.cluster.local import LocalCluster, cores_of
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.errors import ClusterError
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 CHIEF = """
 import sys, time
 from pathlib import Path
-from kdist.cluster.local import LocalCluster
+from kdist.cluster.local import LocalCluster, cores_of
 from kdist.cluster.spec import ClusterShape
 with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
     print("started", flush=True)
@@ -33,6 +33,9 @@ with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
 
 def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
     with LocalCluster(ClusterShape(1, 2), tmp_path) as cluster:
+        cores = sorted(os.sched_getaffinity(0))
+        for task, pid in cluster.pids.items():
+            assert os.sched_getaffinity(pid) == set(cores_of(task, cluster.shape, cores) or cores)
         assert {str(task) for task in cluster.pids} == {"ps:0", "worker:0", "worker:1"}
         for task in cluster.shape.tasks:
             host, port = cluster.spec.address(task).split(":")

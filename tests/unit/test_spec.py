@@ -1,6 +1,6 @@
 import pytest
 
-from kdist.cluster.local import thread_budget
+from kdist.cluster.local import cores_of, thread_budget
 from kdist.cluster.spec import CHIEF, ClusterShape, ClusterSpec, Task
 from kdist.errors import ConfigError
 
@@ -53,3 +53,12 @@ def test_workers_share_the_cores(num_workers: int, cores: int, intra_op: int) ->
     assert thread_budget("worker", shape, cores)[0] == intra_op
     # A single inter-op thread could wait for itself.
     assert all(thread_budget(job, shape, cores)[1] >= 2 for job in ("ps", "worker"))
+
+
+def test_tasks_keep_to_a_core_where_workers_have_no_more_than_one_each() -> None:
+    shape = ClusterShape(2, 2)
+    tasks = [Task("ps", 0), Task("ps", 1), Task("worker", 0), Task("worker", 1)]
+    assert [cores_of(task, shape, [4, 7]) for task in tasks] == [[4], [7], [4], [7]]
+    assert [cores_of(task, shape, [4]) for task in tasks] == [[4]] * 4
+    # With a core to spare the system does better.
+    assert [cores_of(task, shape, [4, 7, 9]) for task in tasks] == [None] * 4
