@@ -1,6 +1,6 @@
 """Time to accuracy: that no speed is bought with wrong numbers.
 
-MNIST by the convolutional network of the `mnist` recipe, asynchronous, synchronous, and in one process.
+MNIST by the convolutional network of the `mnist` recipe, over several seeds, each contender in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,52 +9,50 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from typing import Any
 
 _GOAL = 0.97
-_STEPS = 1200
-_CONTENDERS = {
-    "kdist, asynchronous": ("2ps2w", "parameter_server"),
-    "kdist, synchronous": ("2ps2w", "sync_replicas"),
-    "kdist, one process": ("local", "single"),
+_BATCHES = 1200
+_TIMEOUT_SECS = 300
+#: For each contender the arguments of its `Trainer`.
+_CONTENDERS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "asynchronous": {"cluster": "2ps2w"},
+    "synchronous": {"cluster": "2ps2w", "strategy": "sync_replicas"},
+    "asynchronous, 4 local steps": {"cluster": "2ps2w", "local_steps": 4},
+    "asynchronous, bfloat16 on the wire": {"cluster": "2ps2w", "wire_dtype": "bfloat16"},
 }
 
 
 def measure(num_seeds: int) -> dict[str, dict[str, Any]]:
     """For each contender: seconds of training until the goal and the final validation accuracy, medians over seeds."""
     outcome = {}
-    for name, (cluster, strategy) in _CONTENDERS.items():
-        runs = []
-        for seed in range(num_seeds):
-            arguments = json.dumps([cluster, strategy, seed])
-            command = [sys.executable, "-m", "benchmarks.accuracy", arguments]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
+    for name, arguments in _CONTENDERS.items():
+        command = [sys.executable, "-m", "benchmarks.accuracy", json.dumps(arguments), str(num_seeds)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECS)
+        runs = json.loads(done.stdout.splitlines()[-1])
         reached = [run["secs"] for run in runs if run["secs"] is not None]
         finals = [run["final"] for run in runs]
         outcome[name] = {
+            "seeds": num_seeds,
             "reached": len(reached),
             "secs": statistics.median(reached) if reached else None,
             "final": statistics.median(finals),
             "lowest": min(finals),
             "highest": max(finals),
         }
-        print(f"  accuracy, {name}: {outcome[name]}", flush=True)
+        print(f"  {name}: {outcome[name]}", flush=True)
     return outcome
 
 
-def main() -> None:
-    """One run, in a process of its own."""
-    cluster, strategy, seed = json.loads(sys.argv[1])
-    import tempfile
-    import time
-
+def main(arguments: dict[str, Any], num_seeds: int) -> None:
+    """The runs of one contender."""
     import keras
     from kdist.recipes.mnist import build_cnn, load_data
 
     import kdist
-
-    keras.utils.set_random_seed(seed)
 
     class Watch(kdist.hooks.Hook):
         """Notes when the goal was reached."""
@@ -72,15 +70,19 @@ def main() -> None:
         def idle_in(self, step: int) -> int | None:
             return None
 
-    data = load_data()
-    watch = Watch()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = kdist.Trainer(build_cnn, cluster, strategy, run_dir=folder, hooks=[watch], seed=seed)
-        # The same number of examples, however many make an update.
-        steps = _STEPS // 2 if strategy == "sync_replicas" else _STEPS
-        trainer.fit(**data, batch_size=64, steps=steps, validation_every_steps=100, verbose=0)
-    print(json.dumps({"secs": watch.secs, "final": trainer.result.metrics["validation"]["accuracy"]}))
+    data, runs = load_data(), []
+    # The same number of examples, however many batches make an update.
+    batches_per_step = 2 if arguments.get("strategy") == "sync_replicas" else arguments.get("local_steps", 1)
+    steps, every = _BATCHES // batches_per_step, 100 // batches_per_step
+    for seed in range(num_seeds):
+        keras.utils.set_random_seed(seed)
+        watch = Watch()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = kdist.Trainer(build_cnn, run_dir=folder, hooks=[watch], seed=seed, **arguments)
+            trainer.fit(**data, batch_size=64, steps=steps, validation_every_steps=every, verbose=0)
+        runs.append({"secs": watch.secs, "final": trainer.result.metrics["validation"]["accuracy"]})
+    print(json.dumps(runs))
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]), int(sys.argv[2]))

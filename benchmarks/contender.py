@@ -8,11 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -22,7 +20,9 @@ from benchmarks.progress import Progress
 
 _START_SECS = 120.0
 # After a rest caches are cold, and the kernel may have taken pages of the program.
-_SETTLE_SECS = 1.0
+_SETTLE_SECS = 0.5
+# Of each of two ways to spread tasks over cores.
+_TRIAL_SECS = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,27 @@ class Entry:
     Attributes:
         name: in tables.
         module: its program, in `benchmarks.peers`.
-        workload, optimizer, sync, num_ps, num_workers, options: see `Task`.
+        task: what it trains, and on how many tasks.
         warm_up_secs: seconds that it trains before it counts.
         can_rest: whether its processes can be stopped for a minute without taking each other for dead.
     """
 
     name: str
     module: str
-    workload: str
-    optimizer: str = "sgd"
-    sync: bool = False
-    num_ps: int = 2
-    num_workers: int = 2
-    options: Mapping[str, Any] = field(default_factory=dict)
-    warm_up_secs: float = 2.0
+    task: Task
+    warm_up_secs: float = 1.0
     can_rest: bool = True
 
     @property
     def key(self) -> str:
         """Its name in results."""
-        return "/".join([self.workload, self.optimizer, "sync" if self.sync else "async", self.name])
+        task = self.task
+        return "/".join([task.workload, task.optimizer, "sync" if task.sync else "async", self.name])
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether it is a peer with several processes, which can be spread over the cores in more than one way."""
+        return self.module not in ("kdist_trainer", "plain_keras")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ class Contender:
         self.entry = entry
         self._folder = Path(tempfile.mkdtemp(prefix="kdist-bench-"))
         (self._folder / "progress").mkdir()
+        self._task = replace(entry.task, progress=str(self._folder / "progress"))
         self.start_secs = 0.0
+        self.keeps_to_cores = False
         self._counters: list[Progress] = []
 
     def start(self) -> Contender:
@@ -86,16 +89,7 @@ class Contender:
             RuntimeError: it does not train; with the end of its log.
         """
         entry = self.entry
-        task = Task(
-            entry.workload,
-            str(self._folder / "progress"),
-            entry.optimizer,
-            entry.sync,
-            entry.num_ps,
-            entry.num_workers,
-            options=dict(entry.options),
-        )
-        command = [sys.executable, "-m", f"benchmarks.peers.{entry.module}", task.to_json()]
+        command = [sys.executable, "-m", f"benchmarks.peers.{entry.module}", self._task.to_json()]
         self._isolation = prefix()
         started = time.monotonic()
         with (self._folder / "log").open("wb") as log:
@@ -107,6 +101,8 @@ class Contender:
                 time.sleep(0.02)
             self.start_secs = time.monotonic() - started
             time.sleep(entry.warm_up_secs)
+            if entry.has_tasks:
+                self._choose_cores()
             self.pause()
         except BaseException:
             self.stop()
@@ -135,20 +131,9 @@ class Contender:
         for process in reversed(self._processes()):
             process.resume()
         time.sleep(_SETTLE_SECS)
-        # What is in flight is not of this turn.
-        steps, at = self._next_progress()
-        cpu, received = self._cpu_secs(), self._bytes()
-        deadline = time.monotonic() + secs
-        while (now := self._progress())[1] < deadline and time.monotonic() < deadline + 10 * secs:
-            time.sleep(0.002)
-        cpu, more_received = self._cpu_secs() - cpu, self._bytes()
+        turn = self._window(secs)
         self.pause()
-        done = max(1, now[0] - steps)
-        return Turn(
-            (now[0] - steps) / max(1e-9, now[1] - at),
-            cpu / done,
-            None if received is None or more_received is None else (more_received - received) / done,
-        )
+        return turn
 
     def memory_mib(self) -> dict[str, float]:
         """Memory of its processes in MiB: the largest and the sum; pages that several share count in parts."""
@@ -163,6 +148,39 @@ class Contender:
     def log_tail(self) -> str:
         return "\n".join((self._folder / "log").read_text(errors="replace").splitlines()[-20:])
 
+    def _window(self, secs: float) -> Turn:
+        # What is in flight is not of this window.
+        steps, at = self._next_progress()
+        cpu, received = self._cpu_secs(), self._bytes()
+        deadline = time.monotonic() + secs
+        while (now := self._progress())[1] < deadline and time.monotonic() < deadline + 10 * secs:
+            time.sleep(0.002)
+        cpu, more_received = self._cpu_secs() - cpu, self._bytes()
+        done = max(1, now[0] - steps)
+        return Turn(
+            (now[0] - steps) / max(1e-9, now[1] - at),
+            cpu / done,
+            None if received is None or more_received is None else (more_received - received) / done,
+        )
+
+    def _choose_cores(self) -> None:
+        """Lets each task keep to a core, as those of kdist do, if that makes this contender faster."""
+        rates = {}
+        for keep in (False, True):
+            self._keep_to_cores(keep)
+            rates[keep] = self._window(_TRIAL_SECS).steps_per_sec
+        self.keeps_to_cores = rates[True] > rates[False]
+        self._keep_to_cores(self.keeps_to_cores)
+
+    def _keep_to_cores(self, keep: bool) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > self.entry.task.num_workers:
+            return
+        for pid, task in self._task.processes.items():
+            for thread in psutil.Process(pid).threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, [cores[task.index % len(cores)]] if keep else cores)
+
     def _processes(self) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._process.pid)
@@ -172,14 +190,14 @@ class Contender:
     def _all_count(self) -> bool:
         self._counters = [Progress(path) for path in sorted((self._folder / "progress").glob("*-[0-9]*"))]
         is_by_worker = self.entry.module == "tf1"
-        enough = len(self._counters) >= (self.entry.num_workers if is_by_worker else 1)
+        enough = len(self._counters) >= (self.entry.task.num_workers if is_by_worker else 1)
         return enough and all(counter.read()[0] for counter in self._counters)
 
     def _progress(self) -> tuple[int, float]:
         """Global steps, and when the last was done."""
         read = [counter.read() for counter in self._counters]
         steps = [steps for steps, _ in read]
-        return (max if self.entry.sync else sum)(steps), max(at for _, at in read)
+        return (max if self.entry.task.sync else sum)(steps), max(at for _, at in read)
 
     def _next_progress(self) -> tuple[int, float]:
         before, deadline = self._progress(), time.monotonic() + 60

@@ -5,47 +5,63 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from benchmarks.contender import Entry
+from benchmarks.peers.task import Task
 
 # Until the calls have their length.
-_KDIST_WARM_UP_SECS = {"deep": 20.0, "wide": 12.0}
-_WITH_ALL_PEERS = ("null", "mlp", "deep", "cnn", "embedding_200k")
+_KDIST_WARM_UP_SECS = {"deep": 16.0, "wide": 10.0}
+_WITH_ALL_PEERS = ("mlp", "deep", "cnn", "embedding_200k")
+_WITH_ADAM = ("mlp", "deep", "embedding_200k")
 
 
-def kdist(workload: str, name: str = "kdist", **arguments: object) -> Entry:
-    """kdist with its default settings."""
-    return Entry(name, "kdist_trainer", workload, warm_up_secs=_KDIST_WARM_UP_SECS.get(workload, 8.0), **arguments)  # type: ignore[arg-type]
+def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
+    """kdist with its default settings, but for what `task` says."""
+    return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 8.0))
 
 
 def asynchronous(workload: str) -> list[Entry]:
     """Asynchronous parameter servers, and one process without any."""
-    entries = [kdist(workload), Entry("TF1", "tf1", workload), Entry("one Keras process", "plain_keras", workload)]
+    task = Task(workload)
+    entries = [kdist(workload), Entry("TF1", "tf1", task), Entry("one Keras process", "plain_keras", task)]
     if workload in _WITH_ALL_PEERS:
-        entries.append(Entry("tf_keras fit", "tf_keras_fit", workload))
-        entries.append(Entry("coordinator loop", "coordinator_loop", workload))
-    if workload in ("mlp", "deep", "embedding_200k"):
+        entries.append(Entry("tf_keras fit", "tf_keras_fit", task))
+        entries.append(Entry("coordinator loop", "coordinator_loop", task))
+    if workload in _WITH_ADAM:
         entries.append(kdist(workload, optimizer="adam"))
     if workload == "mlp":
         entries.append(kdist(workload, "kdist without hooks", options={"use_default_hooks": False}))
+        entries.append(kdist(workload, "kdist, 4 local steps", options={"local_steps": 4}))
+    if workload in ("mlp", "wide"):
+        entries.append(kdist(workload, "kdist, bfloat16 on the wire", options={"wire_dtype": "bfloat16"}))
+    if workload == "embedding_1M":
+        entries.append(kdist("embedding_10k"))
+        entries.append(Entry("tf_keras fit", "tf_keras_fit", task))
     return entries
 
 
 def synchronous(workload: str) -> list[Entry]:
     """Synchronous updates of two workers, with servers and without."""
+    task = Task(workload, sync=True)
     entries = [
         kdist(workload, sync=True),
-        Entry("TF1", "tf1", workload, sync=True),
-        Entry("MultiWorkerMirrored", "multi_worker_mirrored", workload, sync=True, can_rest=False),
+        Entry("TF1", "tf1", task),
+        Entry("MultiWorkerMirrored", "multi_worker_mirrored", task, can_rest=False),
     ]
     if find_spec("torch"):
-        entries.append(Entry("PyTorch DDP", "torch_ddp", workload, sync=True))
+        entries.append(Entry("PyTorch DDP", "torch_ddp", task))
     return entries
 
 
-def scaling(name: str, module: str) -> list[Entry]:
-    """The same contender with more and more workers, each of which rests instead of computing."""
-    return [Entry(f"{name}, {n} workers", module, "sleep", num_workers=n, warm_up_secs=8.0) for n in (1, 2, 4, 8)]
+def scaling() -> list[Entry]:
+    """The same contenders with more and more workers, each of which rests instead of computing."""
+    tasks = [Task("sleep", num_workers=n) for n in (1, 2, 4, 8)]
+    entries = [kdist("sleep", f"kdist, {task.num_workers} workers", num_workers=task.num_workers) for task in tasks]
+    entries += [Entry(f"TF1, {task.num_workers} workers", "tf1", task) for task in tasks]
+    return entries + [
+        Entry(f"tf_keras fit, {task.num_workers} workers", "tf_keras_fit", task) for task in (tasks[0], tasks[-1])
+    ]
 
 
 def slow_worker() -> list[Entry]:
@@ -62,6 +78,11 @@ def steps_per_call(workload: str) -> list[Entry]:
     """`auto` beside fixed numbers."""
     fixed = [kdist(workload, f"kdist, steps_per_call={n}", options={"steps_per_call": n}) for n in (1, 4, 16, 64)]
     return [kdist(workload), *fixed]
+
+
+def is_another_algorithm(name: str) -> bool:
+    """Whether a contender does not compute what asynchronous training computes, so that rates cannot be compared."""
+    return "local steps" in name or "bfloat16" in name
 
 
 @dataclass(frozen=True)
@@ -94,16 +115,16 @@ def _sync(workload: str, name: str = "kdist") -> str:
 
 
 _TABLES = ("embedding_200k", "embedding_1M")
-_ADAM = ("mlp", "deep", "embedding_200k")
 GOALS = [
     *(Goal(_async(w), _async(w, "TF1"), r) for w, r in [("mlp", 3), ("deep", 5), ("cnn", 1.6)]),
     *(Goal(_async(w), _async(w, "tf_keras fit"), r) for w, r in [("mlp", 5), ("deep", 12), ("cnn", 2.4)]),
     *(Goal(_async(w), _async(w, "one Keras process"), r) for w, r in [("deep", 0.7), ("cnn", 0.9)]),
     *(Goal(_async(w), _async(w, "TF1"), 1.5) for w in _TABLES),
-    Goal(_async("embedding_200k"), _async("embedding_200k", "tf_keras fit"), 8),
+    *(Goal(_async(w), _async(w, "tf_keras fit"), 8) for w in _TABLES),
+    Goal(_async("embedding_1M"), _async("embedding_10k"), 1 / 1.2),
     *(Goal(_sync(w), _sync(w, "TF1"), r) for w, r in [("mlp", 2.5), ("deep", 5), ("cnn", 1.8)]),
     *(Goal(_sync(w), _sync(w, "MultiWorkerMirrored"), 0.85) for w in ("mlp", "deep", "cnn")),
-    *(Goal(f"{w}/adam/async/kdist", _async(w), 1 / 1.25) for w in _ADAM),
+    *(Goal(f"{w}/adam/async/kdist", _async(w), 1 / 1.25) for w in _WITH_ADAM),
     *(
         Goal(_async("sleep", f"kdist, {n} workers"), _async("sleep", "kdist, 1 workers"), r)
         for n, r in [(2, 1.95), (4, 3.85), (8, 7.5)]

@@ -31,6 +31,9 @@ _OPS_THAT_CANNOT_TRAVEL = {
     "MutableHashTableV2": "a lookup table",
 }
 
+# Where the shuffling of arrays starts, together with the run's own seed.
+_GRAPH_SEED = 1
+
 
 @dataclass(frozen=True)
 class DataContext:
@@ -99,7 +102,11 @@ class ArrayData(TrainingData):
         num_examples = tf.shape(arguments[0], out_type=tf.int64)[0]
         indices = tf.data.Dataset.range(num_examples)
         if self._shuffle:
-            seed = None if self._seed is None else tf.constant(self._seed, tf.int64) + context.worker_index
+            seed = None
+            if self._seed is not None:
+                seed = tf.constant(self._seed, tf.int64) + context.worker_index
+                # Not that of the process: beside a 0 TensorFlow takes no tensor, and the run has a seed of its own.
+                tf.compat.v1.set_random_seed(_GRAPH_SEED)
             indices = indices.shuffle(num_examples, seed=seed, reshuffle_each_iteration=True)
         # Shuffling indices and gathering whole batches costs far less than moving examples one by one.
         batches = indices.repeat().batch(self._batch_size, drop_remainder=True)

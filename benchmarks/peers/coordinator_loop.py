@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+import tf_keras
 
 from benchmarks.peers import parameter_server_strategy
 from benchmarks.peers.task import STEPS_AT_ONCE, Task, race, this_task
@@ -13,9 +14,7 @@ from benchmarks.workloads import compiled_keras_model, dataset
 
 
 def main(task: Task) -> None:
-    strategy = parameter_server_strategy.main(task, "benchmarks.peers.coordinator_loop")
-    import tf_keras
-
+    strategy = parameter_server_strategy.connected(task)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         model = compiled_keras_model(task.what, tf_keras, task.optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peers.task import Task
 
-_TRIAL_SECS = 1.0
+_TRIAL_SECS = 0.7
 
 
 def race_fit(

@@ -8,6 +8,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import tensorflow as tf
+import tf_keras
+
+from benchmarks.peers.fit_race import race_fit
 from benchmarks.peers.task import STEPS_AT_ONCE, Task, limit_threads, run_processes, this_task, with_addresses
 from benchmarks.workloads import compiled_keras_model, dataset
 
@@ -15,11 +19,6 @@ from benchmarks.workloads import compiled_keras_model, dataset
 def train(task: Task) -> None:
     """One worker."""
     os.environ["TF_CONFIG"] = json.dumps({"cluster": task.jobs, "task": {"type": "worker", "index": task.index}})
-    import tensorflow as tf
-    import tf_keras
-
-    from benchmarks.peers.fit_race import race_fit
-
     limit_threads()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     steps = 20 if task.what.num_parameters() > 10**7 else 100
@@ -53,7 +52,7 @@ def main(task: Task) -> None:
     if task.job:
         train(task)
     else:
-        run_processes("benchmarks.peers.multi_worker_mirrored", with_addresses(replace(task, num_ps=0)))
+        run_processes(main, with_addresses(replace(task, num_ps=0)))
 
 
 if __name__ == "__main__":

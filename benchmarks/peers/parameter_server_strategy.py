@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from benchmarks.peers.task import Task, limit_threads, serve, start_processes, with_addresses
 
 
-def main(task: Task, module: str) -> Any:
-    """Serves, if `task` says so; otherwise starts the others and returns a connected strategy."""
-    if task.job:
-        serve(task)
+def connected(task: Task) -> Any:
+    """Starts the servers and workers of `task` and returns a strategy on them."""
     task = with_addresses(task)
-    import tensorflow as tf
-
+    start_processes(serve, task)
     limit_threads()
-    processes = start_processes(module, task)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(task.jobs), rpc_layer="grpc")
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    if any(process.poll() is not None for process in processes):
-        raise SystemExit("a server has ended")
-    return strategy
+    return tf.distribute.ParameterServerStrategy(resolver)
 
 
 def steps_between_joins(task: Task) -> int:

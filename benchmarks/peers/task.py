@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -32,15 +34,14 @@ class Task:
 
     Attributes:
         workload, optimizer: what to train: a name in `WORKLOADS`; `sgd` or `adam`.
-        progress: folder for `Progress` files, one per process that counts.
         sync: whether an update is the mean of all workers' gradients.
         num_ps, num_workers: the cluster.
         job, index, jobs: this process in the cluster, and the addresses of all; the empty job starts the others.
         options: what else a contender knows.
+        progress: folder for `Progress` files, one per process that counts.
     """
 
     workload: str
-    progress: str
     optimizer: str = "sgd"
     sync: bool = False
     num_ps: int = 2
@@ -49,6 +50,7 @@ class Task:
     index: int = 0
     jobs: dict[str, list[str]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    progress: str = ""
 
     @property
     def what(self) -> Workload:
@@ -61,6 +63,12 @@ class Task:
     def counter(self) -> Progress:
         """Where this process counts its steps."""
         return Progress(self.folder / f"{self.job or 'chief'}-{self.index}")
+
+    @property
+    def processes(self) -> dict[int, Task]:
+        """The forked tasks, by process id."""
+        told = [(int(path.suffix[1:]), path.read_text()) for path in self.folder.glob("pid.*")]
+        return {pid: Task(**json.loads(text)) for pid, text in told}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -82,23 +90,30 @@ def with_addresses(task: Task) -> Task:
     return replace(task, jobs={job: found for job, found in jobs.items() if found})
 
 
-def start_processes(module: str, task: Task) -> list[subprocess.Popen[bytes]]:
-    """Starts `module` once for each server and worker of a `task` with addresses."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    return [
-        subprocess.Popen([sys.executable, "-m", module, replace(task, job=job, index=index).to_json()], env=environment)
-        for job, addresses in task.jobs.items()
-        for index in range(len(addresses))
-    ]
+def start_processes(main: Callable[[Task], None], task: Task) -> None:
+    """Forks a process for each server and worker of a `task` with addresses, and lets each of them be `main`.
+
+    What this process has imported they have as well; it must not have used TensorFlow yet.
+    """
+    for job, addresses in task.jobs.items():
+        for index in range(len(addresses)):
+            own = replace(task, job=job, index=index)
+            if pid := os.fork():
+                (task.folder / f"pid.{pid}").write_text(own.to_json())
+                continue
+            # linux/prctl.h: it ends with its parent.
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            try:
+                main(own)
+            except BaseException:  # noqa: BLE001 - nothing may go on in the parent's frames
+                traceback.print_exc()
+            os._exit(1)
 
 
-def run_processes(module: str, task: Task) -> None:
-    """Runs `module` for each server and worker until one of them ends, which none should."""
-    processes = start_processes(module, task)
-    while all(process.poll() is None for process in processes):
-        time.sleep(0.2)
-    for process in processes:
-        process.kill()
+def run_processes(main: Callable[[Task], None], task: Task) -> None:
+    """Runs `main` for each server and worker until one of them ends, which none should."""
+    start_processes(main, task)
+    os.wait()
     raise SystemExit(1)
 
 

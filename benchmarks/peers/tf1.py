@@ -81,7 +81,7 @@ def main(task: Task) -> None:
     elif task.job == "worker":
         train(task)
     else:
-        run_processes("benchmarks.peers.tf1", with_addresses(task))
+        run_processes(main, with_addresses(task))
 
 
 if __name__ == "__main__":

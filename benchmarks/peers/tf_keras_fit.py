@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import tf_keras
+
 from benchmarks.peers import parameter_server_strategy
+from benchmarks.peers.fit_race import race_fit
 from benchmarks.peers.task import STEPS_AT_ONCE, Task, this_task
 from benchmarks.workloads import compiled_keras_model, dataset
 
 
 def main(task: Task) -> None:
-    strategy = parameter_server_strategy.main(task, "benchmarks.peers.tf_keras_fit")
-    import tf_keras
-
-    from benchmarks.peers.fit_race import race_fit
-
+    strategy = parameter_server_strategy.connected(task)
     steps = parameter_server_strategy.steps_between_joins(task)
 
     def fit(at_once: int, callbacks: list[object]) -> None:

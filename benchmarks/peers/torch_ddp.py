@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.peers.task import THREADS, Task, run_processes, this_task, with_addresses
 from benchmarks.workloads import Conv, Dense, Embedding, Flatten, Workload
 
 
 def torch_model(workload: Workload) -> Any:
-    import torch
-
     layers: list[Any] = []
     channels = 1
     for layer in workload.layers:
@@ -35,8 +34,6 @@ def torch_model(workload: Workload) -> Any:
 
 def train(task: Task) -> None:
     """One process."""
-    import torch
-
     torch.set_num_threads(THREADS[0])
     host, _, port = task.jobs["worker"][0].partition(":")
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
@@ -64,7 +61,7 @@ def main(task: Task) -> None:
     if task.job:
         train(task)
     else:
-        run_processes("benchmarks.peers.torch_ddp", with_addresses(replace(task, num_ps=0)))
+        run_processes(main, with_addresses(replace(task, num_ps=0)))
 
 
 if __name__ == "__main__":
