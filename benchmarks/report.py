@@ -17,6 +17,10 @@ _HEADER = [
     *("race", "contender", "steps/s (median):", "lowest to highest:", "examples/s:", "CPU s / 1000 steps:"),
     *("wire / (2 x parameters):", "largest task, MiB:", "start to first step, s:"),
 ]
+_COLUMNS = (
+    *("kdist", "TF1", "tf_keras fit", "coordinator loop", "MultiWorkerMirrored", "PyTorch DDP"),
+    "one Keras process",
+)
 _ACCURACY_HEADER = [
     *("MNIST, 97 %", "seconds to it (median):", "seeds that reached it:", "final accuracy (median):"),
     "lowest to highest:",
@@ -33,6 +37,7 @@ def table(record: Mapping[str, Any]) -> str:
         f"`{record['command'].strip()}`: {record['seconds'] / 60:.0f} min on {machine['cores']} cores, "
         f"{machine['system']};",
         ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
+        *_section("Steps per second", ["race", *(f"{name}:" for name in _COLUMNS)], _overview(same)),
         *_section("Races", _HEADER, _rows(same)),
         *_section("Goals", ["goal", "ratio:", "wanted:", ""], _goals(results)),
         *_section("Other algorithms", _HEADER, _rows(others)),
@@ -51,12 +56,24 @@ def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
     return ["", f"## {title}", "", *(f"| {' | '.join(cells)} |" for cells in [names, bars, *rows])]
 
 
+def _overview(results: Results) -> list[list[str]]:
+    """Medians of global steps per second: a row for each race, a column for each contender."""
+    by_race: dict[str, dict[str, str]] = {}
+    for row in results.values():
+        if row["optimizer"] == "sgd" and row["name"] in _COLUMNS:
+            by_race.setdefault(_race(row), {})[row["name"]] = _short(row["steps_per_sec"])
+    return [[race, *(found.get(name, "") for name in _COLUMNS)] for race, found in by_race.items()]
+
+
+def _race(row: Mapping[str, Any]) -> str:
+    return f"{WORKLOADS[row['workload']].title}, {'sync' if row['sync'] else 'async'}"
+
+
 def _rows(results: Results) -> list[list[str]]:
     rows = []
     race_before = ""
     for row in results.values():
-        workload = WORKLOADS[row["workload"]]
-        race = f"{workload.title}, {'sync' if row['sync'] else 'async'}"
+        race = _race(row)
         settings = [f"{row['steps_at_once']} steps at once"] * bool(row["steps_at_once"])
         settings += ["a core each"] * row["keeps_to_cores"]
         name = row["name"] + ", Adam" * (row["optimizer"] == "adam") + f" ({', '.join(settings)})" * bool(settings)
@@ -134,8 +151,7 @@ def draw(results: Results, path: Path) -> None:
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in results.values():
         if row["optimizer"] == "sgd" and "hooks" not in row["name"] and not is_another_algorithm(row["name"]):
-            title = f"{WORKLOADS[row['workload']].title}, {'sync' if row['sync'] else 'async'}"
-            panels.setdefault(title, []).append(row)
+            panels.setdefault(_race(row), []).append(row)
     if not panels:
         return
     columns = min(3, len(panels))
