@@ -90,18 +90,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--turn-secs", type=float, default=1.0, help="seconds of a turn")
+    parser.add_argument("--turn-secs", type=float, default=0.8, help="seconds of a turn")
     parser.add_argument("--only", nargs="*", help="workloads, or scaling, slow_worker, accuracy, steps_per_call")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     options = parser.parse_args()
+    rounds = 3 if options.quick else options.rounds
     started = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
     for name, entries in chosen_races(options.quick, options.only).items():
         print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
         # Where steps are slow a turn has to be long to hold some.
         turn_secs = options.turn_secs * (2 if entries[0].task.workload in ("sleep", "wide") else 1)
-        results |= race(entries, rounds=options.rounds, turn_secs=turn_secs)
-    to_accuracy = accuracy.measure(2 if options.quick else 5) if not options.only or "accuracy" in options.only else {}
+        results |= race(entries, rounds=rounds, turn_secs=turn_secs)
+    to_accuracy = {}
+    if not options.only or "accuracy" in options.only:
+        print(f"accuracy ({time.monotonic() - started:.0f} s)", flush=True)
+        to_accuracy = accuracy.measure(quick=options.quick)
     record = {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), **installed_versions()},

@@ -20,9 +20,9 @@ from benchmarks.progress import Progress
 
 _START_SECS = 120.0
 # After a rest caches are cold, and the kernel may have taken pages of the program.
-_SETTLE_SECS = 0.5
+_SETTLE_SECS = 0.4
 # Of each of two ways to spread tasks over cores.
-_TRIAL_SECS = 1.0
+_TRIAL_SECS = 0.8
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Entry:
     name: str
     module: str
     task: Task
-    warm_up_secs: float = 1.0
+    warm_up_secs: float = 0.5
     can_rest: bool = True
 
     @property

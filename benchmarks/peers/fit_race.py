@@ -41,7 +41,7 @@ def race_fit(
                 return
             secs = time.monotonic() - self.started
             self.rate = self.epochs * steps_per_epoch / secs
-            self.model.stop_training = self.epochs >= 3 if choose else secs >= _TRIAL_SECS
+            self.model.stop_training = self.epochs >= 2 if choose else secs >= _TRIAL_SECS
 
     class Count(keras.callbacks.Callback):
         """Counts for the race."""

@@ -12,8 +12,6 @@ import kdist
 from benchmarks.peers.task import Task, this_task
 from benchmarks.workloads import compiled_keras_model, dataset
 
-_SAVE_AT_STEP = 50
-
 
 def main(task: Task) -> None:
     options = dict(task.options)
@@ -35,7 +33,8 @@ def main(task: Task) -> None:
         while not session.should_stop():
             session.run()
             progress.set(session.global_step)
-            if session.global_step >= _SAVE_AT_STEP and not (task.folder / "save_secs").exists():
+            if not (task.folder / "save_secs").exists():
+                session.strategy.settle()
                 started = time.monotonic()
                 session.save(keep=1)
                 (task.folder / "save_secs").write_text(str(time.monotonic() - started))
