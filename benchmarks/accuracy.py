@@ -21,11 +21,7 @@ _CONTENDERS: dict[str, dict[str, Any]] = {
     "one process": {},
     "asynchronous": {"cluster": "2ps2w"},
     "synchronous": {"cluster": "2ps2w", "strategy": "sync_replicas"},
-    "asynchronous, 4 local steps": {"cluster": "2ps2w", "local_steps": 4},
-    "asynchronous, bfloat16 on the wire": {"cluster": "2ps2w", "wire_dtype": "bfloat16"},
 }
-
-
 #: Other algorithms, which have to come to the same all the same.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous, 4 local steps": {"cluster": "2ps2w", "local_steps": 4},
