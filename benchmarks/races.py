@@ -11,20 +11,20 @@ from benchmarks.contender import Entry
 from benchmarks.peers.task import Task
 
 # Until the calls have their length.
-_KDIST_WARM_UP_SECS = {"deep": 14.0, "wide": 8.0}
+_KDIST_WARM_UP_SECS = {"deep": 10.0, "wide": 6.0, "sleep": 2.0}
 _WITH_ADAM = ("mlp", "deep", "embedding_200k")
 
 
 def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
     """kdist with its default settings, but for what `task` says."""
-    return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 6.0))
+    return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 5.0))
 
 
 def asynchronous(workload: str) -> list[Entry]:
     """Asynchronous parameter servers, and one process without any."""
     task = Task(workload)
     entries = [kdist(workload), Entry("TF1", "tf1", task)]
-    if workload != "embedding_1M":
+    if workload in ("mlp", "deep", "cnn"):
         entries.append(Entry("one Keras process", "plain_keras", task))
     if workload not in ("null", "wide"):
         entries.append(Entry("tf_keras fit", "tf_keras_fit", task))
