@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--turn-secs", type=float, default=0.7, help="seconds of a turn")
+    parser.add_argument("--turn-secs", type=float, default=0.6, help="seconds of a turn")
     parser.add_argument("--only", nargs="*", help="workloads, or scaling, slow_worker, accuracy, steps_per_call")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     options = parser.parse_args()

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 _GOAL = 0.97
-_BATCHES = 800
+_BATCHES = 700
 _TIMEOUT_SECS = 300
 #: For each contender the arguments of its `Trainer`.
 _CONTENDERS: dict[str, dict[str, Any]] = {

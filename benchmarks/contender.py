@@ -20,7 +20,7 @@ from benchmarks.progress import Progress
 
 _START_SECS = 120.0
 # After a rest caches are cold, and the kernel may have taken pages of the program.
-_SETTLE_SECS = 0.4
+_SETTLE_SECS = 0.3
 # Of each of two ways to spread tasks over cores.
 _TRIAL_SECS = 0.8
 

@@ -12,7 +12,7 @@ from benchmarks.peers.task import Task
 
 # Until the calls have their length.
 _KDIST_WARM_UP_SECS = {"deep": 10.0, "wide": 6.0, "sleep": 2.0}
-_WITH_ADAM = ("mlp", "deep", "embedding_200k")
+_WITH_ADAM = ("mlp", "deep")
 
 
 def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:

@@ -218,7 +218,7 @@ def _job(config: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from kdist.cluster.membership import membership_of
+    from kdist.cluster.membership import membership_of, shape_of
 
     checked = _checked(config)
     membership = membership_of(checked.cluster, os.environ)
@@ -234,6 +234,11 @@ def _job(config: DictConfig) -> float | None:
     if checked.run.log_device_placement:
         # TensorFlow reads it when it is imported.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+    shape = shape_of(checked.cluster, membership)
+    if membership is None and shape.num_ps and not checked.run.plan_only:
+        from kdist.cluster.local import prepare
+
+        prepare(shape, log.parent)
     with native_log(log):
         from kdist.experiment import run_experiment
 

@@ -1,7 +1,7 @@
 """Starts several server tasks for the price of one: a process imports TensorFlow once, then forks each of them.
 
-`python -m kdist.cluster.forkserver '<tasks as JSON>'`, after the fork server of Python's multiprocessing. It ends when
-its tasks have, or with its parent; its tasks end with it. The chief's side is `ForkServer`.
+`python -m kdist.cluster.forkserver '<file descriptors as JSON>'`, after the fork server of Python's multiprocessing. It
+ends when its tasks have, or with its parent; its tasks end with it. The chief's side is `ForkServer`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ _CLOSE_SECS = 2.0
 
 
 @dataclass(frozen=True)
-class _Child:
+class _Order:
     """One task to fork.
 
     Attributes:
         options: `ServerOptions` as JSON.
         environment: variables of its own.
-        stdin, stdout: file descriptors of its standard input and output.
         log: path of its standard error.
     """
 
     options: str
     environment: dict[str, str]
+    log: str
+
+
+@dataclass(frozen=True)
+class _Pipes:
+    """File descriptors of a task's standard input and output."""
+
     stdin: int
     stdout: int
-    log: str
 
 
 class ForkedTask:
@@ -96,40 +101,58 @@ class ForkServer:
     """The chief's side: starts the process, and hears from it which task has which id and how it ended.
 
     Args:
-        tasks: for each task its options, variables of its own environment, and its log file.
+        num_tasks: how many tasks it will fork.
         environment: that of the process.
+        log: takes what it has to say before it forks.
+
+    Attributes:
+        tasks: the tasks, as soon as `fork` was called.
     """
 
-    def __init__(
-        self, tasks: Sequence[tuple[ServerOptions, dict[str, str], Path]], environment: dict[str, str]
-    ) -> None:
+    def __init__(self, num_tasks: int, environment: dict[str, str], log: Path) -> None:
+        self.environment = environment
         self.tasks: list[ForkedTask] = []
-        children, theirs = [], []
-        for options, own_environment, log in tasks:
+        pipes, theirs = [], []
+        for _ in range(num_tasks):
             child_in, our_in = os.pipe()
             our_out, child_out = os.pipe()
             theirs += [child_in, child_out]
-            children.append(_Child(options.to_json(), own_environment, child_in, child_out, str(log)))
+            pipes.append(_Pipes(child_in, child_out))
             self.tasks.append(ForkedTask(self, our_in, our_out))
+        take_orders, give_orders = os.pipe()
+        self._orders: IO[bytes] = os.fdopen(give_orders, "wb")
         self._reports, report_to = os.pipe()
+        theirs += [take_orders, report_to]
         # Several threads ask whether a task lives; a closed descriptor may be a socket of TensorFlow's a moment later.
         self._lock = threading.Lock()
         self._unread = b""
-        arguments = json.dumps({"report_to": report_to, "children": [asdict(child) for child in children]})
-        # What happens before the first task is forked is in its log.
-        with tasks[0][2].open("ab") as log_file:
+        arguments = json.dumps(
+            {"take_orders": take_orders, "report_to": report_to, "pipes": [asdict(pair) for pair in pipes]}
+        )
+        with log.open("ab") as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kdist.cluster.forkserver", arguments],
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
                 env=environment,
-                pass_fds=[*theirs, report_to],
+                pass_fds=theirs,
                 # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
                 start_new_session=True,
             )
-        for descriptor in [*theirs, report_to]:
+        for descriptor in theirs:
             os.close(descriptor)
+
+    def fork(self, tasks: Sequence[tuple[ServerOptions, dict[str, str], Path]]) -> None:
+        """Has the tasks forked, once.
+
+        Args:
+            tasks: for each its options, variables of its own environment, and its log file.
+        """
+        orders = [asdict(_Order(options.to_json(), own, str(log))) for options, own, log in tasks]
+        # If the process has ended, waiting for its tasks will tell.
+        with suppress(BrokenPipeError), self._orders:
+            self._orders.write(json.dumps(orders).encode() + b"\n")
 
     def update(self, timeout: float) -> None:
         """Reads what was reported, waiting at most `timeout` seconds for more."""
@@ -159,6 +182,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Lets the process end, and waits for it a moment."""
+        self._orders.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -178,7 +202,7 @@ class ForkServer:
                 task.returncode = code or -9
 
 
-def _fork(child: _Child, not_its_own: Sequence[int]) -> int:
+def _fork(order: _Order, pipes: _Pipes, not_its_own: Sequence[int]) -> int:
     """Forks a task; returns its process id.
 
     Args:
@@ -186,32 +210,34 @@ def _fork(child: _Child, not_its_own: Sequence[int]) -> int:
     """
     pid = os.fork()
     if pid:
-        os.close(child.stdin)
-        os.close(child.stdout)
+        os.close(pipes.stdin)
+        os.close(pipes.stdout)
         return pid
     os.setsid()
-    log = os.open(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for source, target in ((child.stdin, 0), (child.stdout, 1), (log, 2)):
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for source, target in ((pipes.stdin, 0), (pipes.stdout, 1), (log, 2)):
         os.dup2(source, target)
         os.close(source)
     for descriptor in not_its_own:
         os.close(descriptor)
-    os.environ.update(child.environment)
-    serve(ServerOptions.from_json(child.options))
+    os.environ.update(order.environment)
+    serve(ServerOptions.from_json(order.options))
 
 
 def main() -> NoReturn:
     end_with_parent()
     arguments = json.loads(sys.argv[1])
-    children = [_Child(**child) for child in arguments["children"]]
+    pipes = [_Pipes(**pair) for pair in arguments["pipes"]]
     report_to = arguments["report_to"]
     # For all of them, once.
     import tensorflow  # noqa: F401
 
+    with os.fdopen(arguments["take_orders"]) as take_orders:
+        orders = [_Order(**order) for order in json.loads(take_orders.readline() or "[]")]
     index_of = {}
-    for index, child in enumerate(children):
-        later = [descriptor for other in children[index + 1 :] for descriptor in (other.stdin, other.stdout)]
-        pid = _fork(child, [report_to, *later])
+    for index, order in enumerate(orders):
+        later = [descriptor for other in pipes[index + 1 :] for descriptor in (other.stdin, other.stdout)]
+        pid = _fork(order, pipes[index], [report_to, *later])
         index_of[pid] = index
         os.write(report_to, f"pid {index} {pid}\n".encode())
     while index_of:

@@ -54,6 +54,37 @@ def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int]
     return [cores[task.index % len(cores)]]
 
 
+def log_path(log_dir: Path, task: Task) -> Path:
+    """Where the output of a task goes."""
+    return log_dir / f"{task.job}-{task.index}.log"
+
+
+#: What the tasks of the next cluster are forked from, by how many they are.
+_prepared: dict[int, ForkServer] = {}
+
+
+def prepare(shape: ClusterShape, log_dir: Path) -> None:
+    """Starts what the tasks of a cluster will be forked from, so that it imports TensorFlow while this process does.
+
+    Without a `LocalCluster` of as many tasks it ends with this process.
+    """
+    if sys.platform == "linux" and len(shape.tasks) not in _prepared:
+        _prepared[len(shape.tasks)] = _fork_server(shape, log_dir)
+
+
+def _take_fork_server(shape: ClusterShape, log_dir: Path) -> ForkServer:
+    prepared = _prepared.pop(len(shape.tasks), None)
+    if prepared is not None and prepared.process.poll() is None:
+        return prepared
+    return _fork_server(shape, log_dir)
+
+
+def _fork_server(shape: ClusterShape, log_dir: Path) -> ForkServer:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    # What happens before the first task is forked is in its log.
+    return ForkServer(len(shape.tasks), task_environment(Task("worker", 0)), log_path(log_dir, shape.tasks[0]))
+
+
 class LocalCluster:
     """Starts the tasks of `shape` on free ports of this machine and ends them with it.
 
@@ -100,10 +131,10 @@ class LocalCluster:
             self._log_path(task).write_bytes(b"")
         if sys.platform == "linux":
             # Elsewhere a process that has imported TensorFlow may not survive a fork.
-            environment = task_environment(Task("worker", 0))
-            own = [self._own_environment(task, environment) for task in tasks]
+            self._fork_server = _take_fork_server(self.shape, self.log_dir)
+            own = [self._own_environment(task, self._fork_server.environment) for task in tasks]
             logs = [self._log_path(task) for task in tasks]
-            self._fork_server = ForkServer(list(zip(map(self._options, tasks), own, logs)), environment)
+            self._fork_server.fork(list(zip(map(self._options, tasks), own, logs)))
             self._processes = dict(zip(tasks, self._fork_server.tasks))
         else:
             self._processes = {task: self._launch(task) for task in tasks}
@@ -168,7 +199,7 @@ class LocalCluster:
         return "\n".join(lines[-_LOG_LINES:])
 
     def _log_path(self, task: Task) -> Path:
-        return self.log_dir / f"{task.job}-{task.index}.log"
+        return log_path(self.log_dir, task)
 
     def _own_environment(self, task: Task, common: Mapping[str, str]) -> dict[str, str]:
         """What a task's environment has that the others' has not."""
