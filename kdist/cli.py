@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import FrameType
@@ -218,7 +218,7 @@ def _job(config: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from kdist.cluster.membership import membership_of, shape_of
+    from kdist.cluster.membership import membership_of
 
     checked = _checked(config)
     membership = membership_of(checked.cluster, os.environ)
@@ -234,12 +234,7 @@ def _job(config: DictConfig) -> float | None:
     if checked.run.log_device_placement:
         # TensorFlow reads it when it is imported.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    shape = shape_of(checked.cluster, membership)
-    if membership is None and shape.num_ps and not checked.run.plan_only:
-        from kdist.cluster.local import prepare
-
-        prepare(shape, log.parent)
-    with native_log(log):
+    with _tasks_prepared(checked, membership, log.parent), native_log(log):
         from kdist.experiment import run_experiment
 
         try:
@@ -252,6 +247,17 @@ def _job(config: DictConfig) -> float | None:
             with log.open("a") as file:
                 traceback.print_exc(file=file)
             raise
+
+
+def _tasks_prepared(config: Config, membership: Membership | None, log_dir: Path) -> AbstractContextManager[None]:
+    """Tasks that this process will start import TensorFlow while it does so itself."""
+    from kdist.cluster.local import prepared
+    from kdist.cluster.membership import shape_of
+
+    shape = shape_of(config.cluster, membership)
+    if membership is not None or not shape.num_ps or config.run.plan_only:
+        return nullcontext()
+    return prepared(shape, log_dir)
 
 
 def _way_on(run_dir: Path) -> str:

@@ -48,12 +48,5 @@ def train(task: Task) -> None:
     race_fit(task, tf_keras, fit, steps, [at_once for at_once in STEPS_AT_ONCE if at_once <= steps], choose)
 
 
-def main(task: Task) -> None:
-    if task.job:
-        train(task)
-    else:
-        run_processes(main, with_addresses(replace(task, num_ps=0)))
-
-
 if __name__ == "__main__":
-    main(this_task())
+    run_processes(train, with_addresses(replace(this_task(), num_ps=0)))

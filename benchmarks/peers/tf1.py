@@ -78,12 +78,10 @@ def wait_for_chief(task: Task) -> None:
 def main(task: Task) -> None:
     if task.job == "ps":
         serve(task)
-    elif task.job == "worker":
-        train(task)
     else:
-        run_processes(main, with_addresses(task))
+        train(task)
 
 
 if __name__ == "__main__":
     v1.disable_eager_execution()
-    main(this_task())
+    run_processes(main, with_addresses(this_task()))

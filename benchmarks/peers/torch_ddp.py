@@ -57,12 +57,5 @@ def train(task: Task) -> None:
         progress.set(step + 1)
 
 
-def main(task: Task) -> None:
-    if task.job:
-        train(task)
-    else:
-        run_processes(main, with_addresses(replace(task, num_ps=0)))
-
-
 if __name__ == "__main__":
-    main(this_task())
+    run_processes(train, with_addresses(replace(this_task(), num_ps=0)))

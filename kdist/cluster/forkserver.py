@@ -106,7 +106,7 @@ class ForkServer:
         log: takes what it has to say before it forks.
 
     Attributes:
-        tasks: the tasks, as soon as `fork` was called.
+        tasks: the tasks; they run when `fork` was called.
     """
 
     def __init__(self, num_tasks: int, environment: dict[str, str], log: Path) -> None:
@@ -182,6 +182,9 @@ class ForkServer:
 
     def close(self) -> None:
         """Lets the process end, and waits for it a moment."""
+        for task in self.tasks:
+            task.stdin.close()
+            task.stdout.close()
         self._orders.close()
         if self.process.stdin is not None:
             self.process.stdin.close()

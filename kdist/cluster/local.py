@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -59,24 +59,27 @@ def log_path(log_dir: Path, task: Task) -> Path:
     return log_dir / f"{task.job}-{task.index}.log"
 
 
-#: What the tasks of the next cluster are forked from, by how many they are.
-_prepared: dict[int, ForkServer] = {}
+#: What the tasks of the next cluster are forked from, by their shape; at most one.
+_prepared: dict[ClusterShape, ForkServer] = {}
 
 
-def prepare(shape: ClusterShape, log_dir: Path) -> None:
+@contextmanager
+def prepared(shape: ClusterShape, log_dir: Path) -> Iterator[None]:
     """Starts what the tasks of a cluster will be forked from, so that it imports TensorFlow while this process does.
 
-    Without a `LocalCluster` of as many tasks it ends with this process.
+    The first `LocalCluster` of that shape inside the block takes it; if there is none, it ends with the block.
     """
-    if sys.platform == "linux" and len(shape.tasks) not in _prepared:
-        _prepared[len(shape.tasks)] = _fork_server(shape, log_dir)
+    if sys.platform == "linux":
+        _prepared[shape] = _fork_server(shape, log_dir)
+    try:
+        yield
+    finally:
+        if (unused := _prepared.pop(shape, None)) is not None:
+            unused.close()
 
 
 def _take_fork_server(shape: ClusterShape, log_dir: Path) -> ForkServer:
-    prepared = _prepared.pop(len(shape.tasks), None)
-    if prepared is not None and prepared.process.poll() is None:
-        return prepared
-    return _fork_server(shape, log_dir)
+    return _prepared.pop(shape, None) or _fork_server(shape, log_dir)
 
 
 def _fork_server(shape: ClusterShape, log_dir: Path) -> ForkServer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import tasks_running, wait_until
 
-from kdist.cluster.local import LocalCluster, cores_of, prepare
+from kdist.cluster.local import LocalCluster, cores_of, prepared
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.errors import ClusterError
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 CHIEF = """
 import sys, time
 from pathlib import Path
-from kdist.cluster.local import LocalCluster, cores_of, prepare
+from kdist.cluster.local import LocalCluster, cores_of, prepared
 from kdist.cluster.spec import ClusterShape
 with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
     print("started", flush=True)
@@ -124,22 +124,16 @@ def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatc
 
 def test_a_cluster_uses_what_was_prepared_for_it(tmp_path: Path) -> None:
     shape = ClusterShape(1, 1)
-    prepare(shape, tmp_path)
-    prepared = tasks_running(under=os.getpid(), and_fork_servers=True)
-    assert len(prepared) == 1
-    with LocalCluster(shape, tmp_path) as cluster:
-        assert set(tasks_running(under=os.getpid(), and_fork_servers=True)) == {*prepared, *cluster.pids.values()}
-        assert cluster.lost_tasks() == {}
+    with prepared(shape, tmp_path):
+        waiting = tasks_running(under=os.getpid(), and_fork_servers=True)
+        assert len(waiting) == 1
+        with LocalCluster(shape, tmp_path) as cluster:
+            running = tasks_running(under=os.getpid(), and_fork_servers=True)
+            assert set(running) == {*waiting, *cluster.pids.values()}
+            assert cluster.lost_tasks() == {}
 
 
-def test_what_was_prepared_and_never_used_ends_with_the_process(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from kdist.cluster import local; from kdist.cluster.spec import "
-        "ClusterShape; local.prepare(ClusterShape(1, 1), Path(sys.argv[1])); "
-        "print(local._prepared[2].process.pid)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=30, check=True
-    )
-    pid = int(done.stdout)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 5, "it ends")
+def test_what_was_prepared_and_never_used_ends(tmp_path: Path) -> None:
+    with prepared(ClusterShape(1, 1), tmp_path):
+        assert len(tasks_running(under=os.getpid(), and_fork_servers=True)) == 1
+    assert tasks_running(under=os.getpid(), and_fork_servers=True) == []
