@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, races, report
+from benchmarks import accuracy, hook_overhead, races, report
 from benchmarks.contender import Contender, Entry, Turn
 from benchmarks.workloads import WORKLOADS
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--turn-secs", type=float, default=0.6, help="seconds of a turn")
-    parser.add_argument("--only", nargs="*", help="workloads, or scaling, slow_worker, accuracy, steps_per_call")
+    parser.add_argument("--only", nargs="*", help="workloads, or scaling, slow_worker, hooks, accuracy, steps_per_call")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     options = parser.parse_args()
     rounds = 3 if options.quick else options.rounds
@@ -102,6 +102,10 @@ def main() -> None:
         # Where steps are slow a turn has to be long to hold some.
         turn_secs = options.turn_secs * (2 if entries[0].task.workload in ("sleep", "wide") else 1)
         results |= race(entries, rounds=rounds, turn_secs=turn_secs)
+    hooks = {}
+    if not options.only or "hooks" in options.only:
+        print(f"hooks ({time.monotonic() - started:.0f} s)", flush=True)
+        hooks = hook_overhead.measure(quick=options.quick)
     to_accuracy = {}
     if not options.only or "accuracy" in options.only:
         print(f"accuracy ({time.monotonic() - started:.0f} s)", flush=True)
@@ -112,6 +116,7 @@ def main() -> None:
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
         "seconds": time.monotonic() - started,
         "results": results,
+        "hooks": hooks,
         "accuracy": to_accuracy,
     }
     options.out.mkdir(parents=True, exist_ok=True)

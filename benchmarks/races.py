@@ -33,7 +33,6 @@ def asynchronous(workload: str) -> list[Entry]:
     if workload in _WITH_ADAM:
         entries.append(kdist(workload, optimizer="adam"))
     if workload == "mlp":
-        entries.append(kdist(workload, "kdist without hooks", options={"use_default_hooks": False}))
         entries.append(kdist(workload, "kdist, 4 local steps", options={"local_steps": 4}))
     if workload == "wide":
         entries.append(kdist(workload, "kdist, bfloat16 on the wire", options={"wire_dtype": "bfloat16"}))
@@ -128,5 +127,4 @@ GOALS = [
         for n, r in [(2, 1.95), (4, 3.85), (8, 7.5)]
     ),
     Goal(_sync("sleep", "kdist, one 5 x slower"), _sync("sleep", "kdist, 3 workers, 1 backup"), 0.85),
-    Goal(_async("mlp"), _async("mlp", "kdist without hooks"), 0.99),
 ]

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from kdist.layers import Embedding
+from kdist.parameters.transport import sum_duplicates
 
 #: Fetches rows of a table: unique ids, int64 `[n]` -> `[n, dim]`.
 FetchRows = Callable[[tf.Tensor], tf.Tensor]
@@ -79,17 +80,30 @@ class RowLookups:
         """The rows that were fetched, by table; what gradients are taken of."""
         return {index: [rows for _, rows in fetched] for index, fetched in self._fetched.items()}
 
-    def gradient(self, index: int, gradients: list[Any]) -> tf.IndexedSlices | None:
-        """The sparse gradient of a table from the gradients of its fetched rows; as Keras, one slice an occurrence."""
+    def gradient(self, index: int, gradients: list[Any], *, add_up: bool) -> tf.IndexedSlices | None:
+        """The sparse gradient of a table from the gradients of its fetched rows.
+
+        Args:
+            index: of the table.
+            gradients: of its `rows`.
+            add_up: whether each row comes once; else as often as it was looked up, as in Keras.
+        """
         parts = []
         for gradient, (ids, _) in zip(gradients, self._fetched[index]):
-            if isinstance(gradient, tf.IndexedSlices):
-                parts.append((gradient.values, tf.gather(ids, gradient.indices)))
-            elif gradient is not None:
+            if gradient is None:
+                continue
+            if not isinstance(gradient, tf.IndexedSlices):
                 parts.append((gradient, ids))
+            elif add_up:
+                parts.append((tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(ids)), ids))
+            else:
+                parts.append((gradient.values, tf.gather(ids, gradient.indices)))
         if not parts:
             return None
-        return tf.IndexedSlices(tf.concat([g for g, _ in parts], 0), tf.concat([ids for _, ids in parts], 0))
+        if len(parts) == 1:
+            return tf.IndexedSlices(*parts[0])
+        slices = tf.IndexedSlices(tf.concat([g for g, _ in parts], 0), tf.concat([ids for _, ids in parts], 0))
+        return sum_duplicates(slices) if add_up else slices
 
     def _call_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
         original = layer.call
@@ -102,7 +116,9 @@ class RowLookups:
                 self.hidden[index] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
             ids, positions = tf.unique(tf.reshape(tf.cast(inputs, tf.int64), [-1]))
-            rows = self._fetch[index](ids)
+            # Gradients are taken of the rows; how they come here is not part of the model.
+            with self._tape.stop_recording():
+                rows = self._fetch[index](ids)
             self._tape.watch(rows)
             self._fetched[index].append((ids, rows))
             # All else that the layer does with its table, it does with these rows.

@@ -19,7 +19,6 @@ from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
 from kdist.parameters.apply import check_optimizer, is_elementwise
-from kdist.parameters.transport import sum_duplicates
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,7 @@ class ReplicaStep:
         for i, gradient in zip(whole, dense):
             gradients[i] = gradient
         for i in tables:
-            gradient = lookups.gradient(i, of_rows[i])
-            gradients[i] = gradient if gradient is None or i not in self.row_wise else sum_duplicates(gradient)
+            gradients[i] = lookups.gradient(i, of_rows[i], add_up=i in self.row_wise)
         # A variable that the step did not assign still maps to the very tensor that was put in.
         assigned = [
             self.trainable[i].path for i in whole if scope.get_current_value(self.trainable[i]) is not trainable[i]

@@ -24,8 +24,8 @@ class NanTensor(Hook):
         self._fail = fail_on_nan_loss
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        loss = values.totals.logs.get("loss")
-        if loss is None or math.isfinite(loss):
+        loss = values.totals.loss
+        if math.isfinite(loss):
             return
         if not self._fail:
             context.session.stop_diverged("NanTensor")

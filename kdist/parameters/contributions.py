@@ -9,36 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
 from kdist.parameters.store import Change, ParameterStore, Pulled
-from kdist.parameters.transport import Wire, fuse, sum_duplicates, unfuse
+from kdist.parameters.transport import Layout, sum_duplicates
 
 #: The tensors of one gradient, on the servers.
 Contribution: TypeAlias = "list[tf.Tensor]"
-
-
-@dataclass(frozen=True)
-class _Fused:
-    """One tensor of a contribution: the dense changes of some blocks of one server."""
-
-    server: int
-    blocks: tuple[int, ...]
-    shapes: tuple[tf.TensorShape, ...]
-    dtype: tf.DType
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Two tensors of a contribution: values and indices of a sparse change of one block."""
-
-    server: int
-    block: int
-    dtype: tf.DType
 
 
 class Contributions:
@@ -47,30 +27,19 @@ class Contributions:
     def __init__(self, store: ParameterStore, optimizer: keras.optimizers.Optimizer) -> None:
         self._store = store
         self._optimizer = optimizer
-        self._layout: list[_Fused | _Rows] = []
+        self._layouts: list[Layout] = []
 
     def bring(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> Contribution:
         """Moves a gradient, not clipped, to the servers; called while a worker's call is traced.
 
         Args: as those of `ParameterStore.push`.
         """
-        changes = self._store.changes(gradients, state, pulled)
-        groups: dict[tuple[int, tf.DType], list[int]] = defaultdict(list)
-        tensors, self._layout, wire = [], [], self._store.wire
-        for i, change in changes.items():
-            server = self._store.blocks[i].server
-            if isinstance(change, tf.IndexedSlices):
-                self._layout.append(_Rows(server, i, change.dtype))
-                values = wire.pack(change.values)
-                with tf.device(self._store.devices[server]):
-                    tensors += [tf.identity(values), tf.identity(change.indices)]
-            else:
-                groups[server, change.dtype].append(i)
-        for (server, dtype), blocks in groups.items():
-            self._layout.append(_Fused(server, tuple(blocks), tuple(changes[i].shape for i in blocks), dtype))
-            fused = wire.pack(fuse([changes[i] for i in blocks]))
-            with tf.device(self._store.devices[server]):
-                tensors.append(tf.identity(fused))
+        all_fused = self._store.fuse(self._store.changes(gradients, state, pulled))
+        self._layouts = [fused.layout for fused in all_fused]
+        tensors = []
+        for fused in all_fused:
+            with tf.device(self._store.device_of(fused.layout)):
+                tensors.append(tf.identity(fused.tensor))
         return tensors
 
     def apply_mean(self, contributions: Sequence[Contribution]) -> tf.Tensor:
@@ -80,18 +49,19 @@ class Contributions:
             Scalar int64, the global step of this update.
         """
         means: dict[int, tf.Tensor | tf.IndexedSlices] = {}
-        columns = iter(zip(*contributions))
-        for entry in self._layout:
-            with tf.device(self._store.devices[entry.server]):
-                if isinstance(entry, _Rows):
-                    values = [Wire.unpack(tensor, entry.dtype) for tensor in next(columns)]
-                    indices = next(columns)
-                    rows = tf.IndexedSlices(tf.concat(values, 0) / len(contributions), tf.concat(indices, 0))
-                    means[entry.block] = sum_duplicates(rows) if self._store.blocks[entry.block].is_row_wise else rows
-                else:
-                    mean = _mean([Wire.unpack(tensor, entry.dtype) for tensor in next(columns)])
-                    means |= zip(entry.blocks, unfuse(mean, entry.shapes))
+        for layout, tensors in zip(self._layouts, zip(*contributions)):
+            with tf.device(self._store.device_of(layout)):
+                of_each = [layout.split(tensor) for tensor in tensors]
+                for block in of_each[0]:
+                    means[block] = self._mean(block, [changes[block] for changes in of_each])
         return self._store.apply(self._clipped(means))
+
+    def _mean(self, block: int, changes: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor | tf.IndexedSlices:
+        if not isinstance(changes[0], tf.IndexedSlices):
+            return _mean(changes)
+        values = tf.concat([change.values for change in changes], 0) / len(changes)
+        rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
+        return sum_duplicates(rows) if self._store.blocks[block].is_row_wise else rows
 
     def _clipped(self, means: dict[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
         """Clips as the optimizer would clip the whole gradients: norms are summed up over servers, on the chief."""

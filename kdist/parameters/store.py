@@ -15,7 +15,7 @@ from kdist.parameters.apply import ServerOptimizer, optimizer_state
 from kdist.parameters.blocks import Blocks, Trainable
 from kdist.parameters.named import NamedValues, Part
 from kdist.parameters.placement import Plan
-from kdist.parameters.transport import Fused, Wire, fuse_by, select_rows
+from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
 
 GLOBAL_STEP = "global_step"
 
@@ -196,18 +196,19 @@ class ParameterStore:
 
     def transport(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
         """Changes by block, moved to their servers."""
-        dense = {b: change for b, change in changes.items() if not isinstance(change, tf.IndexedSlices)}
         arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {}
-        for fused in fuse_by(dense, self._device, on_source=False, wire=self.wire):
-            with tf.device(self._device(next(iter(fused.shapes)))):
+        for fused in self.fuse(changes):
+            with tf.device(self.device_of(fused.layout)):
                 arrived |= fused.split()
-        # How many rows an embedding's gradient has depends on the batch: they travel by themselves.
-        for b in changes.keys() - dense.keys():
-            values = self.wire.pack(changes[b].values)
-            with tf.device(self._device(b)):
-                values = self.wire.unpack(tf.identity(values), changes[b].values.dtype)
-                arrived[b] = tf.IndexedSlices(values, tf.identity(changes[b].indices))
         return arrived
+
+    def fuse(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> list[Fused]:
+        """Changes by block, fused by server and dtype where they were computed."""
+        return fuse_by(changes, self._device, on_source=False, wire=self.wire)
+
+    def device_of(self, layout: Layout) -> str:
+        """The server that fused changes belong to."""
+        return self._device(next(iter([*layout.row_shapes, *layout.shapes])))
 
     def apply(self, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
         """Applies changes that have arrived at their servers, and counts one step.

@@ -48,23 +48,52 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Fused:
-    """Tensors that travel as one.
+class Layout:
+    """Where tensors are in the one that they travel as.
+
+    Rows of tables come first: how many there are of each, then their indices, both as the bits of int64 numbers, then
+    their values. Then come dense tensors, flattened, one behind the other.
 
     Attributes:
-        tensor: all of them, flattened, one behind the other, packed.
-        shapes: their shapes, by their keys.
-        dtype: what they are when they are not packed.
+        row_shapes: the shape of a row where some rows travel, by their keys.
+        shapes: the shapes of dense tensors, by their keys.
+        dtype: what values are when they are not packed.
     """
 
-    tensor: tf.Tensor
+    row_shapes: dict[Any, tf.TensorShape]
     shapes: dict[Any, tf.TensorShape]
     dtype: tf.DType
 
-    def split(self) -> dict[Any, tf.Tensor]:
+    def split(self, packed: tf.Tensor) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
         """The tensors by their keys, on the device of the caller."""
-        arrived = Wire.unpack(tf.identity(self.tensor), self.dtype)
-        return dict(zip(self.shapes, unfuse(arrived, list(self.shapes.values()))))
+        if not self.row_shapes:
+            return dict(zip(self.shapes, unfuse(Wire.unpack(packed, self.dtype), list(self.shapes.values()))))
+        num_tables, words = len(self.row_shapes), tf.int64.size // packed.dtype.size
+        counts = _to_int64(packed[: num_tables * words])
+        row_sizes = [shape.num_elements() for shape in self.row_shapes.values()]
+        dense_size = sum(shape.num_elements() for shape in self.shapes.values())
+        # Split at once: on a server each operation costs more than what it does with so few numbers.
+        sizes = tf.concat([[num_tables * words], counts * words, counts * row_sizes, [dense_size]], 0)
+        _, *parts, dense = tf.split(packed, sizes, num=2 * num_tables + 2)
+        slices = {
+            key: tf.IndexedSlices(tf.reshape(Wire.unpack(rows, self.dtype), [-1, *shape]), _to_int64(indices))
+            for (key, shape), indices, rows in zip(self.row_shapes.items(), parts, parts[num_tables:])
+        }
+        if not self.shapes:
+            return slices
+        return slices | dict(zip(self.shapes, unfuse(Wire.unpack(dense, self.dtype), list(self.shapes.values()))))
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Tensors that travel as one, packed; `layout` says where they are in it."""
+
+    tensor: tf.Tensor
+    layout: Layout
+
+    def split(self) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
+        """The tensors by their keys, on the device of the caller."""
+        return self.layout.split(tf.identity(self.tensor))
 
 
 def fuse_by(
@@ -78,9 +107,9 @@ def fuse_by(
     """Fuses tensors by device and dtype.
 
     Args:
-        tensors: what to fuse; anything with `dtype` and a fixed `shape`.
+        tensors: what to fuse; anything with `dtype` and a fixed `shape`, or `tf.IndexedSlices` of floating point.
         device_of: key -> the device that the tensor comes from, or goes to.
-        read: makes a tensor of what is fused.
+        read: makes a tensor of what is fused, if it is dense.
         on_source: whether that is where it comes from, so that it is fused there; else it is fused on the caller's.
         wire: how they travel.
     """
@@ -89,10 +118,29 @@ def fuse_by(
         groups[device_of(key), tensor.dtype].append(key)
     fused = []
     for (device, dtype), keys in groups.items():
+        sparse = [key for key in keys if isinstance(tensors[key], tf.IndexedSlices)]
+        dense = [key for key in keys if key not in sparse]
         with tf.device(device) if on_source else nullcontext():
-            packed = wire.pack(fuse([read(tensors[key]) for key in keys]))
-        fused.append(Fused(packed, {key: tensors[key].shape for key in keys}, dtype))
+            values = [*(tensors[key].values for key in sparse), *(read(tensors[key]) for key in dense)]
+            packed = wire.pack(fuse(values))
+            if sparse:
+                indices = [tf.cast(tensors[key].indices, tf.int64) for key in sparse]
+                whole = [tf.stack([tf.size(of_table, tf.int64) for of_table in indices]), *indices]
+                packed = tf.concat([_from_int64(tf.concat(whole, 0), packed.dtype), packed], 0)
+        row_shapes = {key: tensors[key].values.shape[1:] for key in sparse}
+        fused.append(Fused(packed, Layout(row_shapes, {key: tensors[key].shape for key in dense}, dtype)))
     return fused
+
+
+def _from_int64(whole: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Bits of int64 `[n]` as those of a vector of another dtype of at most as many bits."""
+    return tf.reshape(tf.bitcast(whole, dtype), [-1])
+
+
+def _to_int64(words: tf.Tensor) -> tf.Tensor:
+    """Undoes `_from_int64`."""
+    per_word = tf.int64.size // words.dtype.size
+    return tf.reshape(tf.bitcast(tf.reshape(words, [-1, per_word] if per_word > 1 else [-1]), tf.int64), [-1])
 
 
 def select_rows(slices: tf.IndexedSlices, start: int, stop: int) -> tf.IndexedSlices:

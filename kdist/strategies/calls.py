@@ -18,7 +18,7 @@ from kdist.result import Contributions
 from kdist.strategies.local_steps import Compute, LocalSteps
 
 # A call should take long against the few ms that dispatching it costs, and be short against a person's patience.
-_AUTO_CALL_SECS = 0.2
+_AUTO_CALL_SECS = 0.5
 _AUTO_MAX_STEPS = 64
 _GROWTH = 4
 

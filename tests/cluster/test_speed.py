@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import models
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import toy_data
@@ -114,6 +115,26 @@ def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, 
         assert "wire_dtype" not in options or not _crossing(graph, "worker", tf.float32)
         # Staleness, once in a call.
         assert len(_crossing(graph, "worker", tf.int64)) == 1
+
+
+def test_gradients_of_rows_travel_with_the_dense_ones(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        inputs = keras.layers.Input((3,), dtype="int32")
+        # Both tables are cut over both servers.
+        tables = [kdist.layers.Embedding(50, 4)(inputs), kdist.layers.Embedding(50, 4)(inputs)]
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(keras.layers.Concatenate()(tables))))
+        model.compile("sgd", "mse")
+        return model
+
+    x = np.random.default_rng(0).integers(0, 50, (64, 3))
+    trainer = kdist.Trainer(build, "2ps1w", "parameter_server", run_dir=run_dir, steps_per_call=1)
+    with trainer.session(x, x[:, 0], batch_size=8, steps=1, verbose=0) as session:
+        session.run()
+        graph = session.strategy._calls.function(1).graph  # type: ignore[attr-defined]
+        to_servers = {name for name, here, _ in _crossing(graph, "worker", tf.float32) if here == "ps"}
+        to_worker = {name for name, here, _ in _crossing(graph, "worker", tf.float32) if here == "worker"}
+        # One gradient for each of two servers, of everything; values down, and rows of each table.
+        assert (len(to_servers), len(to_worker)) == (2, 2 + 2 * 2)
 
 
 def test_short_calls_leave_nothing_in_the_chief(run_dir: Path) -> None:

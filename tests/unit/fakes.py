@@ -31,7 +31,11 @@ class FakeTotals:
 
     @property
     def logs(self) -> dict[str, float]:
-        return {"loss": float(np.mean(self.losses))}
+        return {"loss": self.loss}
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(self.losses))
 
 
 class CountingStrategy(Strategy):

@@ -52,8 +52,8 @@ def test_auto_gives_every_worker_its_share_near_the_end() -> None:
 def test_auto_goes_by_the_time_that_steps_take_and_not_by_when_they_were_asked_for() -> None:
     sizer = CallSizer(None, num_workers=1)
     sizer.observe(1, 1.0, traced=True)
-    # Steps of 0.1 s, which all arrive at the end of a second.
+    # Steps of 0.3 s, of which ten arrive at once.
     for _ in range(20):
-        sizer.observe(0, 0.999, traced=False)
+        sizer.observe(0, 2.999, traced=False)
         sizer.observe(10, 0.001, traced=False)
     assert sizer.steps_per_call == 1

@@ -1,0 +1,66 @@
+"""What the default hooks cost: one run that trains with them and without them by turns.
+
+Two contenders that race each other differ by more than hooks cost.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.workloads import WORKLOADS, compiled_keras_model, dataset
+
+_WARM_UP_SECS = 6.0
+_TURN_SECS = 0.6
+_ROUNDS = 24
+_TIMEOUT_SECS = 300
+
+
+def measure(*, quick: bool) -> dict[str, float]:
+    """Medians over the rounds: `ratio` of the rates of two neighbouring turns, and both rates in steps per second."""
+    command = [sys.executable, "-m", "benchmarks.hook_overhead", str(_ROUNDS // 3 if quick else _ROUNDS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECS)
+    outcome: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(f"  {outcome}", flush=True)
+    return outcome
+
+
+def main(rounds: int) -> None:
+    import keras
+
+    import kdist
+
+    workload = WORKLOADS["mlp"]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = kdist.Trainer(lambda: compiled_keras_model(workload, keras, "sgd"), "2ps2w", run_dir=folder)
+        with trainer.session(lambda _: dataset(workload), verbose=0) as session:
+            _train(session, _WARM_UP_SECS)
+            every = list(session.hooks)
+            for number in range(rounds):
+                for with_hooks in (True, False) if number % 2 else (False, True):
+                    session.hooks[:] = every if with_hooks else []
+                    # What was begun before is not of this turn.
+                    session.run()
+                    rates[with_hooks].append(_train(session, _TURN_SECS))
+            session.hooks[:] = every
+    ratios = [on / off for on, off in zip(rates[True], rates[False])]
+    on, off = (statistics.median(rates[with_hooks]) for with_hooks in (True, False))
+    print(json.dumps({"ratio": statistics.median(ratios), "with": on, "without": off}))
+
+
+def _train(session: Any, secs: float) -> float:
+    """Trains for so long; steps per second."""
+    step, started = session.global_step, time.monotonic()
+    while time.monotonic() < started + secs:
+        session.run()
+    return (session.global_step - step) / (time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""How tensors are packed for the way between tasks."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.parameters.transport import Wire, fuse_by
+
+
+def rows(indices: list[int], num_columns: int, dtype: str) -> tf.IndexedSlices:
+    values = np.random.default_rng(len(indices)).random([len(indices), num_columns])
+    return tf.IndexedSlices(tf.constant(values, dtype), tf.constant(indices, tf.int64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_rows_of_tables_and_dense_tensors_travel_as_one(dtype: str, in_graph: bool) -> None:
+    # Indices past 32 bits, and such whose bits are a NaN in any of the types.
+    sent = {
+        "table": rows([3, 2**40 + 1, -1, 2**63 - 1], 5, dtype),
+        "dense": tf.constant([[1.0, 2.0], [np.nan, -0.0]], dtype),
+        "untouched": rows([], 3, dtype),
+        "bias": tf.constant(7.0, dtype),
+        "pairs": tf.IndexedSlices(tf.ones([2, 2, 2], dtype), tf.constant([0, 1], tf.int32)),
+    }
+
+    def travel(sent: dict[str, tf.Tensor | tf.IndexedSlices]) -> dict[str, tf.Tensor | tf.IndexedSlices]:
+        (fused,) = fuse_by(sent, lambda key: "", on_source=False)
+        assert fused.tensor.dtype == dtype
+        return fused.split()
+
+    arrived = (tf.function(travel, autograph=False) if in_graph else travel)(sent)
+    assert arrived.keys() == sent.keys()
+    for key, tensor in sent.items():
+        if isinstance(tensor, tf.IndexedSlices):
+            np.testing.assert_array_equal(arrived[key].indices, tensor.indices, key)
+        values, expected = (getattr(t, "values", t) for t in (arrived[key], tensor))
+        np.testing.assert_array_equal(tf.cast(values, tf.float64), tf.cast(expected, tf.float64), key)
+        assert values.shape == expected.shape
+
+
+def test_rows_travel_rounded_and_their_indices_do_not() -> None:
+    sent = {"table": rows([1, 2**33 + 3], 4, "float32")}
+    (fused,) = fuse_by(sent, lambda key: "", on_source=False, wire=Wire(tf.bfloat16))
+    arrived = fused.split()["table"]
+    assert fused.tensor.dtype == tf.bfloat16
+    assert arrived.dtype == tf.float32
+    np.testing.assert_array_equal(arrived.indices, sent["table"].indices)
+    np.testing.assert_array_equal(arrived.values, tf.cast(tf.cast(sent["table"].values, tf.bfloat16), tf.float32))
+
+
+def test_tensors_travel_by_device_and_dtype() -> None:
+    sent = {"a": tf.zeros([2]), "b": tf.zeros([3], tf.int32), "c": tf.zeros([4]), "d": rows([1], 2, "float32")}
+    fused = fuse_by(sent, {"a": "x", "b": "x", "c": "x", "d": "y"}.__getitem__, on_source=False)
+    assert [set(f.split()) for f in fused] == [{"a", "c"}, {"b"}, {"d"}]
