@@ -100,7 +100,7 @@ def main() -> None:
     for name, entries in chosen_races(options.quick, options.only).items():
         print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
         # Where steps are slow a turn has to be long to hold some.
-        turn_secs = options.turn_secs * (2 if entries[0].task.workload in ("sleep", "wide") else 1)
+        turn_secs = options.turn_secs * {"wide": 2.0, "sleep": 1.5}.get(entries[0].task.workload, 1.0)
         if name.startswith("steps_per_call"):
             turn_secs *= 4
         results |= race(entries, rounds=rounds, turn_secs=turn_secs)

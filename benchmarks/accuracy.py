@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 _GOAL = 0.97
-_BATCHES = 700
+_BATCHES = 550
 _TIMEOUT_SECS = 300
 #: For each contender the arguments of its `Trainer`.
 _CONTENDERS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ def measure(*, quick: bool) -> dict[str, dict[str, Any]]:
     """For each contender: seconds of training until the goal and the final validation accuracy, medians over seeds."""
     runs_of = [(name, arguments, 1 if quick else 5) for name, arguments in _CONTENDERS.items()]
     if not quick:
-        runs_of += [(name, arguments, 2) for name, arguments in _OPTIONS.items()]
+        runs_of += [(name, arguments, 1) for name, arguments in _OPTIONS.items()]
     outcome = {}
     for name, arguments, num_seeds in runs_of:
         command = [sys.executable, "-m", "benchmarks.accuracy", json.dumps(arguments), str(num_seeds)]

@@ -22,7 +22,7 @@ _START_SECS = 120.0
 # After a rest caches are cold, and the kernel may have taken pages of the program.
 _SETTLE_SECS = 0.3
 # Of each of two ways to spread tasks over cores.
-_TRIAL_SECS = 0.8
+_TRIAL_SECS = 0.6
 
 
 @dataclass(frozen=True)

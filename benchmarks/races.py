@@ -11,13 +11,13 @@ from benchmarks.contender import Entry
 from benchmarks.peers.task import Task
 
 # Until the calls have their length.
-_KDIST_WARM_UP_SECS = {"deep": 10.0, "wide": 6.0, "sleep": 2.0}
+_KDIST_WARM_UP_SECS = {"deep": 9.0, "wide": 6.0, "sleep": 2.0}
 _WITH_ADAM = ("mlp", "deep")
 
 
 def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
     """kdist with its default settings, but for what `task` says."""
-    return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 5.0))
+    return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 4.0))
 
 
 def asynchronous(workload: str) -> list[Entry]:
