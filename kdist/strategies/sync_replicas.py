@@ -140,6 +140,8 @@ class SyncReplicas(OnServers):
             logs = self._lockstep_call(self._lockstep, may_begin)
             if logs is not None:
                 return logs
+            # The call that failed cancelled the reads of the workers that have data; their iterators end with that.
+            self._make_iterators()
         return self._one_update()
 
     def _lockstep_call(self, calls: LockstepCalls, remaining: int) -> StepLogs | None:

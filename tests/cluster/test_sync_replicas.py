@@ -33,13 +33,19 @@ class Notes(Hook):
 
 
 def with_a_slow_worker(context: kdist.DataContext) -> tf.data.Dataset:
-    """Batches of `toy_data`; those of one worker take their time, without the CPU."""
-    x, y = toy_data()
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(8, drop_remainder=True)
-    delay = tf.where(tf.equal(context.worker_index, SLOW_WORKER), int(SLOW_SECS * 1e6), 0)
+    """Batches of `toy_data`; those of one worker take their time."""
+    return delayed(toy_batches(), tf.where(tf.equal(context.worker_index, SLOW_WORKER), SLOW_SECS, 0.0))
+
+
+def toy_batches() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(toy_data()).repeat().batch(8, drop_remainder=True)
+
+
+def delayed(batches: tf.data.Dataset, seconds: Any) -> tf.data.Dataset:
+    """The same batches, each after a wait without the CPU."""
     variant = tf.raw_ops.ExperimentalSleepDataset(
         input_dataset=batches._variant_tensor,
-        sleep_microseconds=tf.cast(delay, tf.int64),
+        sleep_microseconds=tf.cast(seconds * 1e6, tf.int64),
         output_types=[spec.dtype for spec in batches.element_spec],
         output_shapes=[spec.shape for spec in batches.element_spec],
     )
@@ -118,8 +124,8 @@ def test_the_tokens_of_tf1_go_to_whoever_is_fast(run_dir: Path) -> None:
 
 def test_the_end_of_data_on_one_worker_lowers_the_quorum(run_dir: Path) -> None:
     def half_empty(context: kdist.DataContext) -> tf.data.Dataset:
-        x, y = toy_data()
-        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        # One worker is in the middle of a read when the end of the other's data is found, which cancels the read.
+        batches = delayed(toy_batches(), 0.2)
         return batches.take(tf.where(tf.equal(context.worker_index, 0), np.int64(-1), np.int64(0)))
 
     trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
