@@ -260,7 +260,7 @@ class Trainer:
         )
         session = TrainSession(
             strategy,
-            self.program(data, arguments.batch_size),
+            self.program(data, arguments.batch_size, last_step),
             self._session_hooks(recorder, has_last_step=last_step is not None),
             checkpoints=checkpoints,
             summaries=self._run_dir.summaries(),
@@ -338,7 +338,7 @@ class Trainer:
             **options,
         }
 
-    def program(self, data: TrainingData, batch_size: int | None) -> Program:
+    def program(self, data: TrainingData, batch_size: int | None, last_step: int | None = None) -> Program:
         """What a strategy is to run."""
         return Program(
             model=self.model,
@@ -348,6 +348,7 @@ class Trainer:
             seed=self._seed,
             # A task that is not the chief writes nothing, and makes no run dir.
             log_dir=self._run_dir.logs if self._is_chief else Path(),
+            last_step=last_step,
         )
 
     def evaluate(

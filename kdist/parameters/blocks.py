@@ -102,6 +102,9 @@ class Blocks(Sequence[Block]):
         self._blocks = [self._block(found, is_flat=key[0] == "flat") for key, found in alike.items()]
         #: The index of the block that a shard is in.
         self.of_shard = {shard: b for b, block in enumerate(self._blocks) for shard in block.shards}
+        # Traced once, however many steps a call unrolls: a flat block may have hundreds of shards.
+        self._split_flat = tf.function(self._trace_split, autograph=False)
+        self._join_flat = tf.function(fuse, autograph=False)
 
     def __getitem__(self, index: Any) -> Any:
         return self._blocks[index]
@@ -114,12 +117,15 @@ class Blocks(Sequence[Block]):
         shards = self._blocks[block].shards
         if not self._blocks[block].is_flat:
             return {shards[0]: value}
-        return dict(zip(shards, unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in shards])))
+        return dict(zip(shards, self._split_flat(block, value)))
 
     def join(self, block: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
         """Undoes `split`."""
         shards = self._blocks[block].shards
-        return fuse([by_shard[i] for i in shards]) if self._blocks[block].is_flat else by_shard[shards[0]]
+        return self._join_flat([by_shard[i] for i in shards]) if self._blocks[block].is_flat else by_shard[shards[0]]
+
+    def _trace_split(self, block: int, value: tf.Tensor) -> list[tf.Tensor]:
+        return unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in self._blocks[block].shards])
 
     def shape_of(self, shard: int) -> tuple[int, ...]:
         """The shape of a shard."""

@@ -58,7 +58,7 @@ class Contributions:
 
     def _mean(self, block: int, changes: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor | tf.IndexedSlices:
         if not isinstance(changes[0], tf.IndexedSlices):
-            return _mean(changes)
+            return _mean_of(changes)
         values = tf.concat([change.values for change in changes], 0) / len(changes)
         rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
         return sum_duplicates(rows) if self._store.blocks[block].is_row_wise else rows
@@ -134,7 +134,7 @@ def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tens
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def _mean(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def _mean_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The mean of tensors of one shape; of whole numbers the nearest one, of bools what the first says."""
     if tensors[0].dtype == tf.bool:
         return tensors[0]

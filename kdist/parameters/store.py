@@ -189,8 +189,7 @@ class ParameterStore:
             if any(shard in by_shard for shard in block.shards):
                 # Of state that did not change the difference is 0.
                 dtype = self._variables[b].dtype
-                for i in block.shards:
-                    by_shard.setdefault(i, tf.zeros(self.blocks.shape_of(i), dtype))
+                by_shard |= {i: tf.zeros(self.blocks.shape_of(i), dtype) for i in block.shards if i not in by_shard}
                 changes[b] = self.blocks.join(b, by_shard)
         return changes
 

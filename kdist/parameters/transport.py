@@ -67,7 +67,7 @@ class Layout:
     def split(self, packed: tf.Tensor) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
         """The tensors by their keys, on the device of the caller."""
         if not self.row_shapes:
-            return dict(zip(self.shapes, unfuse(Wire.unpack(packed, self.dtype), list(self.shapes.values()))))
+            return self._split_dense(packed)
         num_tables, words = len(self.row_shapes), tf.int64.size // packed.dtype.size
         counts = _to_int64(packed[: num_tables * words])
         row_sizes = [shape.num_elements() for shape in self.row_shapes.values()]
@@ -79,9 +79,10 @@ class Layout:
             key: tf.IndexedSlices(tf.reshape(Wire.unpack(rows, self.dtype), [-1, *shape]), _to_int64(indices))
             for (key, shape), indices, rows in zip(self.row_shapes.items(), parts, parts[num_tables:])
         }
-        if not self.shapes:
-            return slices
-        return slices | dict(zip(self.shapes, unfuse(Wire.unpack(dense, self.dtype), list(self.shapes.values()))))
+        return slices | self._split_dense(dense) if self.shapes else slices
+
+    def _split_dense(self, packed: tf.Tensor) -> dict[Any, tf.Tensor]:
+        return dict(zip(self.shapes, unfuse(Wire.unpack(packed, self.dtype), list(self.shapes.values()))))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from kdist.parameters.apply import clip_gradients
 from kdist.parameters.transport import sum_duplicates
 from kdist.replica import ReplicaOutput
 from kdist.strategies.base import Program
-from kdist.strategies.calls import CallLogs, CallSizer, Replica, StepLogs, run_steps
+from kdist.strategies.calls import CallLogs, Replica, StepLogs, run_steps
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
 
@@ -49,7 +49,7 @@ class AllReduce(StoredStrategy):
         self._make_dataset = self._program.trace_dataset()
         self._logs = CallLogs(self._program.replica_step)
         # All replicas take all steps.
-        self._sizer = CallSizer(program.steps_per_call, num_workers=1)
+        self._sizer = self._program.sizer(num_workers=1)
 
     def write(self, values: Any) -> None:
         for store in self._stores:
@@ -74,7 +74,7 @@ class AllReduce(StoredStrategy):
             packed = self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
-        return reduce(StepLogs.beside, [self._logs.unpack(row, num_steps) for row in packed])
+        return reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
 
     def _worker_arguments(self) -> list[tuple[Any, ...]]:
         data, step = self._program.program.data, self._store.global_step()
@@ -82,7 +82,7 @@ class AllReduce(StoredStrategy):
         return [worker_arguments(data, replica, self.num_replicas, step) for replica in replicas]
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
-        """The call of `num_steps` steps: iterators of this process -> float64 `[replicas, n]`, all replicas' logs."""
+        """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""
         if num_steps not in self._functions:
             compute = one_step(self._program.replica_step)
 

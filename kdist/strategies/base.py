@@ -27,6 +27,7 @@ class Program:
         steps_per_call: steps unrolled in one call; None lets the strategy choose.
         seed: where shuffling and Dropout start.
         log_dir: folder for the logs of the tasks.
+        last_step: the global step that training is to end at; None if nobody knows.
     """
 
     model: keras.Model
@@ -35,6 +36,12 @@ class Program:
     steps_per_call: int | None
     seed: int
     log_dir: Path
+    last_step: int | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The global step that the model is at."""
+        return int(self.model.optimizer.iterations)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate at a global step, by the optimizer's schedule if it has one."""

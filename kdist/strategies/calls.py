@@ -18,7 +18,7 @@ from kdist.result import Contributions
 from kdist.strategies.local_steps import Compute, LocalSteps
 
 # A call should take long against the few ms that dispatching it costs, and be short against a person's patience.
-_AUTO_CALL_SECS = 0.5
+_AUTO_CALL_SECS = 1.0
 _AUTO_MAX_STEPS = 64
 _GROWTH = 4
 
@@ -82,18 +82,19 @@ class CallLogs:
 
     @staticmethod
     def pack(staleness: tf.Tensor, rows: Sequence[Sequence[Any]]) -> tf.Tensor:
-        """A float64 vector of the steps' staleness, and for each step of how many examples it saw and its metrics."""
-        tensors = [staleness, *(tensor for row in rows for tensor in row)]
-        return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
+        """A row of float64 for each step: its staleness, how many examples it saw, its metrics."""
+        flat = [tf.reshape(tf.cast(tensor, tf.float64), [-1]) for row in rows for tensor in row]
+        columns = [tf.cast(staleness, tf.float64)[:, None], tf.reshape(tf.concat(flat, 0), [len(rows), -1])]
+        return tf.concat(columns, 1)
 
-    def unpack(self, packed: np.ndarray, num_steps: int) -> StepLogs:
-        """Reads what `pack` made of `num_steps` steps."""
-        staleness, rows = packed[:num_steps].astype(np.int64), packed[num_steps:].reshape(num_steps, -1)
+    def unpack(self, packed: np.ndarray) -> StepLogs:
+        """Reads what `pack` made of some steps."""
         shapes = [initial.shape for initial in self._reader.initial_values]
-        bounds = np.cumsum([1, *(math.prod(shape) for shape in shapes)])[:-1]
-        num_examples, *parts = np.split(rows, bounds, axis=1) if shapes else [rows]
-        values = tuple(part.reshape(num_steps, *shape) for part, shape in zip(parts, shapes))
-        return StepLogs(num_examples[:, 0].astype(np.int64), staleness, MetricRows(self._reader, values))
+        sizes = [1, 1, *(math.prod(shape) for shape in shapes)]
+        staleness, num_examples, *parts = np.split(packed, np.cumsum(sizes)[:-1], axis=1)
+        values = tuple(part.reshape(len(packed), *shape) for part, shape in zip(parts, shapes))
+        whole = [column[:, 0].astype(np.int64) for column in (num_examples, staleness)]
+        return StepLogs(whole[0], whole[1], MetricRows(self._reader, values))
 
 
 class UnrolledCalls:
@@ -120,18 +121,20 @@ class UnrolledCalls:
         return num_steps in self._functions
 
     def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
-        """The call of `num_steps` steps: a concrete function (iterator) -> float64 vector for `logs`."""
+        """The call of `num_steps` steps: a concrete function (iterator) -> a float64 matrix for `logs`."""
         if num_steps not in self._functions:
 
             def call(iterator: Any) -> tf.Tensor:
+                if part := part_of(num_steps):
+                    return tf.concat([self.function(part)(iterator) for _ in range(num_steps // part)], 0)
                 return run_steps([Replica(self._store, iterator, self._compute)], num_steps, self._logs)[0]
 
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
         return self._functions[num_steps]
 
-    def logs(self, packed: np.ndarray, num_steps: int) -> StepLogs:
-        """Reads what a call of `num_steps` steps returned."""
-        return self._logs.unpack(packed, num_steps)
+    def logs(self, packed: np.ndarray) -> StepLogs:
+        """Reads what a call returned."""
+        return self._logs.unpack(packed)
 
 
 @dataclass(frozen=True)
@@ -200,27 +203,38 @@ def run_steps(
 class CallSizer:
     """Decides how many steps the next call unrolls.
 
-    With `auto` it starts with single steps, and then takes four times as many, so that few functions are traced, as
-    long as calls stay short, and training has taken as long as tracing last did (so tracing costs about as much as it
-    could have saved, as in ski rental).
+    With `auto` it starts with single steps, and then takes four times as many, so that few sizes are needed, while
+    calls stay short and as long as it pays: larger ones must save the time that a new size costs, which has to be
+    traced, and prepared by every worker. What a call costs beside its steps is known from the last two sizes. Where the
+    end of training is not known, it is taken to go on for as long as it has (as in ski rental).
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
         num_workers: how many workers share the steps.
+        last_step: the global step that training is to end at; None if nobody knows.
     """
 
-    def __init__(self, steps_per_call: int | None, num_workers: int) -> None:
+    def __init__(self, steps_per_call: int | None, num_workers: int, last_step: int | None = None) -> None:
         self._fixed = steps_per_call
         self._num_workers = num_workers
+        self._last_step = last_step
+        self._step = 0
         self._auto = 1
-        self._tracing_secs = math.inf
+        #: What it took to get calls of the present size going.
+        self._cost_secs = 0.0
         self._trained_secs = 0.0
         self._trained_steps = 0
+        #: The time of a step with the size before.
+        self._step_secs_before: float | None = None
 
     @property
     def steps_per_call(self) -> int:
         """The steps of a call when there is no lack of steps."""
         return self._fixed or self._auto
+
+    def begin_at(self, step: int) -> None:
+        """Says which global step training is at."""
+        self._step = step
 
     def next_size(self, remaining: int) -> int:
         """Steps of the next call when `remaining` are left to hand out."""
@@ -232,27 +246,48 @@ class CallSizer:
             size = min(size, math.ceil(remaining / self._num_workers))
         return _power_of_growth(size)
 
-    def observe(self, num_steps: int, secs: float, *, traced: bool) -> None:
+    def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
         """Learns from some steps.
 
         Args:
             num_steps: steps that were finished, over all workers.
             secs: how long that took.
-            traced: whether functions were traced meanwhile.
+            warming_up: whether functions were traced, or prepared on workers, meanwhile.
         """
-        if traced:
-            self._tracing_secs = secs
+        self._step += num_steps
+        if warming_up:
+            self._cost_secs += secs
             return
         self._trained_secs += secs
         self._trained_steps += num_steps
         # Steps may have been finished before they were waited for: only over some time is the time of one known.
-        if self._trained_secs < self._tracing_secs or not self._trained_steps:
-            return
-        step_secs = self._trained_secs / self._trained_steps * self._num_workers
-        larger = _GROWTH * self._auto
-        if larger <= _AUTO_MAX_STEPS and larger * step_secs <= _AUTO_CALL_SECS:
-            self._auto = larger
-            self._trained_secs, self._trained_steps = 0.0, 0
+        if self._trained_steps and self._trained_secs >= self._cost_secs:
+            step_secs = self._trained_secs / self._trained_steps
+            if self._pays(_GROWTH * self._auto, step_secs):
+                self._auto *= _GROWTH
+                self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
+                self._step_secs_before = step_secs
+
+    def _pays(self, larger: int, step_secs: float) -> bool:
+        """Whether calls of that many steps are short, and will save what it takes to get them going."""
+        if larger > _AUTO_MAX_STEPS or larger * step_secs * self._num_workers > _AUTO_CALL_SECS:
+            return False
+        if self._step_secs_before is None:
+            # Most of the time of a single step may be that of its call.
+            return True
+        saved = (self._step_secs_before - step_secs) / _GROWTH
+        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
+        return saved * steps >= _GROWTH * self._cost_secs
+
+
+def part_of(num_steps: int) -> int | None:
+    """The size of the calls that a call of that many steps is made of; None if it is unrolled itself.
+
+    Python traces the parts once, and TensorFlow puts them in their places, which takes a tenth of the time. Short parts
+    would cost speed: one begins when the one before has ended.
+    """
+    part, rest = divmod(num_steps, _GROWTH)
+    return part if part >= _GROWTH and not rest else None
 
 
 def _power_of_growth(at_most: int) -> int:

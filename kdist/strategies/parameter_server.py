@@ -6,7 +6,7 @@ gradient on its own batch and pushes it; nobody waits for anybody.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -35,6 +35,8 @@ class ParameterServer(OnServers):
         self.batches_per_step = local_steps
         self._iterators: Any = None
         self._in_flight: deque[tuple[Any, int]] = deque()
+        #: How many calls of each size have ended.
+        self._ended: Counter[int] = Counter()
 
     def start(self, program: Program) -> None:
         super().start(program)
@@ -60,7 +62,10 @@ class ParameterServer(OnServers):
         if not self._in_flight:
             return None
         value, size = self._in_flight.popleft()
-        return self._calls.logs(self._running().result(value), size)
+        # A worker that gets the first call of a size prepares it, which takes longer than tracing it.
+        self._warming_up |= self._ended[size] < self._shape.num_workers
+        self._ended[size] += 1
+        return self._calls.logs(self._running().result(value))
 
     def _held_on_tasks(self) -> tuple[str, ...]:
         return ("_calls", "_iterators", "_in_flight")

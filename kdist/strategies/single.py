@@ -47,7 +47,7 @@ class Single(StoredStrategy):
             raise TaskError(str(CHIEF), no_batch()) from error
         except tf.errors.OpError as error:
             raise TaskError(str(CHIEF), error) from error
-        return self._calls.logs(packed, size)
+        return self._calls.logs(packed)
 
     def stop(self) -> None:
         self._iterator = None

@@ -17,7 +17,7 @@ from kdist.parameters.apply import is_elementwise, leaves_other_rows_alone, opti
 from kdist.parameters.blocks import Trainable
 from kdist.parameters.names import variable_names
 from kdist.parameters.placement import PARTITION_MIN_BYTES, Plan, Variable, place
-from kdist.parameters.store import ParameterStore
+from kdist.parameters.store import GLOBAL_STEP, ParameterStore
 from kdist.parameters.transport import Wire
 from kdist.replica import ReplicaStep
 from kdist.strategies.base import Program, Strategy
@@ -55,7 +55,7 @@ class StoredStrategy(Strategy):
         else:
             self._ahead = None
         now = time.perf_counter()
-        self._sizer.observe(num_finished, now - started, traced=self._warming_up)
+        self._sizer.observe(num_finished, now - started, warming_up=self._warming_up)
         self._last_end = None if self.is_idle else now
         return logs
 
@@ -107,6 +107,8 @@ class StoredStrategy(Strategy):
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._store.values.write(values)
+        if GLOBAL_STEP in values:
+            self._sizer.begin_at(int(values[GLOBAL_STEP]))
 
     @property
     def warming_up(self) -> bool:
@@ -160,8 +162,12 @@ class PreparedProgram:
         """The functions of this program over `store`."""
         return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps)
 
-    def sizer(self) -> CallSizer:
-        return CallSizer(self.program.steps_per_call, self.num_workers)
+    def sizer(self, num_workers: int | None = None) -> CallSizer:
+        """Chooses the length of calls; `num_workers` share the steps, all of them if None."""
+        program = self.program
+        sizer = CallSizer(program.steps_per_call, num_workers or self.num_workers, program.last_step)
+        sizer.begin_at(program.first_step)
+        return sizer
 
     def _described_variables(self) -> list[Variable]:
         step = self.replica_step

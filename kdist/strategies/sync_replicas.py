@@ -30,7 +30,7 @@ from kdist.parameters.contributions import Contribution, Contributions
 from kdist.replica import batch_size_of
 from kdist.result import Contributions as Counts
 from kdist.strategies.base import Program
-from kdist.strategies.calls import CallLogs, CallSizer, StepLogs
+from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.lockstep import LockstepCalls
 from kdist.strategies.on_servers import OnServers
 
@@ -116,7 +116,7 @@ class SyncReplicas(OnServers):
     def start(self, program: Program) -> None:
         super().start(program)
         # All workers take all steps.
-        self._sizer = CallSizer(program.steps_per_call, num_workers=1)
+        self._sizer = self._program.sizer(num_workers=1)
         self._logs = CallLogs(self._program.replica_step)
         self._contributions = Contributions(self._store, program.model.optimizer)
         if self._quorum.needs_everyone:
@@ -161,7 +161,7 @@ class SyncReplicas(OnServers):
             return None
         self._in_lockstep = False
         self._step = step + size
-        logs = reduce(StepLogs.beside, [self._logs.unpack(row, size) for row in packed])
+        logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
         shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in self._iterators}
         return replace(logs, contributions=(shares,) * size)
 
@@ -186,7 +186,7 @@ class SyncReplicas(OnServers):
         # In the order of workers, so that sums do not depend on who was first.
         accepted.sort(key=lambda pair: pair[0])
         self._step = self._apply([gradient.contribution for _, gradient in accepted])
-        logs = [self._logs.unpack(gradient.packed, 1) for _, gradient in accepted]
+        logs = [self._logs.unpack(gradient.packed) for _, gradient in accepted]
         staleness = step - min(int(log.staleness[0]) for log in logs)
         return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), contributions=(counts,))
 
@@ -264,7 +264,7 @@ class SyncReplicas(OnServers):
         output = self._program.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
         contribution = self._contributions.bring(output.gradients, output.state, pulled)
         # In the place of the staleness stands the step it was computed at: how stale that is the chief knows.
-        return [*contribution, self._logs.pack(pulled.global_step, [[batch_size_of(batch), *output.metrics]])]
+        return [*contribution, self._logs.pack(pulled.global_step[None], [[batch_size_of(batch), *output.metrics]])]
 
     def _apply(self, contributions: list[Contribution]) -> int:
         """Applies the mean; returns the global step that this makes."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 CHIEF = """
 import sys, time
 from pathlib import Path
-from kdist.cluster.local import LocalCluster, cores_of, prepared
+from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import ClusterShape
 with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
     print("started", flush=True)
