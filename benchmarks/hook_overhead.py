@@ -17,7 +17,7 @@ from benchmarks.workloads import WORKLOADS, compiled_keras_model, dataset
 
 _WARM_UP_SECS = 6.0
 _TURN_SECS = 0.6
-_ROUNDS = 12
+_ROUNDS = 8
 _TIMEOUT_SECS = 300
 
 

@@ -11,7 +11,15 @@ from benchmarks.contender import Entry
 from benchmarks.peers.task import Task
 
 # Until the calls have their length.
-_KDIST_WARM_UP_SECS = {"deep": 14.0, "wide": 6.0, "sleep": 2.0, "embedding_200k": 12.0, "embedding_1M": 12.0}
+_KDIST_WARM_UP_SECS = {
+    "mlp": 6.0,
+    "cnn": 6.0,
+    "deep": 12.0,
+    "wide": 5.0,
+    "sleep": 2.0,
+    "embedding_200k": 11.0,
+    "embedding_1M": 11.0,
+}
 _WITH_ADAM = ("mlp", "deep")
 
 

@@ -125,8 +125,6 @@ class UnrolledCalls:
         if num_steps not in self._functions:
 
             def call(iterator: Any) -> tf.Tensor:
-                if part := part_of(num_steps):
-                    return tf.concat([self.function(part)(iterator) for _ in range(num_steps // part)], 0)
                 return run_steps([Replica(self._store, iterator, self._compute)], num_steps, self._logs)[0]
 
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
@@ -278,16 +276,6 @@ class CallSizer:
         saved = (self._step_secs_before - step_secs) / _GROWTH
         steps = self._trained_steps if self._last_step is None else self._last_step - self._step
         return saved * steps >= _GROWTH * self._cost_secs
-
-
-def part_of(num_steps: int) -> int | None:
-    """The size of the calls that a call of that many steps is made of; None if it is unrolled itself.
-
-    Python traces the parts once, and TensorFlow puts them in their places, which takes a tenth of the time. Short parts
-    would cost speed: one begins when the one before has ended.
-    """
-    part, rest = divmod(num_steps, _GROWTH)
-    return part if part >= _GROWTH and not rest else None
 
 
 def _power_of_growth(at_most: int) -> int:

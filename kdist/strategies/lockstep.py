@@ -17,7 +17,7 @@ from kdist.data import next_of
 from kdist.parameters.contributions import Contributions
 from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaStep, batch_size_of
-from kdist.strategies.calls import CallLogs, part_of
+from kdist.strategies.calls import CallLogs
 
 
 class LockstepCalls:
@@ -58,22 +58,11 @@ class LockstepCalls:
         if num_steps not in self._functions:
 
             def call(iterators: list[Any]) -> list[tf.Tensor]:
-                if part := part_of(num_steps):
-                    return self._joined([self.function(part)(iterators) for _ in range(num_steps // part)])
                 return self._run_steps(iterators, num_steps)
 
             specs = [self._iterator_spec] * len(self._shares)
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(specs)
         return self._functions[num_steps]
-
-    @staticmethod
-    def _joined(parts: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """What parts of a call logged, one behind the other, for each worker."""
-        joined = []
-        for worker, of_worker in enumerate(zip(*parts)):
-            with tf.device(Task("worker", worker).device):
-                joined.append(tf.concat(of_worker, 0))
-        return joined
 
     def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
         workers = range(len(self._shares))
