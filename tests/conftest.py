@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest
 from helpers import tasks_running
+
+# A shell lets what it starts in the background ignore Ctrl-C, and the runs that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LOCKS = Path(tempfile.gettempdir()) / f"kdist-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
 
