@@ -52,8 +52,9 @@ class AllReduce(StoredStrategy):
         self._sizer = self._program.sizer(num_workers=1)
 
     def write(self, values: Any) -> None:
-        for store in self._stores:
-            store.values.write(values)
+        super().write(values)
+        for other in self._stores[1:]:
+            other.values.write(values)
 
     def stop(self) -> None:
         self._iterators.clear()

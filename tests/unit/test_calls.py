@@ -41,20 +41,20 @@ def test_auto_keeps_calls_of_slow_models_short() -> None:
     assert sizer.steps_per_call == 1
 
 
-def grown_to_16(last_step: int | None = None, *, num_workers: int = 1, cost_secs: float = 1.0) -> CallSizer:
-    """A sizer that has seen single steps at 100/s, then 200/s, and then that calls of 16 cost `cost_secs`."""
+def grown_to_16(last_step: int | None = None, *, num_workers: int = 1) -> CallSizer:
+    """A sizer that has seen single steps at 100/s, then 200/s, and then that calls of 16 cost 1 s."""
     sizer = CallSizer(None, num_workers, last_step)
     sizer.observe(1, 0.1, warming_up=True)
     trained(sizer, 0.1, rate=100)
     sizer.observe(4, 0.1, warming_up=True)
     while sizer.steps_per_call < 16:
         trained(sizer, 0.1, rate=200)
-    sizer.observe(16, cost_secs, warming_up=True)
+    sizer.observe(16, 1.0, warming_up=True)
     return sizer
 
 
 def test_auto_grows_when_larger_calls_would_have_saved_what_they_cost() -> None:
-    sizer = grown_to_16(cost_secs=1.0)
+    sizer = grown_to_16()
     # From 200/s to 250/s 1 ms a step was saved: with 64 steps a call a quarter of that will be, and will cost 4 s.
     trained(sizer, 60, rate=250)
     assert sizer.steps_per_call == 16
