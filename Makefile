@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test lint bench
+.PHONY: help mnist test drills lint bench
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
+	@echo "make drills  every fault that kdist is to survive, injected for real, about 40 minutes; prints a table"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
 
@@ -16,7 +17,10 @@ mnist: $(READY)
 	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not long"
+
+drills: $(READY)
+	$(BIN)/python -m pytest tests/drills --numprocesses 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

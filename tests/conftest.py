@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest
+from drilling import table
 from helpers import tasks_running
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the runs that tests interrupt would inherit that.
@@ -39,6 +40,16 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not left, f"tasks still running: {left}"
     changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k) and k != "PYTEST_CURRENT_TEST"}
     assert not changed, f"environment changed: {changed}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the table of the drills that ran."""
+    passed = terminalreporter.getreports("passed")
+    rows = [value for report in passed for name, value in report.user_properties if name == "drill"]
+    if rows:
+        terminalreporter.section("drills")
+        for line in table(rows):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture
