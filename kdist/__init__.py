@@ -16,6 +16,7 @@ from kdist.errors import (
     NonFiniteError,
     TaskError,
 )
+from kdist.trusted import trust
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "hooks",
     "layers",
+    "trust",
 ]
 
 

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.errors import CheckpointError, NonFiniteError
+from kdist.errors import CheckpointError, NonFiniteError, reason
+from kdist.parameters.names import SEED
 
+_INDEX_SUFFIX, _DATA_SUFFIX = ".index", ".data-00000-of-00001"
 _INDEX = re.compile(r"ckpt-(\d+)\.index")
+_FILE = re.compile(r"ckpt-(\d+)\.(?:index|data-\d+-of-\d+)")
+_SAVED = re.compile(r"unfinished-(\d+)\.index")
+# What a save that did not end leaves: kdist's files and TensorFlow's.
+_LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.checkpoint")
 # What TensorFlow raises for damaged files, depending on the byte that is wrong.
 _DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
 
@@ -30,9 +38,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Global steps of the complete checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _INDEX.fullmatch(path.name)))
+        return self._steps_of(_INDEX)
 
     def path(self, step: int) -> Path:
         """The checkpoint of `step`, as TensorFlow names it: a prefix of its files."""
@@ -58,67 +64,118 @@ class Checkpoints:
                 f"step {step} is not saved: {', '.join(broken[:5])} {'is' if len(broken) == 1 else 'are'} not finite\n"
                 f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
             )
-        target = self.path(step)
-        unfinished = self.folder / f"unfinished-{step}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tf.device("CPU:0"):
                 tf.raw_ops.SaveV2(
-                    prefix=str(unfinished),
+                    prefix=str(self._unfinished(step)),
                     tensor_names=list(values),
                     shape_and_slices=[""] * len(values),
                     tensors=[tf.constant(value) for value in values.values()],
                 )
-            # A checkpoint of the same step is deleted whole, before its data and index could be of different saves.
-            self._delete(step)
-            for suffix in (".data-00000-of-00001", ".index"):
-                Path(f"{unfinished}{suffix}").replace(f"{target}{suffix}")
-            kept = self.steps()[-keep:]
+            self._move_into_place(step)
             for old in self.steps()[:-keep]:
                 self._delete(old)
-            self._write_state([self.path(old).name for old in kept])
         except (tf.errors.OpError, OSError) as error:
-            reason = getattr(error, "message", None) or error
-            raise CheckpointError(f"step {step} could not be saved to {self.folder}: {reason}") from error
-        return target
+            # A disk that is full is not to be kept full by what could not be written.
+            self._remove_left_behind()
+            raise CheckpointError(
+                f"step {step} could not be saved to {self.folder}: {_in_a_line(error)}\n"
+                f"  last good checkpoint: {self.newest() or 'none was saved'}"
+            ) from error
+        # TensorFlow's own tools miss it, kdist does not.
+        with suppress(OSError):
+            self._write_state([self.path(old).name for old in self.steps()])
+        return self.path(step)
 
     def restore(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Path, dict[str, np.ndarray]] | None:
-        """Reads the newest checkpoint that is not damaged; each damaged one costs a warning.
+        """Reads the newest checkpoint that is not damaged, all of it; each damaged one costs a warning.
 
         Args:
             shapes: what the model holds, by name.
 
         Returns:
-            The checkpoint and its values; None if there is no checkpoint at all.
+            The checkpoint and its values, those that `shapes` names; None if there is no checkpoint at all.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one is of another model.
         """
-        steps = self.steps()
-        for step in reversed(steps):
+        found = self._steps_of(_FILE)
+        for step in reversed(found):
             path = self.path(step)
             try:
                 reader = tf.train.load_checkpoint(str(path))
                 values = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
             except _DAMAGE_ERRORS as error:
-                warnings.warn(f"kdist: {path} is damaged and left out ({type(error).__name__})", stacklevel=2)
+                why = type(error).__name__ if step in self.steps() else "its index is missing"
+                warnings.warn(f"kdist: {path} is damaged and left out ({why})", stacklevel=2)
                 continue
+            values.pop(SEED, None)
             _check_fits(path, values, shapes)
             return path, values
-        if steps:
+        if found:
             raise CheckpointError(
                 f"every checkpoint in {self.folder} is damaged; move the folder away or set run.resume=never to start "
                 "anew"
             )
         return None
 
+    def seed(self) -> int | None:
+        """The seed of the run that saved the newest readable checkpoint; None if nobody says."""
+        for step in reversed(self.steps()):
+            # What is damaged is said by `restore`.
+            with suppress(*_DAMAGE_ERRORS):
+                return int(tf.train.load_checkpoint(str(self.path(step))).get_tensor(SEED))
+        return None
+
+    def tidy(self) -> None:
+        """Ends what a process that was killed had begun: finishes a save that was complete, removes the rest."""
+        # A folder that cannot be written is reported by the next save.
+        with suppress(OSError):
+            for step in self._steps_of(_SAVED):
+                # TensorFlow writes the index last.
+                self._move_into_place(step)
+        complete = self.steps()
+        for step in self._steps_of(_FILE):
+            # Old checkpoints are deleted index first. A newer one without an index has lost it otherwise.
+            if complete and step < complete[0]:
+                with suppress(OSError):
+                    self._delete(step)
+        self._remove_left_behind()
+
     def set_aside(self) -> None:
         """Renames the folder, so that a run can start anew and nothing is lost."""
-        if self.steps():
+        if self._steps_of(_FILE):
             number = 1
             while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
                 number += 1
             self.folder.rename(aside)
+
+    def _steps_of(self, pattern: re.Pattern[str]) -> list[int]:
+        """The steps in the names of the files that match, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted({int(match[1]) for path in self.folder.iterdir() if (match := pattern.fullmatch(path.name))})
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"unfinished-{step}"
+
+    def _move_into_place(self, step: int) -> None:
+        """Gives a saved checkpoint its name, the index last; one of the same step is gone before."""
+        unfinished, target = self._unfinished(step), self.path(step)
+        Path(f"{target}{_INDEX_SUFFIX}").unlink(missing_ok=True)
+        # A process that was killed in between had moved the data.
+        if (data := Path(f"{unfinished}{_DATA_SUFFIX}")).exists():
+            data.replace(f"{target}{_DATA_SUFFIX}")
+        Path(f"{unfinished}{_INDEX_SUFFIX}").replace(f"{target}{_INDEX_SUFFIX}")
+
+    def _remove_left_behind(self) -> None:
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.iterdir():
+            if _LEFT_BEHIND.fullmatch(path.name):
+                with suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _write_state(self, kept: list[str]) -> None:
         """Writes the `checkpoint` file, in which TensorFlow's own tools look for the newest; kdist does not need it."""
@@ -130,8 +187,13 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         # The index goes first: what is half deleted is no checkpoint any more.
-        for suffix in (".index", ".data-00000-of-00001"):
+        for suffix in (_INDEX_SUFFIX, _DATA_SUFFIX):
             Path(f"{self.path(step)}{suffix}").unlink(missing_ok=True)
+
+
+def _in_a_line(error: tf.errors.OpError | OSError) -> str:
+    text = error.strerror if isinstance(error, OSError) else reason(error)
+    return " ".join(str(text).split())
 
 
 def _is_finite(value: np.ndarray) -> bool:

@@ -10,15 +10,19 @@ import signal
 import sys
 import traceback
 import warnings
+from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kdist import trusted
 from kdist.cli_help import help_text, nearest_key
+from kdist.cluster import isolate
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.native_log import keep_python_stderr, native_log
+from kdist.run_lock import RunLock
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -90,11 +94,14 @@ def _run_hydra(arguments: list[str]) -> None:
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
         # Before Hydra makes the run dir: neither a wrong config nor a task that is not the chief leaves anything.
-        checked = _check(parsed.overrides)
+        checked = _check(parsed)
         membership = membership_of(checked.cluster, os.environ)
         if membership is not None and not membership.is_chief:
             _take_part(checked, membership)
             return
+        RunLock(Path(checked.run.dir)).check()
+    elif only_run or parsed.multirun:
+        _check_hydra(parsed)
     failures: list[Exception] = []
 
     def job(config: DictConfig) -> float | None:
@@ -102,7 +109,7 @@ def _run_hydra(arguments: list[str]) -> None:
         try:
             if parsed.multirun:
                 _print_job_line()
-            return _job(config)
+            return _job(config, parsed)
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
             if parsed.multirun:
@@ -136,7 +143,7 @@ def _take_part(config: Config, membership: Membership) -> None:
             serve_until_done(membership, config.cluster, log_device_placement=config.run.log_device_placement)
 
 
-def _check(overrides: list[str]) -> Config:
+def _check(parsed: Namespace) -> Config:
     """Composes the config and checks everything that can be checked without running it."""
     from hydra import compose, initialize_config_module
     from hydra.core.hydra_config import HydraConfig
@@ -146,18 +153,42 @@ def _check(overrides: list[str]) -> Config:
 
     from kdist.cluster.spec import ClusterShape
 
-    for override in overrides:
+    for override in parsed.overrides:
         group, _, value = override.partition("=")
         if group == "cluster" and value.isdecimal():
             # Hydra reads a number where it wants a name, and says so in its own terms.
             ClusterShape.parse(value)
     try:
         with initialize_config_module(config_module="kdist.conf", version_base="1.3"):
-            config = compose("config", overrides, return_hydra_config=True)
+            config = compose("config", parsed.overrides, return_hydra_config=True)
             HydraConfig.instance().set_config(config)
+            trusted.check_hydra(config, parsed.overrides)
             with open_dict(config):
                 del config["hydra"]
-            return _checked(config)
+            return _checked(config, parsed)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _explained(error) from None
+
+
+def _check_hydra(parsed: Namespace) -> None:
+    """Checks Hydra's own part of the config, composed as Hydra will, before it acts on it."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_automatic_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.utils import setup_globals
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    setup_globals()
+    search_path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or "pkg://kdist.conf")
+    if parsed.config_dir:
+        search_path.prepend("command-line", f"file://{Path(parsed.config_dir).absolute()}", SearchPathQuery("schema"))
+    loader = ConfigLoaderImpl(search_path)
+    mode = RunMode.MULTIRUN if parsed.multirun else RunMode.RUN
+    try:
+        config = loader.load_configuration(parsed.config_name or "config", parsed.overrides, mode)
+        trusted.check_hydra(config, parsed.overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explained(error) from None
 
@@ -170,7 +201,7 @@ def _print_job_line() -> None:
     print(f"\njob {job.num} | {job.override_dirname.replace(',', ' ')}", flush=True)
 
 
-def _checked(config: DictConfig) -> Config:
+def _checked(config: DictConfig, parsed: Namespace) -> Config:
     """The config as dataclasses, its values and targets checked."""
     from omegaconf import OmegaConf
 
@@ -184,7 +215,12 @@ def _checked(config: DictConfig) -> Config:
     if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
         raise ConfigError(f"run.dir={checked.run.dir}: is a file")
     membership = membership_of(checked.cluster, os.environ)
-    strategies.resolve(checked.strategy, shape_of(checked.cluster, membership))
+    shape = shape_of(checked.cluster, membership)
+    strategies.resolve(checked.strategy, shape)
+    checked.run.trust = trusted.of_command_line(checked.run.trust, parsed.overrides)
+    if membership is None and (parsed.multirun or not shape.is_local):
+        # While there is one thread, which is now, and before a sweep's first job.
+        isolate.enter(checked.cluster.isolate)
     # What it imports may import TensorFlow, which has something to say of every machine.
     with native_log(Path(os.devnull)):
         check_targets(checked)
@@ -213,14 +249,14 @@ def _unknown_key(key: str) -> str:
     return f"{key}: there is no such key; {hint}"
 
 
-def _job(config: DictConfig) -> float | None:
+def _job(config: DictConfig, parsed: Namespace) -> float | None:
     """One run, in the run dir that Hydra made for it."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     from kdist.cluster.membership import membership_of
 
-    checked = _checked(config)
+    checked = _checked(config, parsed)
     membership = membership_of(checked.cluster, os.environ)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
@@ -234,9 +270,11 @@ def _job(config: DictConfig) -> float | None:
     if checked.run.log_device_placement:
         # TensorFlow reads it when it is imported.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    with _tasks_prepared(checked, membership, log.parent), native_log(log):
+    with RunLock(run_dir), _tasks_prepared(checked, membership, log.parent), native_log(log):
+        from kdist import signals
         from kdist.experiment import run_experiment
 
+        signals.exit_at_once = os._exit
         try:
             return run_experiment(checked, run_dir)
         except ClusterError as error:

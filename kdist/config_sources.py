@@ -1,18 +1,23 @@
-"""What Hydra needs to know of kdist: its schemas, and that `cluster=2ps2w` is a config without a file."""
+"""What Hydra needs to know of kdist: its schemas, that `cluster=2ps2w` is a config without a file, private run dirs."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from kdist.cluster.spec import ClusterShape
+from kdist.folders import OWNER_ONLY, make_private
 from kdist.schema import Config
 
 _SCHEME = "kdist"
@@ -54,6 +59,27 @@ class ClusterShapesSearchPath(SearchPathPlugin):
         search_path.append(provider="kdist-cluster", path=f"{_SCHEME}://")
 
 
+class PrivateRunDirs(Callback):
+    """Makes the folder of a run or of a sweep before Hydra does, which would let everybody read it."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        self._make(config.hydra.run.dir)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self._make(config.hydra.sweep.dir)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        path = Path(config.hydra.runtime.output_dir)
+        # The folder of a job in a sweep: Hydra has just made it, if there is nothing else in it.
+        if config.hydra.mode == RunMode.MULTIRUN and [entry.name for entry in path.iterdir()] == [".hydra"]:
+            path.chmod(OWNER_ONLY)
+
+    def _make(self, path: str) -> None:
+        # Hydra says what is wrong with a path.
+        with suppress(OSError):
+            make_private(Path(path))
+
+
 def register() -> None:
     """Makes Hydra know kdist's schemas and cluster shapes. May be called again."""
     plugins: Any = Plugins.instance()
@@ -64,10 +90,12 @@ def register() -> None:
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
 
 
-def _run_name() -> str:
+def _run_name(*, _root_: DictConfig) -> str:
     from hydra.core.hydra_config import HydraConfig
 
-    choices: dict[str, Any] = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    # Before a job runs, and for the folder of a sweep, its config is all that there is; the job's own has no such part.
+    hydra = _root_.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
+    choices: dict[str, Any] = hydra.runtime.choices if hydra is not None else {}
     return str(choices.get("recipe") or "train")
 
 

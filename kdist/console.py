@@ -51,9 +51,20 @@ def resume_line(step: int, last_step: int | None, path: str) -> str:
 
 
 def last_lines(session: TrainSession, logs: Mapping[str, float], seconds: float) -> list[str]:
-    """What became of each worker's gradients, if updates are synchronous, and the line that a run ends with."""
+    """What became of each worker's gradients, if updates are synchronous, what was lost, and the line at the end."""
+    lost = lost_lines(session.restarts, session.account.extra_steps)
     done = done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
-    return [*contributions_lines(session.account.gradients.by_worker), done]
+    return [*contributions_lines(session.account.gradients.by_worker), *lost, done]
+
+
+def lost_lines(restarts: Mapping[str, int], extra_steps: int) -> list[str]:
+    """`lost  | workers back 1 | clusters started again 0 | extra steps 12`; nothing if nothing was lost."""
+    columns = [
+        f"workers back {restarts['worker']}",
+        f"clusters started again {restarts['cluster']}",
+        f"extra steps {extra_steps}",
+    ]
+    return [_line("lost", columns)] if extra_steps or any(restarts.values()) else []
 
 
 def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:

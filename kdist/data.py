@@ -3,6 +3,9 @@
 Every worker repeats its data without end and draws full batches from it, so that a step always sees `batch_size`
 examples and only the session decides when to stop. With each batch comes a fresh random seed for Dropout and the like,
 drawn from `seed` and the worker's index, so nothing random is shared over a parameter server.
+
+A resumed run goes on in the place of the data where it stopped: arrays are shuffled by the seed and the number of the
+pass alone, so that any place of any pass is found at once; a dataset is read up to its place in a pass.
 """
 
 from __future__ import annotations
@@ -31,9 +34,6 @@ _OPS_THAT_CANNOT_TRAVEL = {
     "MutableHashTableV2": "a lookup table",
 }
 
-# Where the shuffling of arrays starts, together with the run's own seed.
-_GRAPH_SEED = 1
-
 
 @dataclass(frozen=True)
 class DataContext:
@@ -43,11 +43,14 @@ class DataContext:
         worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
         num_workers: how many workers read.
         batch_size: examples per replica and step, as given to `fit`; None if it was not given.
+        first_batch: how many batches this worker has read before, in a run that is resumed; a scalar int64 tensor.
+            kdist goes on there by itself where the dataset's length is known.
     """
 
     worker_index: tf.Tensor
     num_workers: int
     batch_size: int | None
+    first_batch: tf.Tensor | int = 0
 
 
 class TrainingData(abc.ABC):
@@ -76,7 +79,7 @@ class ArrayData(TrainingData):
         self._arrays = tf.nest.map_structure(_as_array, arrays)
         self._batch_size = batch_size
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         if any(array.ndim == 0 for array in tf.nest.flatten(self._arrays)):
             raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
         lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
@@ -89,7 +92,7 @@ class ArrayData(TrainingData):
         self.steps_per_epoch = math.ceil(self._num_examples / batch_size)
         self._order = np.arange(self._num_examples)
         if shuffle:
-            np.random.default_rng(seed).shuffle(self._order)
+            np.random.default_rng(self._seed).shuffle(self._order)
 
     def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
         # With fewer examples than workers some would get nothing: then they all read everything.
@@ -100,17 +103,20 @@ class ArrayData(TrainingData):
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         num_examples = tf.shape(arguments[0], out_type=tf.int64)[0]
-        indices = tf.data.Dataset.range(num_examples)
-        if self._shuffle:
-            seed = None
-            if self._seed is not None:
-                seed = tf.constant(self._seed, tf.int64) + context.worker_index
-                # Not that of the process: beside a 0 TensorFlow takes no tensor, and the run has a seed of its own.
-                tf.compat.v1.set_random_seed(_GRAPH_SEED)
-            indices = indices.shuffle(num_examples, seed=seed, reshuffle_each_iteration=True)
+        seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
+        first_example = tf.cast(context.first_batch, tf.int64) * self._batch_size
+        first_pass, place = first_example // num_examples, first_example % num_examples
+
+        def order(number: tf.Tensor) -> tf.Tensor:
+            indices = tf.range(num_examples)
+            if self._shuffle:
+                # Of a pass the seed says everything, so that a resumed run need not draw those before.
+                indices = tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, number]))
+            return indices[tf.where(number == first_pass, place, 0) :]
+
         # Shuffling indices and gathering whole batches costs far less than moving examples one by one.
-        batches = indices.repeat().batch(self._batch_size, drop_remainder=True)
-        return batches.map(
+        passes = tf.data.Dataset.range(first_pass, tf.int64.max).map(order)
+        return passes.rebatch(self._batch_size, drop_remainder=True).map(
             lambda chosen: tf.nest.pack_sequence_as(self._arrays, [tf.gather(array, chosen) for array in arguments])
         )
 
@@ -132,7 +138,8 @@ class DatasetData(TrainingData):
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         dataset = dataset_of_graph(arguments[0], self._element_spec)
         # Repeated first, so that no worker's share of a short dataset is empty.
-        return dataset.repeat().shard(context.num_workers, context.worker_index)
+        repeated = _repeated(dataset, context.first_batch * context.num_workers)
+        return repeated.shard(context.num_workers, context.worker_index)
 
 
 class FunctionData(TrainingData):
@@ -148,7 +155,17 @@ class FunctionData(TrainingData):
                 f"the dataset function {getattr(self._function, '__name__', self._function)!s} returned "
                 f"{type(dataset).__name__}; it must return a tf.data.Dataset of batches"
             )
-        return dataset.repeat()
+        return _repeated(dataset, context.first_batch)
+
+
+def _repeated(dataset: tf.data.Dataset, num_read: tf.Tensor | int) -> tf.data.Dataset:
+    """`dataset` without end, from the place in a pass that `num_read` elements lead to.
+
+    Elements before that place are read again, of one pass at most; without a known length it begins anew.
+    """
+    length = dataset.cardinality()
+    place = tf.where(length > 0, tf.cast(num_read, tf.int64) % tf.maximum(length, 1), 0)
+    return dataset.repeat().skip(place)
 
 
 def training_data(
@@ -247,8 +264,10 @@ def worker_dataset(
         A concrete function of what `worker_arguments` returns.
     """
 
-    def make(worker_index: tf.Tensor, first_step: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        batches = data.dataset(DataContext(worker_index, num_workers, batch_size), *arguments)
+    def make(
+        worker_index: tf.Tensor, first_step: tf.Tensor, first_batch: tf.Tensor, *arguments: tf.Tensor
+    ) -> tf.data.Dataset:
+        batches = data.dataset(DataContext(worker_index, num_workers, batch_size, first_batch), *arguments)
 
         def seeds(count: tf.Tensor) -> tf.Tensor:
             stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])
@@ -262,7 +281,7 @@ def worker_dataset(
         options.autotune.enabled = False
         return dataset.with_options(options)
 
-    specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)]
+    specs = [tf.TensorSpec([], tf.int64)] * 3
     for argument in data.arguments(0, num_workers):
         # Shards differ in length by one.
         shape = argument.shape if argument.shape.rank == 0 else [None, *argument.shape[1:]]
@@ -270,14 +289,17 @@ def worker_dataset(
     return tf.function(make, input_signature=specs).get_concrete_function()
 
 
-def worker_arguments(data: TrainingData, worker_index: int, num_workers: int, first_step: int) -> tuple[Any, ...]:
+def worker_arguments(
+    data: TrainingData, worker_index: int, num_workers: int, first_step: int, first_batch: int = 0
+) -> tuple[Any, ...]:
     """Arguments of the function that `worker_dataset` traced, for one worker.
 
     Args:
         first_step: the global step that the run starts at, so that a resumed run does not repeat its random states.
+        first_batch: how many batches the worker has read by then.
     """
-    index, step = tf.constant(worker_index, tf.int64), tf.constant(first_step, tf.int64)
-    return (index, step, *data.arguments(worker_index, num_workers))
+    numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
+    return (*numbers, *data.arguments(worker_index, num_workers))
 
 
 def next_of(iterator: Any) -> Any:

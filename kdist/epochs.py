@@ -45,11 +45,13 @@ class EpochRecorder(Hook):
         self._validate = validate
         self._validation_freq = validation_freq
         self._validation_every_steps = validation_every_steps
+        self._finished: list[tuple[int, dict[str, float]]] = []
         self.train_logs: dict[str, float] = {}
         self.validation_logs: dict[str, float] = {}
 
     def after_create_session(self, session: TrainSession) -> None:
         self._epoch = self._epoch_at(session.global_step)
+        self._forget_later_epochs()
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
 
@@ -101,7 +103,17 @@ class EpochRecorder(Hook):
         session.summaries.scalars("train", epoch_logs, session.global_step)
         if validate and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
+        self._finished.append((self._epoch, logs))
         self._history.on_epoch_end(self._epoch, logs)
+
+    def _forget_later_epochs(self) -> None:
+        """Takes back what training lost and will do again, when the cluster failed and it begins at a checkpoint."""
+        kept = [(epoch, logs) for epoch, logs in self._finished if epoch < self._epoch]
+        if len(kept) < len(self._finished):
+            self._finished = kept
+            self._history.epoch, self._history.history = [], {}
+            for epoch, logs in kept:
+                self._history.on_epoch_end(epoch, logs)
 
     def _run_validation(self, session: TrainSession) -> bool:
         if self._validate is None or session.interrupted:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist import trusted
 from kdist.errors import ConfigError
 from kdist.schema import Config, OptimizerConfig
 
@@ -24,7 +25,7 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
 
     Args:
         config: checked by `check_targets`.
-        run_dir: where everything goes; None in a process that writes nothing.
+        run_dir: where everything goes, locked by the caller; None in a process that writes nothing.
 
     Returns:
         The final validation loss, which a sweeper minimises; None without validation.
@@ -44,6 +45,7 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
     started = time.time()
     try:
         trainer = _trainer(config, run_dir)
+        trainer.run_dir_is_locked = True
         # Built now: what is wrong with it is found before anything starts.
         _ = trainer.model
         data = _data_arguments(config)
@@ -76,32 +78,43 @@ def _trainer(config: Config, run_dir: Path | None) -> Trainer:
         cluster=config.cluster,
         strategy=config.strategy.name,
         run_dir=run_dir,
-        hooks=[_call(f"hooks.{name}", hook) for name, hook in config.hooks.items() if hook is not None],
+        hooks=[_call(key, hook, config.run.trust) for key, hook in _hook_nodes(config).items()],
         name=config.run.name,
         steps_per_call=config.train.steps_per_call,
         resume=config.run.resume,
         seed=config.run.seed,
+        max_restarts=config.train.max_restarts,
+        grace_secs=config.run.grace_secs,
         use_default_hooks=False,
         **{key: value for key, value in vars(config.strategy).items() if key != "name"},
     )
 
 
 def check_targets(config: Config) -> None:
-    """Imports what the config names by `_target_` and checks the arguments; calls nothing.
+    """Imports what the config names by `_target_`, if it is trusted, and checks the arguments; calls nothing.
 
     Raises:
         ConfigError: names the key, the target and what is wrong.
     """
     nodes = {"model": config.model, "data": config.data}
-    nodes |= {f"hooks.{name}": hook for name, hook in config.hooks.items() if hook is not None}
+    nodes |= _hook_nodes(config)
+    others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
+    for key, node in (nodes | others).items():
+        trusted.check(key, node, config.run.trust)
     for key, node in nodes.items():
-        target = _resolve(key, node["_target_"])
+        target = _resolve(key, node["_target_"], config.run.trust)
         try:
             inspect.signature(target).bind(**_arguments(node))
         except TypeError as error:
             raise ConfigError(f"{key}: {node['_target_']}: {error}") from None
         except ValueError:
             continue  # A built-in without a signature; its call will tell.
+
+
+def _hook_nodes(config: Config) -> dict[str, Any]:
+    """The hooks of a config by their keys; a drill is one, too."""
+    nodes = {f"hooks.{name}": hook for name, hook in config.hooks.items()} | {"drill": config.drill}
+    return {key: node for key, node in nodes.items() if node is not None}
 
 
 def build_model(config: Config) -> keras.Model:
@@ -112,20 +125,21 @@ def build_model(config: Config) -> keras.Model:
     """
     import keras
 
-    model = _call("model", config.model)
+    packages = config.run.trust
+    model = _call("model", config.model, packages)
     if not isinstance(model, keras.Model):
         raise ConfigError(f"model: {config.model['_target_']} returned {type(model).__name__}, not a keras.Model")
     compiled = getattr(model, "_compile_config", None)
     arguments: dict[str, Any] = dict(compiled.config) if model.compiled and compiled is not None else {}
     before = dict(arguments)
-    optimizer = _optimizer(config.optimizer, arguments.get("optimizer"))
+    optimizer = _optimizer(config.optimizer, arguments.get("optimizer"), packages)
     if optimizer is not None:
         arguments["optimizer"] = optimizer
     if config.loss is not None:
-        arguments["loss"] = _keras_object("loss", config.loss, keras.losses.get)
+        arguments["loss"] = _keras_object("loss", config.loss, keras.losses.get, packages)
     if config.metrics is not None:
         arguments["metrics"] = [
-            metric if isinstance(metric, str) else _keras_object(f"metrics[{i}]", metric, keras.metrics.get)
+            metric if isinstance(metric, str) else _keras_object(f"metrics[{i}]", metric, keras.metrics.get, packages)
             for i, metric in enumerate(config.metrics)
         ]
     if arguments != before:
@@ -142,7 +156,7 @@ def build_model(config: Config) -> keras.Model:
     return model
 
 
-def _optimizer(config: OptimizerConfig, present: Any) -> keras.optimizers.Optimizer | None:
+def _optimizer(config: OptimizerConfig, present: Any, packages: Sequence[str]) -> keras.optimizers.Optimizer | None:
     """The optimizer that the config asks for: a new one, or the present one with other arguments; None for neither."""
     import keras
 
@@ -150,7 +164,7 @@ def _optimizer(config: OptimizerConfig, present: Any) -> keras.optimizers.Optimi
     if not given:
         return None
     if isinstance(config.learning_rate, Mapping):
-        given["learning_rate"] = _call("optimizer.learning_rate", config.learning_rate)
+        given["learning_rate"] = _call("optimizer.learning_rate", config.learning_rate, packages)
     name = given.pop("name", None)
     if name is None and present is None:
         keys = ", ".join(f"optimizer.{key}" for key in given)
@@ -178,7 +192,7 @@ def _optimizer(config: OptimizerConfig, present: Any) -> keras.optimizers.Optimi
 def _data_arguments(config: Config) -> dict[str, Any]:
     """The data arguments of `fit`: what the data function returned, also in the form of `keras.datasets`."""
     allowed = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
-    data = _call("data", config.data)
+    data = _call("data", config.data, config.run.trust)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, tuple) and len(part) == 2 for part in data):
         (x, y), validation_data = data
         return {"x": x, "y": y, "validation_data": validation_data}
@@ -191,49 +205,51 @@ def _data_arguments(config: Config) -> dict[str, Any]:
     return data
 
 
-def _keras_object(key: str, value: Any, get: Callable[[Any], Any]) -> Any:
+def _keras_object(key: str, value: Any, get: Callable[[Any], Any], packages: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
-        return _call(key, value)
+        return _call(key, value, packages)
     try:
         return get(value)
     except ValueError as error:
         raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}") from None
 
 
-def _call(key: str, node: Mapping[str, Any]) -> Any:
+def _call(key: str, node: Mapping[str, Any], packages: Sequence[str]) -> Any:
     """Calls what `node` names with its arguments, which may name targets themselves.
 
     Errors of the called function are the user's own and pass through.
     """
-    return _resolve(key, str(node["_target_"]))(**_arguments(node, key))
+    trusted.check(key, node, packages)
+    target = _resolve(key, str(node["_target_"]), packages)
+    arguments = _arguments(node)
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and "_target_" in value:
+            arguments[name] = _call(f"{key}.{name}", value, packages)
+    return target(**arguments)
 
 
-def _arguments(node: Mapping[str, Any], call_as: str | None = None) -> dict[str, Any]:
-    """The arguments in `node`; with `call_as`, those that name a target are called."""
-    arguments = {str(key): value for key, value in node.items() if key != "_target_"}
-    if call_as is not None:
-        for key, value in arguments.items():
-            if isinstance(value, Mapping) and "_target_" in value:
-                arguments[key] = _call(f"{call_as}.{key}", value)
-    return arguments
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in node.items() if key != "_target_"}
 
 
-def _resolve(key: str, target: str) -> Callable[..., Any]:
-    """The function or class that `target` names, as `package.module.name`.
+def _resolve(key: str, target: str, packages: Sequence[str]) -> Callable[..., Any]:
+    """The function or class that `target` names, as `package.module.name`; it has passed `trusted.check`.
 
     Hydra's `instantiate` hides why an import failed, so it is done here.
+
+    Args:
+        packages: trusted by this run.
     """
     module_name, _, name = target.rpartition(".")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{key}._target_={target}: cannot be imported: {error}") from error
-    except ValueError:
-        raise ConfigError(f"{key}._target_={target}: not of the form package.module.name") from None
     try:
         found = getattr(module, name)
     except AttributeError:
         raise ConfigError(f"{key}._target_={target}: {module_name} has no {name}") from None
     if not callable(found):
         raise ConfigError(f"{key}._target_={target}: is a {type(found).__name__}, not a function or class")
+    trusted.check_origin(key, target, found, packages)
     return found

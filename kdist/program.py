@@ -31,6 +31,7 @@ from kdist.cluster.local import available_cores, free_ports, thread_budget
 from kdist.cluster.process import end_children, end_with_parent, how_it_ended, task_environment
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
+from kdist.signals import SAME_SIGNAL_SECS, leave
 
 if TYPE_CHECKING:
     from kdist.schema import DevicesConfig
@@ -205,12 +206,12 @@ class ProgramTasks:
 
 
 class _ForwardedSignals:
-    """While entered, Ctrl-C and SIGTERM go to the chief; a second Ctrl-C is raised at once."""
+    """While entered, Ctrl-C and SIGTERM go to the chief, which ends in good order; a second one ends it at once."""
 
     def __init__(self, chief: subprocess.Popen[str]) -> None:
         self._chief = chief
         self._before: dict[int, Any] = {}
-        self._received = False
+        self._received_at: float | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -222,9 +223,10 @@ class _ForwardedSignals:
             signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received = True
+        if self._received_at is not None and time.monotonic() - self._received_at > SAME_SIGNAL_SECS:
+            self._chief.kill()
+            leave(signal.Signals(number))
+        self._received_at = self._received_at or time.monotonic()
         self._chief.send_signal(number)
 
 
@@ -302,8 +304,10 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
         join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()
     program = pickle.loads((folder / "program").read_bytes())
+    from kdist import signals
     from kdist.remote_fit import run_program
 
+    signals.exit_at_once = os._exit
     return run_program(program, membership)
 
 

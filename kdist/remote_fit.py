@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -18,6 +20,7 @@ from kdist.parameters.local import write_to_model
 from kdist.program import ProgramTasks
 from kdist.result import Result, describe
 from kdist.run_dir import RunDir
+from kdist.session import again_line
 from kdist.strategies.stored import prepare
 from kdist.version import __version__
 
@@ -45,24 +48,44 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
         print_line=console.print_line,
     )
     given = replace(arguments, x=data, y=None, sample_weight=None, class_weight=None)
-    started = time.time()
-    try:
-        outcome = tasks.run({"trainer": trainer.arguments(), "fit": given, "values": _values_of(model)})
-    except ClusterError as error:
-        # Who is lost writes no result.
-        run_dir = RunDir(trainer.run_dir, trainer.name)
-        if not run_dir.has_result_since(started):
-            trainer.result = Result(strategy=trainer.strategy, cluster=str(trainer.shape), error=describe(error))
-            run_dir.write_result(trainer.result)
-        raise
+    run_dir = RunDir(trainer.run_dir, trainer.name)
+    started, restarts, resume = time.time(), 0, trainer.resume
+    while True:
+        try:
+            outcome = tasks.run(
+                {"trainer": {**trainer.arguments(), "resume": resume}, "fit": given, "values": _values_of(model)}
+            )
+            break
+        except ClusterError as error:
+            newest = _to_go_on_from(run_dir, resume, started)
+            if newest is None or restarts == trainer.max_restarts:
+                # Who is lost writes no result.
+                if not run_dir.has_result_since(started):
+                    trainer.result = Result(
+                        strategy=trainer.strategy, cluster=str(trainer.shape), error=describe(error)
+                    )
+                    run_dir.write_result(trainer.result)
+                raise
+            restarts, resume = restarts + 1, "auto"
+            warnings.warn(again_line(error, newest, restarts, trainer.max_restarts), stacklevel=2)
     trainer.resume = None
     _set_values(model, outcome["values"])
-    trainer.result = outcome["result"]
+    trainer.result = replace(outcome["result"], restarts={"worker": 0, "cluster": restarts})
+    if restarts:
+        run_dir.write_result(trainer.result)
     history = keras.callbacks.History()
     history.set_model(model)
     history.on_train_begin()
     history.history, history.epoch = outcome["history"], outcome["epoch"]
     return history
+
+
+def _to_go_on_from(run_dir: RunDir, resume: str | None, started: float) -> Path | None:
+    """The newest checkpoint, if it is of this run or of one that this run resumes."""
+    newest = run_dir.checkpoints().newest()
+    if newest is None or resume in ("auto", "must") or Path(f"{newest}.index").stat().st_mtime >= started:
+        return newest
+    return None
 
 
 def run_program(program: Mapping[str, Any], membership: Membership | None) -> dict[str, Any] | None:

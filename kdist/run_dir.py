@@ -8,13 +8,15 @@ import shlex
 import sys
 import warnings
 import zipfile
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import Checkpoints
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, KdistError
+from kdist.folders import OWNER_ONLY, make_private
 from kdist.parameters.picture import draw_plan
 from kdist.summaries import Summaries
 
@@ -44,8 +46,11 @@ class RunDir:
 
     @cached_property
     def path(self) -> Path:
-        """The folder; a new one is made when it is first asked for."""
-        return self._given if self._given is not None else _make_new(Path("runs") / self._name)
+        """The folder; it is made when it is first asked for."""
+        if self._given is None:
+            return _make_new(Path("runs") / self._name)
+        make_private(self._given)
+        return self._given
 
     @property
     def logs(self) -> Path:
@@ -73,18 +78,37 @@ class RunDir:
             table.unlink(missing_ok=True)
             picture.unlink(missing_ok=True)
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        table.write_text(plan.table())
-        draw_plan(plan, picture)
+        try:
+            make_private(self.path)
+            table.write_text(plan.table())
+            draw_plan(plan, picture)
+        except OSError as error:
+            # Training needs none of it.
+            for path in (table, picture):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            warnings.warn(f"kdist: {table}: cannot be written: {error.strerror or error}", stacklevel=2)
 
     def write_model(self, model: keras.Model) -> None:
-        """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form."""
+        """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form.
+
+        Raises:
+            KdistError: the file cannot be written.
+        """
         unfinished = self.path / ".unfinished.keras"
         try:
             model.save(unfinished)
             _name_layers_as_keras_does(unfinished)
             os.replace(unfinished, self.path / "model.keras")
-        except (NotImplementedError, TypeError, ValueError, OSError) as error:
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise KdistError(
+                f"{self.path / 'model.keras'}: cannot be written: {error.strerror or error}\n"
+                f"  last checkpoint: {self.checkpoints().newest() or 'none was saved'}\n"
+                "  the same run.dir goes on from it"
+            ) from error
+        except (NotImplementedError, TypeError, ValueError) as error:
             # A model without get_config trains as well as any other; its weights are in the checkpoint.
             unfinished.unlink(missing_ok=True)
             warnings.warn(
@@ -98,11 +122,23 @@ class RunDir:
         return path.exists() and path.stat().st_mtime >= time
 
     def write_result(self, result: Result) -> None:
-        """Writes `result.json`."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Writes `result.json`. If the run failed, that this fails as well is only a warning.
+
+        Raises:
+            KdistError: the result of a run that did not fail cannot be written; what was there before is untouched.
+        """
         unfinished = self.path / ".result.json"
-        unfinished.write_text(result.to_json())
-        os.replace(unfinished, self.path / "result.json")
+        try:
+            make_private(self.path)
+            unfinished.write_text(result.to_json())
+            os.replace(unfinished, self.path / "result.json")
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            message = f"{self.path / 'result.json'}: cannot be written: {error.strerror or error}"
+            if result.status != "failed":
+                raise KdistError(message) from error
+            warnings.warn(f"kdist: {message}", stacklevel=1)
 
 
 def _name_layers_as_keras_does(path: Path) -> None:
@@ -143,7 +179,7 @@ def _make_new(parent: Path) -> Path:
     path = base
     while True:
         try:
-            path.mkdir(parents=True)
+            path.mkdir(OWNER_ONLY, parents=True)
             return path
         except FileExistsError:
             number += 1

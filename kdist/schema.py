@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
+from kdist.cluster.isolate import MODES as ISOLATE_MODES
 from kdist.errors import ConfigError, check_whole_number
 from kdist.parameters.placement import PARTITION_MIN_BYTES, POLICIES
+from kdist.trusted import check_packages
 
 RESUME_MODES = ("auto", "never", "must")
 
@@ -52,7 +54,10 @@ class ClusterConfig:
     """Seconds within which every task must serve; more than 0."""
 
     step_timeout: float = 300.0
-    """Seconds without any progress after which the run is given up; more than 0."""
+    """Seconds without progress after which a silent task is replaced, or the run given up; more than 0."""
+
+    max_worker_restarts: int = 3
+    """How often each lost worker of a local cluster is started again; at least 0."""
 
     ps: list[str] = field(default_factory=list)
     """cluster=hosts: addresses (host:port) of the parameter servers."""
@@ -72,9 +77,17 @@ class ClusterConfig:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     """GPUs that tasks may use, by job."""
 
+    isolate: str = "never"
+    """NpsMw, Mw: a network namespace of its own: `auto` if the system permits it, `must`, or `never`."""
+
+    allow_unprotected_network: bool = False
+    """cluster=hosts, tf_config: accepts public addresses, at which anybody can run code; see docs/security.md."""
+
     def __post_init__(self) -> None:
+        _one_of("cluster.isolate", self.isolate, ISOLATE_MODES)
         _more_than_zero("cluster.start_timeout", self.start_timeout)
         _more_than_zero("cluster.step_timeout", self.step_timeout)
+        _whole_number("cluster.max_worker_restarts", self.max_worker_restarts)
 
 
 @dataclass
@@ -99,6 +112,12 @@ class StrategyConfig:
     token_mode: str = "strict"
     """sync_replicas: `strict`, each worker has its share of every step; `tf1`, whoever is fast takes more of it."""
 
+    on_lost_worker: str = "lower"
+    """sync_replicas: with too few workers, `lower` takes fewer gradients until they are back, `fail` ends the run."""
+
+    worker_timeout: float = 60.0
+    """sync_replicas: seconds to wait for a lost worker before that; more than 0."""
+
     local_steps: int = 1
     """parameter_server: batches that a worker trains on between a pull and a push, which is one step; at least 1."""
 
@@ -113,9 +132,9 @@ class StrategyConfig:
         _one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
         check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
         check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
-        if self.backup_workers is None:
-            raise ConfigError("strategy.backup_workers=None: must be a whole number, at least 0")
-        check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0)
+        _whole_number("strategy.backup_workers", self.backup_workers)
+        _one_of("strategy.on_lost_worker", self.on_lost_worker, ("lower", "fail"))
+        _more_than_zero("strategy.worker_timeout", self.worker_timeout)
         if self.local_steps is None:
             raise ConfigError("strategy.local_steps=None: must be a whole number, at least 1")
         check_whole_number("strategy.local_steps", self.local_steps)
@@ -201,12 +220,16 @@ class TrainConfig:
     validation_every_steps: Optional[int] = None
     """Validate at multiples of this step, beside the ends of epochs; null does not."""
 
+    max_restarts: int = 3
+    """How often a local cluster that failed starts again from the newest checkpoint; at least 0."""
+
     validate_with_ema: bool = False
     """Validate the moving averages of an optimizer with `use_ema`, and not the parameters, during training."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
             check_whole_number(f"train.{name}", getattr(self, name))
+        _whole_number("train.max_restarts", self.max_restarts)
         checked_steps_per_call("train.steps_per_call", self.steps_per_call)
 
 
@@ -218,7 +241,7 @@ class RunConfig:
     """What the run is called: the recipe's name, or `train`."""
 
     dir: str = "runs/${run.name}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Folder of everything that the run leaves behind; the same folder again resumes."""
+    """Folder of everything that the run leaves behind; the same one again resumes."""
 
     seed: Optional[int] = None
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null is random."""
@@ -232,11 +255,19 @@ class RunConfig:
     soft_device_placement: bool = True
     """Lets an op run elsewhere when its device has no kernel for it."""
 
+    grace_secs: float = 30.0
+    """After SIGTERM or Ctrl-C: seconds to save and end in good order; more than 0."""
+
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""
 
+    trust: list[str] = field(default_factory=list)
+    """Packages that `_target_` may name beside Keras and kdist, for example [my_code]; on the command line only."""
+
     def __post_init__(self) -> None:
         _one_of("run.resume", self.resume, RESUME_MODES)
+        _more_than_zero("run.grace_secs", self.grace_secs)
+        check_packages("run.trust", self.trust)
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ConfigError(f"run.seed={self.seed}: must be at least 0 and less than 2**32")
 
@@ -269,6 +300,9 @@ class Config:
     hooks: dict[str, Any] = field(default_factory=dict)
     """What happens around training steps, by name; null removes one (`hooks.summary=null`)."""
 
+    drill: Any = None
+    """A fault to inject, to see what becomes of a run (`+drill=kill_worker drill.at_step=200`)."""
+
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long and in what portions."""
 
@@ -285,6 +319,8 @@ class Config:
         for name, hook in self.hooks.items():
             if hook is not None:
                 _check_target(f"hooks.{name}", hook)
+        if self.drill is not None:
+            _check_target("drill", self.drill)
 
 
 def strategy_config(name: str, options: dict[str, Any]) -> StrategyConfig:
@@ -318,6 +354,13 @@ def _check_target(key: str, node: Any) -> None:
 def _more_than_zero(key: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
+
+
+def _whole_number(key: str, value: int | None) -> None:
+    """Refuses what is no whole number of at least 0, and null."""
+    if value is None:
+        raise ConfigError(f"{key}=None: must be a whole number, at least 0")
+    check_whole_number(key, value, at_least=0)
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

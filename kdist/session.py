@@ -8,21 +8,28 @@ with TrainSession(strategy, program, hooks, ...) as session:
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from kdist import console
-from kdist.errors import CheckpointError, ConfigError
+from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.parameters.names import LEARNING_RATE
+from kdist.parameters.names import LEARNING_RATE, SEED
 from kdist.result import Contributions, Gradients, add_contributions
 from kdist.schema import RESUME_MODES
 
+T = TypeVar("T")
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy as np
 
     from kdist.checkpoint import Checkpoints
     from kdist.strategies.base import Program, Strategy
@@ -32,15 +39,18 @@ if TYPE_CHECKING:
 _LONGEST_RUN_SECS = 1.0
 _FIRST_RUN_STEPS = 16
 _LONGEST_RUN_GROWTH = 4
+#: Why a session ends whose caller does not run it on.
+_CALLER = "the caller"
 
 
 class TrainSession:
     """Runs a program by a strategy, and its hooks around it.
 
-    Entering it starts the strategy and restores the newest checkpoint; leaving it ends both, whatever happened.
+    Entering it starts the strategy and restores the newest checkpoint; leaving it ends both, whatever happened. When
+    the cluster fails meanwhile, it is started again from the newest checkpoint.
 
     Args:
-        strategy: how steps are run; a new one, not started.
+        make_strategy: makes how steps are run: a new one, not started.
         program: what is run.
         hooks: called in this order; `kdist.hooks.base` says when.
         checkpoints: where to resume from and save to.
@@ -48,13 +58,14 @@ class TrainSession:
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew and sets
             older checkpoints aside. None goes on from the model as it is, and sets aside checkpoints of later steps.
+        max_restarts: how often a cluster that failed is started again.
         print_line: takes lines about saving and loading.
         clock: seconds from any start; a test's own.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
+        make_strategy: Callable[[], Strategy],
         program: Program,
         hooks: Sequence[Hook],
         *,
@@ -62,12 +73,13 @@ class TrainSession:
         summaries: Summaries,
         last_step: int | None = None,
         resume: str | None = "auto",
+        max_restarts: int = 0,
         print_line: Callable[[str], None] = console.print_line,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if resume is not None and resume not in RESUME_MODES:
             raise ConfigError(f"run.resume={resume}: choose one of {', '.join(RESUME_MODES)}")
-        self.strategy = strategy
+        self.strategy = make_strategy()
         self.program = program
         self.hooks = list(hooks)
         self.checkpoints = checkpoints
@@ -80,6 +92,10 @@ class TrainSession:
         self.is_started = False
         self.account = Account()
         self._diverged = False
+        self._make_strategy = make_strategy
+        self._max_restarts = max_restarts
+        self._cluster_restarts = 0
+        self._worker_restarts_before = 0
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
@@ -126,8 +142,23 @@ class TrainSession:
         """Runs as many steps as the hooks allow, with the hooks around them.
 
         Returns:
-            What the run brought; None if it was interrupted before its first step.
+            What the run brought; None if it was interrupted before its first step, or if the cluster failed and
+            training is back at the newest checkpoint.
+
+        Raises:
+            ClusterError: the cluster failed too often, or there is no checkpoint.
         """
+        try:
+            return self._run()
+        except ClusterError as error:
+            self._start_again(error)
+            return None
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The value of everything that training changes, by name, when it has stopped."""
+        return self._insist(lambda: self.strategy.read())  # noqa: PLW0108 - of the strategy that is there then
+
+    def _run(self) -> RunValues | None:
         context = RunContext(self, self.global_step, self._steps_until_due())
         for hook in self.hooks:
             hook.before_run(context)
@@ -162,7 +193,8 @@ class TrainSession:
         step = self.strategy.global_step()
         if self._saved_step == step:
             return
-        path = self.checkpoints.save(step, self.strategy.read(), keep=keep)
+        values = {**self.strategy.read(), SEED: np.array(self.program.seed, np.int64)}
+        path = self.checkpoints.save(step, values, keep=keep)
         self._saved_step = step
         self.print_line(console.save_line(step, self.last_step, _short(path)))
 
@@ -185,12 +217,60 @@ class TrainSession:
     ) -> None:
         try:
             if error is None:
-                self.request_stop("the caller")
-                self._finish_begun()
-                for hook in self.hooks:
-                    hook.end(self)
+                self.request_stop(_CALLER)
+                self._insist(self._end)
         finally:
             self._close()
+
+    def _end(self) -> None:
+        self._finish_begun()
+        for hook in self.hooks:
+            hook.end(self)
+
+    def _insist(self, function: Callable[[], T]) -> T:
+        """Calls what needs the cluster after the last step; if it fails then, trains to that step again."""
+        while True:
+            try:
+                return function()
+            except ClusterError as error:
+                stopped_by, self.stopped_by = self.stopped_by, None
+                self._start_again(error)
+                if stopped_by == _CALLER:
+                    self.request_stop(_CALLER)
+                while not self.should_stop():
+                    self.run()
+
+    def _start_again(self, error: ClusterError) -> None:
+        """Starts a new cluster in the place of one that failed, from the newest checkpoint.
+
+        Raises:
+            ClusterError: `error`, or that of another failure, if that was once too often.
+        """
+        while True:
+            newest = self.checkpoints.newest()
+            if self._cluster_restarts >= self._max_restarts or self.interrupted or newest is None:
+                raise error
+            self._cluster_restarts += 1
+            warnings.warn(again_line(error, newest, self._cluster_restarts, self._max_restarts), stacklevel=3)
+            self._worker_restarts_before += self.strategy.worker_restarts
+            self._went_on_since = None
+            try:
+                self.strategy.stop()
+                self.strategy = self._make_strategy()
+                self.strategy.start(self.program)
+                self._restore_newest()
+                self.global_step = self.strategy.global_step()
+                for hook in self.hooks:
+                    hook.after_create_session(self)
+                return
+            except ClusterError as another:
+                error = another
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How many workers were lost and came back, and how often the whole cluster was started again."""
+        workers = self._worker_restarts_before + self.strategy.worker_restarts
+        return {"worker": workers, "cluster": self._cluster_restarts}
 
     def _steps_until_due(self) -> int:
         due = [steps for hook in self.hooks if (steps := hook.due_in(self.global_step)) is not None]
@@ -223,7 +303,8 @@ class TrainSession:
             staleness=logs.staleness,
             contributions=reduce(add_contributions, logs.contributions, {}),
         )
-        self.account.add(values, extra_steps=self.global_step - expected)
+        # What is missing in the logs was done once if updates are synchronous, and nobody could tell of it.
+        self.account.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)
         if not values.warming_up and seconds > 0:
             in_time = max(1, int(values.num_steps / seconds * _LONGEST_RUN_SECS))
             # Steps may have been done before they were asked for: a single run says little.
@@ -233,19 +314,26 @@ class TrainSession:
     def _restore(self) -> None:
         if self._resume == "never":
             self.checkpoints.set_aside()
-        restored = self.checkpoints.restore(self.strategy.shapes) if self._resume is not None else None
-        if restored is not None:
-            path, values = restored
-            # The learning rate is what this run was told, not what an earlier one was.
-            self.strategy.write({name: value for name, value in values.items() if name != LEARNING_RATE})
-            self._saved_step = int(values["global_step"])
-            self.print_line(console.resume_line(self._saved_step, self.last_step, _short(path)))
-        elif self._resume == "must":
+        restored = self._resume is not None and self._restore_newest()
+        if not restored and self._resume == "must":
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.folder}")
         self.global_step = self.first_step = self.strategy.global_step()
         if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
             # They would count as newer than what comes now.
             self.checkpoints.set_aside()
+
+    def _restore_newest(self) -> bool:
+        """Restores the newest good checkpoint; False if there is none."""
+        self.checkpoints.tidy()
+        restored = self.checkpoints.restore(self.strategy.shapes)
+        if restored is None:
+            return False
+        path, values = restored
+        # The learning rate is what this run was told, not what an earlier one was.
+        self.strategy.write({name: value for name, value in values.items() if name != LEARNING_RATE})
+        self._saved_step = int(values["global_step"])
+        self.print_line(console.resume_line(self._saved_step, self.last_step, _short(path)))
+        return True
 
     def _close(self) -> None:
         with ExitStack() as closing:
@@ -309,6 +397,12 @@ class Account:
     def examples_per_second(self) -> float | None:
         """Over the runs in which nothing was traced; None if there was none."""
         return self._steady_examples / self._steady_seconds if self._steady_seconds else None
+
+
+def again_line(error: ClusterError, newest: Path, number: int, of: int) -> str:
+    """What is said when a cluster is started again after `error`."""
+    reason = str(error).splitlines()[0]
+    return f"kdist: {reason}; the cluster is started again from {_short(newest)} ({number} of {of})"
 
 
 def _short(path: Path) -> str:

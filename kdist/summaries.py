@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +16,16 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+_numbers = itertools.count()
 
 
 class Summaries:
     """Writers that open with their first value, so that no empty event file is left.
 
-    They are TensorBoard's own, which need no TensorFlow: an op for each value takes time from the training that it
-    tells of.
+    They need no TensorFlow: an op for each value takes time from the training that it tells of. Where they cannot be
+    written (a disk that is full), that is one warning, and training goes on.
 
     Args:
         folder: the run's `tb` folder.
@@ -26,23 +33,64 @@ class Summaries:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writers: dict[str, EventFileWriter] = {}
+        self._files: dict[str, _EventFile] = {}
+        self._warned = False
 
     def scalars(self, split: str, values: Mapping[str, float], step: int) -> None:
         """Writes `values` by their tags to `split`, `train` or `validation`."""
-        for tag, value in values.items():
-            self._write(split, scalar_pb(tag, np.float32(value)), step)
+        self._write(split, [scalar_pb(tag, np.float32(value)) for tag, value in values.items()], step)
 
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
         """Writes the distribution of `values`."""
-        self._write(split, histogram_pb(tag, values), step)
+        self._write(split, [histogram_pb(tag, values)], step)
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
-    def _write(self, split: str, summary: Summary, step: int) -> None:
-        if split not in self._writers:
-            self._writers[split] = EventFileWriter(str(self._folder / split))
-        self._writers[split].add_event(Event(wall_time=time.time(), step=step, summary=summary))
+    def _write(self, split: str, summaries: Sequence[Summary], step: int) -> None:
+        if not summaries:
+            return
+        try:
+            if split not in self._files:
+                self._files[split] = _EventFile(self._folder / split)
+            self._files[split].write([Event(wall_time=time.time(), step=step, summary=each) for each in summaries])
+        except OSError as error:
+            # A file that ends in half a record takes no more; the next values try another one.
+            if split in self._files:
+                self._files.pop(split).close()
+            if not self._warned:
+                self._warned = True
+                reason = error.strerror or error
+                warnings.warn(
+                    f"kdist: {self._folder}: TensorBoard's files cannot be written: {reason}; training goes on without",
+                    stacklevel=2,
+                )
+
+
+class _EventFile:
+    """One event file, named as TensorBoard's own writer does. What is written is there at once."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        place = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        path = folder / f"events.out.tfevents.{place}"
+        self._file = path.open("wb")
+        self._records = RecordWriter(self._file)
+        try:
+            self.write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        except OSError:
+            self.close()
+            path.unlink()
+            raise
+
+    def write(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        # What could not be written before is tried again, and was reported.
+        with suppress(OSError):
+            self._file.close()

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from kdist import console, strategies
+from kdist.cluster import isolate
 from kdist.cluster.membership import common_seed, membership_of, shape_of
 from kdist.cluster.spec import Membership
 from kdist.data import TrainingData, read_locally, split_validation
@@ -27,6 +28,7 @@ from kdist.remote_fit import fit_in_processes, take_part
 from kdist.replica import check_model
 from kdist.result import Result, describe
 from kdist.run_dir import RunDir, name_of_program
+from kdist.run_lock import RunLock
 from kdist.schema import ClusterConfig, checked_steps_per_call, strategy_config
 from kdist.session import TrainSession
 from kdist.signals import StopSignals
@@ -53,9 +55,14 @@ class Trainer:
         name: shown in the first line and used for the default `run_dir`; the script's name if None.
         steps_per_call: steps that a worker runs for one call of the chief; `auto` fits them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
-        seed: makes shuffling and Dropout repeatable; random if None.
+        seed: makes shuffling and Dropout repeatable, at least 0 and less than 2**32; if None that of the run that is
+            resumed, and random in a new one.
         start_timeout: seconds within which every task must serve.
-        step_timeout: seconds without any progress after which a run is given up.
+        step_timeout: seconds without any progress after which a task that does not answer is replaced, or the run
+            given up.
+        max_worker_restarts: how often each lost worker of a local cluster is started again.
+        max_restarts: how often a local cluster that failed is started again from the newest checkpoint.
+        grace_secs: after SIGTERM or Ctrl-C, seconds to save and end in good order.
         use_default_hooks: whether the default hooks are there at all.
         membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
@@ -81,17 +88,22 @@ class Trainer:
         seed: int | None = None,
         start_timeout: float = 120.0,
         step_timeout: float = 300.0,
+        max_worker_restarts: int = 3,
+        max_restarts: int = 3,
+        grace_secs: float = 30.0,
         use_default_hooks: bool = True,
         membership: Membership | None = None,
         **strategy_options: Any,
     ) -> None:
         if isinstance(cluster, str):
-            cluster = ClusterConfig(cluster, start_timeout, step_timeout)
+            cluster = ClusterConfig(cluster, start_timeout, step_timeout, max_worker_restarts)
         self.cluster_config = cluster
         self._membership = membership or membership_of(cluster, os.environ)
         self.shape = shape_of(cluster, self._membership)
         self._strategy_config = strategy_config(strategy, strategy_options)
         self.strategy = strategies.resolve(self._strategy_config, self.shape)
+        if self._membership is None and not self.shape.is_local:
+            isolate.require(cluster.isolate)
         if self.strategy == "multi_worker_mirrored" and self._membership is not None:
             # Before a model runs TensorFlow's first ops.
             join(self._membership, cluster.start_timeout)
@@ -101,10 +113,19 @@ class Trainer:
         self._build_model = build_model
         self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
+        self.max_restarts = max_restarts
+        self._grace_secs = grace_secs
         # None goes on from the model as it is.
         self.resume: str | None = resume
-        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self.seed = common_seed(self._membership) if seed is None and self._membership is not None else seed
+        if seed is not None and not 0 <= seed < 2**32:
+            raise ConfigError(f"seed={seed}: must be at least 0 and less than 2**32")
+        self._follows_run = seed is None
+        self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+        if seed is None and self._membership is not None and self._membership.runs_program:
+            self.seed = common_seed(self._membership)
+            self._follows_run = False
+        #: Whether somebody else keeps other processes out of the run dir for this trainer.
+        self.run_dir_is_locked = False
         self.result = Result()
 
     @property
@@ -169,7 +190,7 @@ class Trainer:
             the chief does and returns when that is done.
 
         Raises:
-            ConfigError: arguments, data or a model that cannot be used.
+            ConfigError: arguments, data or a model that cannot be used, or a `run_dir` that another process trains in.
             TaskError: the model or the data failed on a task.
             ClusterError: a task was lost, or stopped answering.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint was saved and the tasks ended.
@@ -197,12 +218,14 @@ class Trainer:
             validation_every_steps=validation_every_steps,
             validate_with_ema=validate_with_ema,
         )
-        if (num_cpus := self._own_processes()) is not None:
-            return fit_in_processes(self, num_cpus, arguments)
         if self._membership is not None and not self._is_chief:
             take_part(self, self._membership, arguments)
+            self.resume = None
             return keras.callbacks.History()
-        return self.fit_here(arguments)
+        with self._one_chief():
+            if (num_cpus := self._own_processes()) is not None:
+                return fit_in_processes(self, num_cpus, arguments)
+            return self.fit_here(arguments)
 
     def fit_here(self, arguments: FitArguments) -> keras.callbacks.History:
         """`fit` in this process."""
@@ -229,17 +252,26 @@ class Trainer:
         """
         if self._own_processes() is not None:
             raise ConfigError(f"strategy={self.strategy} trains in processes of its own, not in your loop; use fit")
-        with self._session(FitArguments(x, y, **arguments), keras.callbacks.History()) as session:
+        given = FitArguments(x, y, **arguments)
+        with self._one_chief(), self._session(given, keras.callbacks.History()) as session:
             yield session
+
+    @contextmanager
+    def _one_chief(self) -> Iterator[None]:
+        """Keeps other chiefs out of the run dir, and goes on with the seed of the run that is in it."""
+        with nullcontext() if self.run_dir_is_locked else RunLock(self.run_dir):
+            if self._follows_run and self.resume in ("auto", "must"):
+                stored = self._run_dir.checkpoints().seed()
+                self.seed = self.seed if stored is None else stored
+            yield
 
     @contextmanager
     def _session(self, arguments: FitArguments, history: keras.callbacks.History) -> Iterator[TrainSession]:
         print_line = console.print_line if arguments.verbose else console.print_nothing
         data = arguments.training_data(self.seed)
-        strategy = self.make_strategy()
         steps_per_epoch = arguments.steps_per_epoch
         if steps_per_epoch is None and data.steps_per_epoch is not None:
-            steps_per_epoch = math.ceil(data.steps_per_epoch / strategy.batches_per_step)
+            steps_per_epoch = math.ceil(data.steps_per_epoch / self.make_strategy().batches_per_step)
         checkpoints = self._run_dir.checkpoints()
         resumes = self.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning; any other from the model as it is.
@@ -259,29 +291,34 @@ class Trainer:
             validation_every_steps=arguments.validation_every_steps,
         )
         session = TrainSession(
-            strategy,
+            self.make_strategy,
             self.program(data, arguments.batch_size, last_step),
             self._session_hooks(recorder, has_last_step=last_step is not None),
             checkpoints=checkpoints,
             summaries=self._run_dir.summaries(),
             last_step=last_step,
             resume=self.resume,
+            # Tasks that others started are theirs to start again.
+            max_restarts=self.max_restarts if self._membership is None else 0,
             print_line=print_line,
         )
         print_line(f"kdist {__version__} | {self.name} | {self.strategy} on {self.shape}")
         print_line(f"run dir   {self._run_dir}      tensorboard --logdir {self._run_dir.tensorboard_logdir}")
+        if self._membership is not None or not self.shape.is_local:
+            print_line(isolate.network_line())
         started = time.monotonic()
-        signals = StopSignals(session)
+        signals = StopSignals(session, self._grace_secs)
         try:
             with signals, session:
-                self._run_dir.write_plan(strategy.plan)
+                self._run_dir.write_plan(session.strategy.plan)
                 yield session
-                write_to_model(self.model, strategy.read())
+                write_to_model(self.model, session.read())
             if self.model.optimizer.use_ema and not session.interrupted:
                 # As Keras does at the end of fit: the model gets the averages, and that is what is reported.
                 self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
                 recorder.validation_logs = validate.evaluate()
-            self._finish("preempted" if session.interrupted else "done", session, recorder, started)
+            if not session.interrupted:
+                self._run_dir.write_model(self.model)
             self.resume = None
         except BaseException as error:
             if session.is_started:
@@ -289,13 +326,13 @@ class Trainer:
                 self.resume = "auto"
             self._finish("failed", session, recorder, started, error)
             raise
+        self._finish("preempted" if session.interrupted else "done", session, recorder, started)
         if session.interrupted:
             newest = checkpoints.newest()
             print_line(
                 f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
             )
             signals.raise_received()
-        self._run_dir.write_model(self.model)
         logs = recorder.validation_logs or recorder.train_logs
         for line in console.last_lines(session, logs, time.monotonic() - started):
             print_line(line)
@@ -334,6 +371,8 @@ class Trainer:
             "steps_per_call": self._steps_per_call or "auto",
             "resume": self.resume,
             "seed": self.seed,
+            "max_restarts": 0,
+            "grace_secs": self._grace_secs,
             "use_default_hooks": False,
             **options,
         }
@@ -345,10 +384,13 @@ class Trainer:
             data=data,
             batch_size=batch_size,
             steps_per_call=self._steps_per_call,
-            seed=self._seed,
+            seed=self.seed,
             # A task that is not the chief writes nothing, and makes no run dir.
             log_dir=self._run_dir.logs if self._is_chief else Path(),
             last_step=last_step,
+            grace_secs=self._grace_secs,
+            # A run that resumes began at step 0, a later fit begins at the model's own.
+            data_begins_at=int(self.model.optimizer.iterations) if self.resume is None else 0,
         )
 
     def evaluate(
@@ -410,6 +452,7 @@ class Trainer:
             examples=account.num_examples,
             metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
             gradients=account.gradients,
+            restarts=session.restarts,
             extra_steps=account.extra_steps,
             error=None if error is None else describe(error),
         )

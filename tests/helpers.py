@@ -22,6 +22,26 @@ def toy_data(num_examples: int = 256, num_features: int = 6, num_classes: int = 
     return x, x[:, :num_classes].argmax(1).astype(np.int64)
 
 
+def toy_batches() -> Any:
+    """Batches of `toy_data`, without end."""
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(toy_data()).repeat().batch(8, drop_remainder=True)
+
+
+def delayed(batches: Any, seconds: Any) -> Any:
+    """The same batches, each after a wait without the CPU."""
+    import tensorflow as tf
+
+    variant = tf.raw_ops.ExperimentalSleepDataset(
+        input_dataset=batches._variant_tensor,
+        sleep_microseconds=tf.cast(seconds * 1e6, tf.int64),
+        output_types=[spec.dtype for spec in batches.element_spec],
+        output_shapes=[spec.shape for spec in batches.element_spec],
+    )
+    return tf.data.experimental.from_variant(variant, batches.element_spec)
+
+
 def result_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())
 

@@ -12,35 +12,21 @@ The private names of TensorFlow's that this takes were read in 2.20 and 2.21.
 from __future__ import annotations
 
 import ctypes
-import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import tensorflow as tf
-from tensorflow.core.protobuf import config_pb2, tensorflow_server_pb2
+from tensorflow.core.protobuf import cluster_pb2, config_pb2, tensorflow_server_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
+from kdist.cluster.spec import Task
 from kdist.errors import ConfigError
 
 _JOB = "localhost"
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
-
-
-class ConnectedStrategy(tf.distribute.ParameterServerStrategy):
-    """A `ParameterServerStrategy` that leaves the process whole; used for its coordinator only."""
-
-    def _connect_to_cluster(self, coordinator_name: str) -> None:
-        del coordinator_name
-        spec = self._cluster_resolver.cluster_spec()
-        self._num_workers = len(spec.as_dict()["worker"])
-        self._num_ps = len(spec.as_dict()["ps"])
-        # Both as TensorFlow's own strategy sets them: its coordinator relies on calls that are sent one by one.
-        os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
-        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
-        connect(spec)
 
 
 def connect(spec: tf.train.ClusterSpec) -> None:
@@ -55,7 +41,9 @@ def connect(spec: tf.train.ClusterSpec) -> None:
         # TensorFlow would crash when the first cluster is used again.
         raise ConfigError("this process is using a cluster already; end its session before starting another one")
     probe = tf.Variable(0, trainable=False)
-    cluster = spec.as_cluster_def()
+    # The spec keeps what it gives away.
+    cluster = cluster_pb2.ClusterDef()
+    cluster.CopyFrom(spec.as_cluster_def())
     job = cluster.job.add()
     job.name = _JOB
     job.tasks[0] = f"localhost:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
@@ -87,17 +75,48 @@ def connect(spec: tf.train.ClusterSpec) -> None:
         )
 
 
+def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
+    """Makes all tasks of `spec` but some devices of this process, which is connected to some of them already.
+
+    A task that was left out and is connected again is taken for a new process, which knows nothing. Functions that
+    were traced before are known to it afterwards. Every task has to answer: one that is stopped would be waited for
+    without a bound, and nothing else of this process would run meanwhile.
+
+    Raises:
+        tf.errors.OpError: a task does not serve, or has only just begun to; then nothing changed.
+    """
+    server_def = _present_server_def()
+    own = [job for job in server_def.cluster.job if job.name == _JOB]
+    del server_def.cluster.job[:]
+    server_def.cluster.job.extend([*spec.as_cluster_def().job, *own])
+    for job in server_def.cluster.job:
+        for task in without:
+            if task.job == job.name:
+                del job.tasks[task.index]
+    before = context.context().get_server_def()
+    try:
+        context.update_server_def(server_def)
+    except tf.errors.OpError:
+        context.context()._server_def = before
+        raise
+
+
 def disconnect() -> None:
     """Makes this process forget all tasks. Without it, a later `Model.fit` of plain Keras waits for them for ever."""
-    server_def = context.context().get_server_def()
-    if server_def is None:
+    if context.context().get_server_def() is None:
         return
-    alone = tensorflow_server_pb2.ServerDef()
-    alone.CopyFrom(server_def)
+    alone = _present_server_def()
     alone.ClearField("cluster_device_filters")
+    own = [job for job in alone.cluster.job if job.name == _JOB]
     del alone.cluster.job[:]
-    alone.cluster.job.extend(job for job in server_def.cluster.job if job.name == _JOB)
+    alone.cluster.job.extend(own)
     context.update_server_def(alone)
+
+
+def _present_server_def() -> tensorflow_server_pb2.ServerDef:
+    server_def = tensorflow_server_pb2.ServerDef()
+    server_def.CopyFrom(context.context().get_server_def())
+    return server_def
 
 
 def _config_of_this_process() -> config_pb2.ConfigProto:

@@ -1,168 +1,185 @@
-"""TensorFlow's `ClusterCoordinator`, made to give each worker its own data and never to wait without a bound.
+"""The chief's side of a cluster: sends calls to workers, and never waits for them without a bound.
 
-What that takes of TensorFlow's private names is in this file and in `connection`.
+In the place of TensorFlow's `ClusterCoordinator`, which hangs when a task is stopped, when all workers are lost and
+while a lost worker is away. Calls run on workers by TensorFlow's remote execution, as there; who calls whom, and what
+becomes of the calls of a lost worker, is decided here, in sight.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
-from tensorflow.python.distribute.coordinator.cluster_coordinator import WorkerPreemptionHandler
 from tensorflow.python.eager import context
 from tensorflow.python.eager.executor import Executor
 
-from kdist.cluster.connection import ConnectedStrategy, disconnect
-from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.connection import connect, disconnect, reconnect
+from kdist.cluster.spec import Task
+from kdist.cluster.supervisor import Supervisor, describe_lost
 from kdist.errors import ClusterError
 
 T = TypeVar("T")
 
-_STOP_SECS = 2.0
-_LIVENESS_CHECK_SECS = 0.5
+#: What TensorFlow says when a task is lost, when another one has its address, and when it forgot a call of a lost one.
+OUT_OF_REACH = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+)
+# Of errors that mean other things, too: a new process at an old address does not know what the old one knew.
+_OF_ANOTHER_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context")
+
+_CHECK_SECS = 0.5
+_ANSWER_SECS = 5.0
+_ABANDON_SECS = 2.0
+_TRIES = 3
+_ENVIRONMENT = {
+    # Tasks that are connected all serve already: one that is gone is an error, and not something to wait for.
+    "GRPC_FAIL_FAST": "true",
+    # Calls are sent one by one and come back when they are done.
+    "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False",
+    "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY": "True",
+}
+
+
+class CallsGivenUp(Exception):
+    """Calls in flight took too long after an interruption."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A call that has ended.
+
+    Attributes:
+        worker: index of the worker that ran it.
+        tag: what its caller gave it.
+        outcome: what it returned or raised.
+    """
+
+    worker: int
+    tag: Any
+    outcome: Future[Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[int], Any]
+    tag: Any
+    #: Whether any worker may run it.
+    is_shared: bool
 
 
 class Coordinator:
-    """Sends calls to whichever worker is free and hands out their results.
+    """Sends calls to workers and hands out what they return.
+
+    A call is a Python function of the worker's index; it runs in a thread of its worker's own, in the scope of that
+    worker's device, and calls TensorFlow functions.
 
     Args:
-        spec: addresses of parameter servers and workers, all of which serve already.
-        timeout: seconds that a result may take without any other result arriving.
-        lost_tasks: says which tasks have ended, and how; asked while waiting.
+        supervisor: says which tasks serve; asked while waiting.
+        timeout: seconds without any result after which somebody is to blame.
+        patience: seconds that calls in flight have to end after an interruption.
+
+    Attributes:
+        interrupted: says whether training is to end.
+        num_lost: how often a worker was lost.
+        on_return: called with the index of a worker that is back: a new process, which has nothing but the functions
+            that were traced.
 
     Raises:
         tf.errors.UnavailableError: here, when a task does not answer.
-        ClusterError: from `result` and `watch`: a parameter server or the last worker is lost, or nothing happened for
+        ClusterError: from whatever waits: a parameter server or the last worker is lost, or nothing happened for
             `timeout` seconds.
     """
 
-    def __init__(self, spec: ClusterSpec, *, timeout: float, lost_tasks: Callable[[], dict[Any, str]]) -> None:
-        self._spec = spec
+    def __init__(self, supervisor: Supervisor, *, timeout: float, patience: float) -> None:
+        self._supervisor = supervisor
+        self._spec = tf.train.ClusterSpec(supervisor.spec.jobs)
         self._timeout = timeout
-        self._lost_tasks = lost_tasks
-        self._num_workers = len(spec.worker)
-        self._told: set[Any] = set()
+        self._workers = range(len(supervisor.spec.worker))
+        self._patience = patience
+        self._interrupted_at: float | None = None
+        self._has_given_up = False
+        self.interrupted: Callable[[], bool] = lambda: False
+        self.num_lost = 0
+        self.on_return: Callable[[int], None] | None = None
+        self._retired: set[int] = set()
+        self._finished: queue.SimpleQueue[tuple[_Call, Finished]] = queue.SimpleQueue()
         self._lanes: dict[int, _Lane] = {}
-        self._finished: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
-        self._cleanup = ExitStack()
-        # TensorFlow sets the first two for the whole process and reads the third at every connection.
-        for name in (
-            "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE",
-            "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY",
-            "GRPC_FAIL_FAST",
-        ):
-            self._cleanup.callback(_set_environment, name, os.environ.get(name))
-        # All tasks serve already: connecting to one that is gone is an error, and not something to wait for.
-        os.environ["GRPC_FAIL_FAST"] = "true"
-        # Its logger repeats every error that is raised here anyway.
-        self._cleanup.enter_context(_logger_level(tf.get_logger(), logging.CRITICAL))
+        self._calls = _Calls(self._workers)
+        #: Failures of a worker that is there, since its last result.
+        self._failures = dict.fromkeys(self._workers, 0)
+        self._last_check = time.monotonic()
+        self._environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
+        os.environ.update(_ENVIRONMENT)
         # Functions that are garbage already would be looked for on every task, which knows nothing of them.
         gc.collect()
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(spec.jobs), rpc_layer="grpc"
-        )
         try:
-            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(ConnectedStrategy(resolver))
-            os.environ.pop("GRPC_FAIL_FAST")
-            self._adapt(self._coordinator._cluster, lost_tasks)
+            connect(self._spec)
         except BaseException:
-            self._cleanup.close()
+            _set_environment(self._environment)
             raise
 
-    @staticmethod
-    def _adapt(cluster: Any, lost_tasks: Callable[[], dict[Any, str]]) -> None:
-        """Puts pieces of ours in the place of some that `cluster`, TensorFlow's, has made."""
-        cluster.failure_handler.stop()
-        cluster.failure_handler = _LostWorkers(cluster, lost_tasks)
-        for worker in cluster.workers:
-            worker.failure_handler = cluster.failure_handler
-            worker.executor = _QuietExecutor()
+    @property
+    def present(self) -> list[int]:
+        """Indices of the workers that take calls."""
+        return [worker for worker in self._workers if worker in self._calls.present]
 
-    def per_worker_iterators(
-        self, make_dataset: tf.types.experimental.ConcreteFunction, arguments: Callable[[int], tuple[Any, ...]]
-    ) -> Any:
-        """One dataset iterator on each worker, made again by TensorFlow when that worker comes back.
-
-        `ClusterCoordinator.create_per_worker_dataset` runs the same function everywhere; here each worker gets its own
-        arguments, so that a restarted worker reads its own shard again.
+    def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
+        """Has `function` called for the next free worker, and again for another one if that is lost meanwhile.
 
         Args:
-            make_dataset: a traced function that returns a dataset.
-            arguments: worker index -> arguments of `make_dataset`; they are copied to that worker.
-
-        Returns:
-            Per-worker values, an argument for `schedule`; their spec is `iterator_spec(make_dataset)`.
+            function: worker index -> anything.
+            tag: comes back with the outcome.
         """
-        values = []
-        for worker in self._coordinator._cluster.workers:
-            worker_arguments = arguments(worker.worker_index)
+        self._calls.put(_Call(function, tag, is_shared=True))
+        self._start_lanes()
 
-            def make_iterator(worker_arguments: tuple[Any, ...] = worker_arguments) -> Any:
-                return iter(make_dataset(*worker_arguments))
+    def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
+        """Has `function` called for one worker; calls for one worker follow each other."""
+        self._calls.put(_Call(function, tag, is_shared=False), worker)
+        self._start_lanes()
 
-            value = worker.create_resource(make_iterator)
-            value._type_spec = iterator_spec(make_dataset)
-            values.append(value)
-        return tf.distribute.coordinator.PerWorkerValue(tuple(values))
+    def next_finished(self) -> Finished:
+        """Waits for a call to end, watching the tasks meanwhile.
 
-    def iterator_on(
-        self, worker_index: int, make_dataset: tf.types.experimental.ConcreteFunction, arguments: tuple[Any, ...]
-    ) -> Any:
-        """A dataset iterator on one worker, an argument for `start_on`."""
-        with tf.device(Task("worker", worker_index).device):
-            return iter(make_dataset(*arguments))
-
-    def start_on(self, worker_index: int, function: Callable[..., T], *args: Any) -> None:
-        """Calls `function` for one worker and returns at once; `next_finished` has its outcome.
-
-        Calls for one worker follow each other. The function runs in a thread of its own, in the scope of the worker's
-        device.
-        """
-        if worker_index not in self._lanes:
-            self._lanes[worker_index] = _Lane(Task("worker", worker_index), self._finished)
-        self._lanes[worker_index].calls.put((worker_index, function, args))
-
-    def next_finished(self) -> tuple[int, Future[Any]]:
-        """Waits for a call of `start_on`, watching the tasks meanwhile; returns its worker and its outcome.
+        Calls of `submit` whose worker is lost do not end; those of `start_on` do, and `is_lost` says so.
 
         Raises:
             ClusterError: see the class.
         """
-        found: list[tuple[int, Future[Any]]] = []
+        while True:
+            call, finished = self._wait(self._take_finished)
+            error = finished.outcome.exception()
+            if not _may_be_lost(error):
+                self._failures[finished.worker] = 0
+                return finished
+            self._has_failed(finished.worker, error)
+            if not call.is_shared:
+                return finished
+            self._calls.put(call, first=True)
 
-        def wait(timeout: float) -> bool:
-            with suppress(queue.Empty):
-                found.append(self._finished.get(timeout=timeout))
-            return bool(found)
+    def is_lost(self, finished: Finished) -> bool:
+        """Whether a call of `start_on` failed because its worker is lost."""
+        return _may_be_lost(finished.outcome.exception())
 
-        self._wait(wait)
-        return found[0]
-
-    def schedule(self, function: tf.types.experimental.ConcreteFunction, *args: Any) -> Any:
-        """Queues a call for the next free worker and returns its future result at once."""
-        return self._coordinator.schedule(function, args=args)
-
-    def result(self, value: Any) -> Any:
-        """Waits for a result of `schedule`, watching the tasks meanwhile.
-
-        Raises:
-            ClusterError: see the class.
-            tf.errors.OpError: what the call raised.
-        """
-        self._wait(value._status_available_event.wait)
-        return value.fetch()
+    def retire(self, worker: int) -> None:
+        """Gives no more calls to a worker, which has nothing to do, until it is another process."""
+        self._calls.rest(worker)
+        self._retired.add(worker)
 
     def watch(self, function: Callable[[], T]) -> T:
         """Runs what itself waits for tasks, watching them meanwhile; given up, it stays behind in its thread.
@@ -185,65 +202,292 @@ class Coordinator:
         self._wait(ended.wait)
         return outcome.result()
 
-    def all_answer(self) -> bool:
-        """Whether every task that is not lost answers within a few seconds."""
-        answered = threading.Event()
+    def before_tracing(self) -> None:
+        """Makes sure that every connected task answers: a new function is sent to all of them.
 
-        def ask() -> None:
-            with context.executor_scope(_QuietExecutor()):
-                for job, addresses in self._spec.jobs.items():
-                    for index in range(len(addresses)):
-                        with suppress(tf.errors.OpError), tf.device(Task(job, index).device):
-                            tf.identity(0).numpy()
-            answered.set()
+        TensorFlow waits for one that is stopped without a bound, and nothing else of this process runs meanwhile.
 
-        threading.Thread(target=ask, daemon=True).start()
-        return answered.wait(_STOP_SECS)
-
-    def _wait(self, is_done: Callable[[float], Any]) -> None:
-        """Waits until `is_done(timeout in seconds)` is true."""
-        deadline = time.monotonic() + self._timeout
-        while not is_done(min(_LIVENESS_CHECK_SECS, self._timeout)):
+        Raises:
+            ClusterError: a task does not answer, and it is not ours to replace.
+        """
+        silent, _ = self._ask()
+        if silent:
+            self._replace(silent, f"did not answer within {_ANSWER_SECS:g} s")
             self.check_tasks()
-            if time.monotonic() > deadline:
-                lost = self._lost_tasks()
-                suspects = describe_lost(lost) if lost else "every task is alive but may be stopped or out of reach"
-                raise ClusterError(f"no task answered for {self._timeout:g} s (cluster.step_timeout); {suspects}")
+
+    def all_answer(self) -> bool:
+        """Whether every connected task answers within a few seconds, if only that it is another process."""
+        return not self._ask(_ABANDON_SECS)[0]
+
+    def examine(self) -> None:
+        """Finds out who is lost after something failed, and parts with workers that are.
+
+        Raises:
+            ClusterError: a parameter server is lost, or the last worker.
+        """
+        _, broken = self._ask()
+        if servers := [task for task in broken if task.job == "ps"]:
+            lost = {task: how for task, how in self._supervisor.lost_soon().items() if task in servers}
+            gone = dict.fromkeys(servers, "it is another process than it was")
+            raise ClusterError(describe_lost(lost or gone))
+        for task in broken:
+            self._part_with(task.index)
+        self.check_tasks()
 
     def check_tasks(self) -> None:
-        """Says once of each lost worker that training goes on without it.
+        """Parts with workers that are lost, and connects those that are back.
 
         Raises:
             ClusterError: a parameter server is lost, or no worker is left.
         """
-        lost = self._lost_tasks()
-        servers = {task: how for task, how in lost.items() if task.job == "ps"}
-        if servers:
-            raise ClusterError(describe_lost(servers))
-        if len(lost) == self._num_workers:
-            raise ClusterError("no worker is left: " + describe_lost(lost))
-        for task in lost.keys() - self._told:
-            self._told.add(task)
-            warnings.warn(
-                f"kdist: {describe_lost({task: lost[task]})}; training goes on without it and its part of the data",
-                stacklevel=2,
-            )
+        self._last_check = time.monotonic()
+        if self._has_given_up:
+            return
+        serving = self._supervisor.check()
+        for worker in self._workers:
+            if worker not in serving and worker in self._calls.connected:
+                self._part_with(worker)
+        for worker in serving:
+            if worker not in self._calls.present and worker not in self._retired:
+                self._welcome(worker)
+
+    def wait_for_worker(self, timeout: float) -> bool:
+        """Waits until a worker is back; returns whether one is.
+
+        Raises:
+            CallsGivenUp: training is to end.
+            ClusterError: see the class.
+        """
+        before = set(self.present)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.interrupted():
+                raise CallsGivenUp
+            time.sleep(min(_CHECK_SECS, timeout))
+            self.check_tasks()
+            if set(self.present) - before:
+                return True
+        return False
 
     def stop(self) -> None:
-        """Ends the coordinator's threads and the connection, waiting a few seconds at most.
+        """Ends the threads and the connection.
 
         Whatever stood for something on the tasks (variables, functions, iterators) must have been let go before.
         """
-        for lane in self._lanes.values():
-            lane.calls.put(None)
+        self._calls.stop()
         self._finished = queue.SimpleQueue()
-        # With a dead worker TensorFlow's own stop can block for ever, so it gets a thread that may be left behind.
-        stopping = threading.Thread(target=self._coordinator._cluster.stop, daemon=True)
-        stopping.start()
-        stopping.join(_STOP_SECS)
         gc.collect()
         disconnect()
-        self._cleanup.close()
+        _set_environment(self._environment)
+
+    def _take_finished(self, timeout: float) -> tuple[_Call, Finished] | None:
+        with suppress(queue.Empty):
+            return self._finished.get(timeout=timeout)
+        return None
+
+    def _wait(self, poll: Callable[[float], T | None]) -> T:
+        """Calls `poll(timeout in seconds)` until it returns something that is true; returns that."""
+        started, tries = time.monotonic(), 0
+        while not (found := poll(min(_CHECK_SECS, self._timeout))):
+            self._give_up_in_time()
+            self.check_tasks()
+            if time.monotonic() - started > self._timeout:
+                # Who answers may have a long step to do, or its first one to prepare.
+                tries = 0 if self._replace_silent() else tries + 1
+                if tries == _TRIES:
+                    raise ClusterError(
+                        f"no task returned anything for {_TRIES} times {self._timeout:g} s (cluster.step_timeout); "
+                        "every task is there and answers"
+                    )
+                started = time.monotonic()
+        # Where results come all the time, nobody waits; tasks are looked after all the same.
+        if time.monotonic() - self._last_check > _CHECK_SECS:
+            self.check_tasks()
+            if self._calls.longest_secs() > self._timeout:
+                self._replace_silent()
+        return found
+
+    def _give_up_in_time(self) -> None:
+        """Raises `CallsGivenUp` once, when an interruption is long ago; workers of this process's are killed then."""
+        if not self.interrupted() or self._has_given_up:
+            return
+        self._interrupted_at = self._interrupted_at or time.monotonic()
+        if time.monotonic() - self._interrupted_at > self._patience:
+            self._has_given_up = True
+            # What they have begun must not go on while the parameters are read.
+            self._supervisor.kill([Task("worker", worker) for worker in self._workers])
+            self._calls.clear()
+            self._finished = queue.SimpleQueue()
+            raise CallsGivenUp
+
+    def _replace_silent(self) -> bool:
+        """Replaces the tasks that do not answer; False if all do.
+
+        Raises:
+            ClusterError: they are not ours to replace.
+        """
+        silent, _ = self._ask()
+        if silent:
+            self._replace(silent, f"did not answer for {self._timeout:g} s (cluster.step_timeout)")
+        self._calls.forget_time()
+        return bool(silent)
+
+    def _replace(self, silent: Collection[Task], what: str) -> None:
+        names = ", ".join(map(str, sorted(silent, key=str)))
+        if not self._supervisor.kill(silent):
+            raise ClusterError(f"{names} {what}; stopped or out of reach")
+        warnings.warn(f"kdist: {names} {what} and {'is' if len(silent) == 1 else 'are'} killed", stacklevel=2)
+
+    def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
+        """Asks every connected task for a sign of life.
+
+        Returns:
+            Those that say nothing within `timeout` seconds, and those that are not there or are other processes.
+        """
+        tasks = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
+        tasks |= {Task("worker", worker) for worker in self._calls.connected}
+        answers: queue.SimpleQueue[tuple[Task, bool]] = queue.SimpleQueue()
+
+        def ask(task: Task) -> None:
+            try:
+                with context.executor_scope(_QuietExecutor()), tf.device(task.device):
+                    tf.identity(0).numpy()
+                answers.put((task, True))
+            except tf.errors.OpError:
+                answers.put((task, False))
+
+        for task in tasks:
+            threading.Thread(target=ask, args=[task], daemon=True).start()
+        deadline = time.monotonic() + timeout
+        answered: dict[Task, bool] = {}
+        with suppress(queue.Empty):
+            while len(answered) < len(tasks):
+                task, is_well = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                answered[task] = is_well
+        return tasks - set(answered), {task for task, is_well in answered.items() if not is_well}
+
+    def _has_failed(self, worker: int, error: BaseException | None) -> None:
+        """Parts with a worker whose call failed, if it is lost; otherwise lets it try again.
+
+        Raises:
+            ClusterError: see the class.
+            tf.errors.OpError: the worker is there, and its calls fail all the same.
+        """
+        self.examine()
+        if worker in self._calls.connected:
+            self._failures[worker] += 1
+            if self._failures[worker] > _TRIES and error is not None:
+                raise error
+            self._calls.welcome(worker)
+
+    def _part_with(self, worker: int) -> None:
+        self.num_lost += 1
+        self._retired.discard(worker)
+        for call in self._calls.part_with(worker):
+            outcome: Future[Any] = Future()
+            outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
+            self._finished.put((call, Finished(worker, call.tag, outcome)))
+        with suppress(*OUT_OF_REACH):
+            self._reconnect()
+
+    def _welcome(self, worker: int) -> None:
+        """Connects a worker that serves again; it may take another try in a moment."""
+        if not self.all_answer():
+            return
+        try:
+            self._reconnect(and_with=worker)
+        except OUT_OF_REACH:
+            return
+        if self.on_return is not None:
+            self.on_return(worker)
+        self._calls.welcome(worker)
+
+    def _reconnect(self, and_with: int | None = None) -> None:
+        connected = {*self._calls.connected, and_with}
+        reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
+
+    def _start_lanes(self) -> None:
+        for worker in self._workers:
+            if worker not in self._lanes:
+                self._lanes[worker] = _Lane(worker, self._calls, self._finished)
+
+
+class _Calls:
+    """The calls that wait for workers, and which workers may take them. Used by several threads.
+
+    Attributes:
+        present: workers that take calls.
+        connected: workers that TensorFlow knows of; of those some may rest.
+    """
+
+    def __init__(self, workers: Collection[int]) -> None:
+        self.present = set(workers)
+        self.connected = set(workers)
+        self._shared: deque[_Call] = deque()
+        self._own: dict[int, deque[_Call]] = {worker: deque() for worker in workers}
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._began: dict[int, float] = {}
+
+    def put(self, call: _Call, worker: int | None = None, *, first: bool = False) -> None:
+        with self._changed:
+            calls = self._shared if worker is None else self._own[worker]
+            calls.appendleft(call) if first else calls.append(call)
+            self._changed.notify_all()
+
+    def take(self, worker: int) -> _Call | None:
+        """The next call for a worker; waits for it. None at the end."""
+        with self._changed:
+            self._began.pop(worker, None)
+            while not self._is_stopped:
+                if worker in self.present and (calls := self._own[worker] or self._shared):
+                    self._began[worker] = time.monotonic()
+                    return calls.popleft()
+                self._changed.wait()
+        return None
+
+    def rest(self, worker: int) -> None:
+        """Lets a worker take no more calls."""
+        with self._changed:
+            self.present.discard(worker)
+
+    def part_with(self, worker: int) -> list[_Call]:
+        """Forgets a worker; returns the calls that only it could have run."""
+        with self._changed:
+            self.present.discard(worker)
+            self.connected.discard(worker)
+            calls = list(self._own[worker])
+            self._own[worker].clear()
+        return calls
+
+    def welcome(self, worker: int) -> None:
+        with self._changed:
+            self.present.add(worker)
+            self.connected.add(worker)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the calls that nobody has taken."""
+        with self._changed:
+            self._shared.clear()
+            for calls in self._own.values():
+                calls.clear()
+
+    def longest_secs(self) -> float:
+        """For how long the longest call runs that is under way now."""
+        with self._changed:
+            return time.monotonic() - min(self._began.values(), default=time.monotonic())
+
+    def forget_time(self) -> None:
+        """Counts the time of the calls that are under way from now on."""
+        with self._changed:
+            self._began = dict.fromkeys(self._began, time.monotonic())
 
 
 class _Lane:
@@ -252,79 +496,34 @@ class _Lane:
     It may be left behind in a call that never returns; it then ends with the process.
     """
 
-    def __init__(self, task: Task, finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> None:
-        self._device = task.device
+    def __init__(self, worker: int, calls: _Calls, finished: queue.SimpleQueue[tuple[_Call, Finished]]) -> None:
+        self._worker = worker
+        self._calls = calls
         self._finished = finished
-        self.calls: queue.SimpleQueue[tuple[int, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
+        threading.Thread(target=self._work, daemon=True, name=f"kdist-worker-{worker}").start()
 
     def _work(self) -> None:
         executor = _QuietExecutor()
-        while call := self.calls.get():
-            worker_index, function, args = call
+        device = Task("worker", self._worker).device
+        while call := self._calls.take(self._worker):
             outcome: Future[Any] = Future()
             try:
-                with tf.device(self._device), context.executor_scope(executor):
-                    outcome.set_result(function(*args))
+                with tf.device(device), context.executor_scope(executor):
+                    outcome.set_result(call.function(self._worker))
             except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
+                if _may_be_lost(error):
+                    self._calls.rest(self._worker)
                 outcome.set_exception(error)
-            self._finished.put((worker_index, outcome))
+            self._finished.put((call, Finished(self._worker, call.tag, outcome)))
             # What the call held on the tasks must not live on in this frame.
-            del call, function, args, outcome
-
-
-class _LostWorkers(WorkerPreemptionHandler):
-    """Lets a worker whose call failed rest until every lost task is back.
-
-    TensorFlow's own handler renews the connection at once, which waits for the lost worker inside its runtime without
-    a bound; whatever ends the cluster then waits as well.
-    """
-
-    def __init__(self, cluster: Any, lost_tasks: Callable[[], dict[Any, str]]) -> None:
-        self._lost_tasks = lost_tasks
-        self._stopped = threading.Event()
-        super().__init__(context.get_server_def(), cluster)
-
-    def stop(self) -> None:
-        self._stopped.set()
-        super().stop()
-        with self._cluster_update_lock:
-            self._worker_up_cond.notify_all()
-
-    @contextmanager
-    def wait_on_failure(self, on_recovery_fn: Callable[[], None], **callbacks: Any) -> Iterator[None]:
-        def recover() -> None:
-            # `stop` wakes the threads that rest, too; they find nothing to do then, and end.
-            if not self._stopped.is_set():
-                on_recovery_fn()
-
-        if self._stopped.is_set():
-            yield
-        else:
-            with super().wait_on_failure(on_recovery_fn=recover, **callbacks):
-                yield
-
-    def _preemption_handler(self) -> None:
-        while self._cluster_due_for_update_or_finish.wait():
-            # A process that was killed is known to be lost a moment after its connections end.
-            if self._stopped.wait(_LIVENESS_CHECK_SECS):
-                return
-            if self._lost_tasks():
-                continue
-            with self._cluster_update_lock:
-                try:
-                    context.context().update_server_def(self._server_def)
-                except tf.errors.OpError as error:
-                    self._error_from_recovery = error
-                self._cluster_due_for_update_or_finish.clear()
-                self._worker_up_cond.notify_all()
+            del call, outcome
 
 
 class _QuietExecutor(Executor):
     """Runs what may fail with a task.
 
     An executor keeps the last error of its ops. TensorFlow's own one, which the whole process shares, would fail with
-    it later; one of its coordinator's would print it when Python collects it.
+    it later.
     """
 
     __slots__ = ()
@@ -339,36 +538,30 @@ class _QuietExecutor(Executor):
             self.clear_error()
 
 
+def fetch(tensor: tf.Tensor) -> Any:
+    """The value of a tensor of some task; the copy is an op, which lets other threads run meanwhile."""
+    with tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
+        return tf.identity(tensor).numpy()
+
+
 def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
     """The type spec of iterators over the dataset that `make_dataset` returns."""
     return IteratorSpec(make_dataset.structured_outputs.element_spec)
 
 
-def lost_soon(lost_tasks: Callable[[], dict[Any, str]]) -> dict[Any, str]:
-    """The lost tasks; with none, those after a moment: a process that was killed ends after its connections."""
-    if lost := lost_tasks():
-        return lost
-    threading.Event().wait(_LIVENESS_CHECK_SECS)
-    return lost_tasks()
+def _may_be_lost(error: BaseException | None) -> bool:
+    """Whether an error of a call may mean that its worker is lost, or is another process than it was."""
+    if isinstance(error, OUT_OF_REACH):
+        return True
+    return isinstance(error, tf.errors.OpError) and any(sign in error.message for sign in _OF_ANOTHER_PROCESS)
 
 
-def describe_lost(lost: dict[Any, str]) -> str:
-    """`worker:1 is lost (killed by signal 9, SIGKILL)`, joined over the tasks."""
-    return ", ".join(f"{task} is lost ({how})" for task, how in lost.items())
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
-def _set_environment(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
-@contextmanager
-def _logger_level(logger: logging.Logger, level: int) -> Iterator[None]:
-    before = logger.level
-    logger.setLevel(level)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+__all__ = ["OUT_OF_REACH", "Coordinator", "Finished", "describe_lost", "fetch", "iterator_spec"]

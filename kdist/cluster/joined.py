@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,11 +91,24 @@ class JoinedCluster:
             if self._all_there and not accepts_connections(address)
         }
 
-    def kill(self) -> bool:
+    def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills what is a child of this process; that is not all."""
-        if self._own is not None:
+        if self._own is not None and tasks is None:
             self._own.kill()
         return False
+
+    @property
+    def pids(self) -> dict[Task, int]:
+        """None: the tasks are others'."""
+        return {}
+
+    def restart(self, task: Task) -> bool:
+        """Others start the tasks; one that they start again is taken back."""
+        return False
+
+    def starting_tasks(self) -> set[Task]:
+        """None that is known of: those that do not serve yet count as lost."""
+        return set()
 
     def stop(self) -> None:
         """Tells the tasks that the chief is done, and ends the chief's own server. May be called again."""

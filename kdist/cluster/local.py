@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from kdist.cluster.forkserver import ForkedTask, ForkServer
 from kdist.cluster.process import KILLED_SECS, end_children, how_it_ended, task_environment
@@ -118,7 +118,11 @@ class LocalCluster:
         self._start_timeout = start_timeout
         self._processes: dict[Task, ForkedTask | subprocess.Popen[bytes]] = {}
         self._fork_server: ForkServer | None = None
+        #: Where the present process's part of each log begins.
+        self._log_starts: dict[Task, int] = {}
         self._ready: set[Task] = set()
+        #: Tasks that were started again and do not serve yet, with the time by which they must.
+        self._starting: dict[Task, float] = {}
         self._deadline = 0.0
         self.spec = ClusterSpec((), ())
 
@@ -131,7 +135,8 @@ class LocalCluster:
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
         tasks = self.shape.tasks
         for task in tasks:
-            self._log_path(task).write_bytes(b"")
+            log = self._log_path(task)
+            self._log_starts[task] = log.stat().st_size if log.exists() else 0
         if sys.platform == "linux":
             # Elsewhere a process that has imported TensorFlow may not survive a fork.
             self._fork_server = _take_fork_server(self.shape, self.log_dir)
@@ -164,16 +169,37 @@ class LocalCluster:
         """Ends every task and waits for it, at most a few seconds. May be called again."""
         end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()
+        self._starting.clear()
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
 
-    def kill(self) -> bool:
-        """Kills every task, so that all are gone; `stop` is due all the same."""
-        for process in self._processes.values():
-            process.kill()
-            process.wait(KILLED_SECS)
+    def kill(self, tasks: Collection[Task] | None = None) -> bool:
+        """Kills tasks, all if None, so that they are gone; `stop` is due all the same."""
+        for task in self._processes if tasks is None else tasks:
+            self._processes[task].kill()
+            self._processes[task].wait(KILLED_SECS)
         return True
+
+    def restart(self, task: Task) -> bool:
+        """Starts a task that has ended again, at its old address, and returns at once."""
+        end_children([self._processes[task]], _STOP_SECS)
+        self._processes[task] = self._launch(task)
+        self._ready.discard(task)
+        self._starting[task] = time.monotonic() + self._start_timeout
+        return True
+
+    def starting_tasks(self) -> set[Task]:
+        """The tasks that were started again and do not serve yet; one that takes too long is killed."""
+        for task, deadline in list(self._starting.items()):
+            process = self._processes[task]
+            assert process.stdout is not None
+            if process.poll() is None and time.monotonic() > deadline:
+                process.kill()
+            # A process that has ended is among the lost ones.
+            if process.poll() is not None or _can_read(process.stdout):
+                del self._starting[task]
+        return set(self._starting)
 
     def __enter__(self) -> LocalCluster:
         return self.start()
@@ -194,9 +220,11 @@ class LocalCluster:
         return {task: how_it_ended(code) for task, code in ended.items() if code is not None}
 
     def log_tail(self, task: Task) -> str:
-        """The last lines of the task's log."""
+        """The last lines of the task's log, of those since it was started."""
         try:
-            lines = self._log_path(task).read_text(errors="replace").splitlines()
+            with self._log_path(task).open("rb") as log:
+                log.seek(self._log_starts.get(task, 0))
+                lines = log.read().decode(errors="replace").splitlines()
         except FileNotFoundError:
             return ""
         return "\n".join(lines[-_LOG_LINES:])
@@ -216,7 +244,7 @@ class LocalCluster:
         return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores)
 
     def _launch(self, task: Task) -> subprocess.Popen[bytes]:
-        with self._log_path(task).open("wb") as log:
+        with self._log_path(task).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "kdist.cluster.server", self._options(task).to_json()],
                 stdin=subprocess.PIPE,
@@ -257,6 +285,12 @@ class LocalCluster:
         task = min(tasks, key=str)
         tail = self.log_tail(task)
         return f"\n  log: {self._log_path(task)}" + (f" (last lines follow)\n{tail}" if tail else " (empty)")
+
+
+def _can_read(pipe: IO[bytes]) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        return bool(selector.select(0.0))
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kdist.cluster.addresses import check_private
 from kdist.cluster.spec import CHIEF, ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 
@@ -25,8 +26,20 @@ def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Memb
     """The membership that `cluster=hosts` or `cluster=tf_config` describes; None for any other cluster.
 
     Raises:
-        ConfigError: an address, job or index that cannot be, or a TF_CONFIG that is not one.
+        ConfigError: an address, job or index that cannot be, or a TF_CONFIG that is not one; a public address.
     """
+    membership = _described(config, environment)
+    if membership is not None:
+        if config.isolate == "must":
+            raise ConfigError(
+                f"cluster.isolate=must: is for NpsMw and Mw; the tasks of cluster={config.shape} need a network"
+            )
+        if not config.allow_unprotected_network:
+            check_private(membership.spec.addresses)
+    return membership
+
+
+def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
     if config.shape == "hosts":
         return _of_hosts(config)
     for key in ("ps", "worker", "chief", "job", "task"):

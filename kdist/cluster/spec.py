@@ -100,6 +100,12 @@ class ClusterSpec:
         """Addresses of servers and workers by job, as `tf.train.ClusterSpec` takes them, without empty jobs."""
         return {job: list(hosts) for job, hosts in (("ps", self.ps), ("worker", self.worker)) if hosts}
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Every address by its task."""
+        chief = {str(CHIEF): self.chief} if self.chief else {}
+        return chief | {str(task): self.address(task) for task in self.shape.tasks}
+
     def address(self, task: Task) -> str:
         """The address of `task`.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kdist.errors import check_whole_number
+from kdist.errors import CheckpointError, check_whole_number
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.timer import Timer
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 class CheckpointSaver(Hook):
     """Saves at the start, every so often, and at the end, into the session's checkpoint folder.
 
+    A save that fails (a disk that is full) costs a warning, and the next one is tried when it is due; if the last one
+    fails, so does the run.
+
     Args:
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
@@ -25,6 +29,7 @@ class CheckpointSaver(Hook):
 
     Raises:
         ConfigError: a value out of range.
+        CheckpointError: from `end`: the last save failed.
     """
 
     def __init__(
@@ -41,14 +46,14 @@ class CheckpointSaver(Hook):
         self._keep = keep
 
     def after_create_session(self, session: TrainSession) -> None:
-        self._save(session)
+        self._try_to_save(session)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if self._timer.due(values.global_step):
-            self._save(context.session)
+            self._try_to_save(context.session)
 
     def end(self, session: TrainSession) -> None:
-        self._save(session)
+        session.save(keep=self._keep)
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
@@ -57,6 +62,12 @@ class CheckpointSaver(Hook):
         # Steps are exact. When it is the clock that decides, saving itself waits for what is in flight.
         return self._timer.due_in(step)
 
-    def _save(self, session: TrainSession) -> None:
-        session.save(keep=self._keep)
+    def _try_to_save(self, session: TrainSession) -> None:
+        try:
+            session.save(keep=self._keep)
+        except CheckpointError as error:
+            # At the last step `end` tries once more, and says so itself.
+            if not session.should_stop():
+                what = str(error).replace("\n  ", "; ")
+                warnings.warn(f"kdist: {what}; training goes on", stacklevel=2)
         self._timer.restart(session.global_step)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 #: The name of the learning rate in a store and in checkpoints.
 LEARNING_RATE = "optimizer/learning_rate"
+#: The name of the run's seed in checkpoints.
+SEED = "seed"
 
 
 def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:

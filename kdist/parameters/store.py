@@ -89,6 +89,8 @@ class ParameterStore:
         # The first server's is the global step. The others count the updates that they apply themselves, so that none
         # has to wait for word of another one before it can apply what has arrived.
         self._steps = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
+        # Counted when an update is applied whole; where this lags behind, a task was lost in the middle of it.
+        self._applied = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)
@@ -104,7 +106,7 @@ class ParameterStore:
             ]
         # Every server has its own copy of what belongs to the whole optimizer, as the learning rate, so that applying
         # needs nothing from another server.
-        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: self._steps})
+        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: [*self._steps, *self._applied]})
         self._optimizers: dict[int, ServerOptimizer] = {}
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._make_optimizers(optimizer, names, parts, copies)
@@ -115,6 +117,16 @@ class ParameterStore:
     def global_step(self) -> int:
         """How many updates have been applied, exactly."""
         return int(self._steps[0].numpy())
+
+    def is_whole(self) -> bool:
+        """Whether every update that some server has begun to apply was applied by all of them, and whole."""
+        return len({int(counter.numpy()) for counter in [*self._steps, *self._applied]}) == 1
+
+    def align(self) -> None:
+        """Lets all servers count on from the global step, where a lost worker's update reached some of them only."""
+        step = self._steps[0].read_value()
+        for counter in [*self._steps[1:], *self._applied]:
+            counter.assign(step)
 
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate after `step` updates, a scalar on some server; called while a function is traced."""
@@ -266,10 +278,12 @@ class ParameterStore:
         """Applies and counts what has arrived at one server; returns how many updates it has applied."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
         of_server = [arrived[b] for b in blocks if b in arrived]
+        graph = tf.compat.v1.get_default_graph()
         with tf.device(self.devices[server]):
             with tf.control_dependencies(tf.nest.flatten(of_server, expand_composites=True)):
                 self._steps[server].assign_add(1, read_value=False)
                 step = self._steps[server].read_value()
+            num_operations = len(graph.get_operations())
             if server in self._optimizers:
                 self._optimizers[server].apply(
                     [arrived.get(b) for b in blocks if self.blocks[b].is_parameter], step - 1
@@ -279,6 +293,9 @@ class ParameterStore:
                     variable = self._variables[b].value
                     change = variable.assign_add if self._adds(variable.dtype) else variable.assign
                     change(arrived[b], read_value=False)
+            begun = graph.get_operations()[num_operations:]
+            with tf.control_dependencies([operation for operation in begun if operation.op_def.is_stateful]):
+                self._applied[server].assign_add(1, read_value=False)
         return step
 
     def _look_up(self, index: int, ids: tf.Tensor) -> tf.Tensor:

@@ -11,8 +11,8 @@ from kdist.errors import ConfigError
 from kdist.schema import ClusterConfig, StrategyConfig
 
 if TYPE_CHECKING:
+    from kdist.cluster.supervisor import Cluster
     from kdist.strategies.base import Strategy
-    from kdist.strategies.on_servers import Cluster
 
 #: Names that `strategy=` takes; `auto` picks one by the cluster.
 NAMES = ("auto", "parameter_server", "sync_replicas", "mirrored", "multi_worker_mirrored", "single")
@@ -23,6 +23,8 @@ _OPTIONS_OF: dict[str, tuple[tuple[str, ...], Any]] = {
     "replicas_to_aggregate": (("sync_replicas",), None),
     "backup_workers": (("sync_replicas",), 0),
     "token_mode": (("sync_replicas",), "strict"),
+    "on_lost_worker": (("sync_replicas",), "lower"),
+    "worker_timeout": (("sync_replicas",), 60.0),
     "devices": (("mirrored",), None),
     "local_steps": (("parameter_server",), 1),
     "wire_dtype": (_ON_SERVERS, None),
@@ -98,6 +100,7 @@ def create(
             make_cluster,
             placement=placement,
             step_timeout=cluster.step_timeout,
+            max_worker_restarts=cluster.max_worker_restarts,
             wire_dtype=config.wire_dtype,
             local_steps=config.local_steps,
         )
@@ -108,10 +111,13 @@ def create(
         make_cluster,
         placement=placement,
         step_timeout=cluster.step_timeout,
+        max_worker_restarts=cluster.max_worker_restarts,
         wire_dtype=config.wire_dtype,
         replicas_to_aggregate=config.replicas_to_aggregate,
         backup_workers=config.backup_workers,
         token_mode=config.token_mode,
+        on_lost_worker=config.on_lost_worker,
+        worker_timeout=config.worker_timeout,
     )
 
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from kdist.cluster.coordinator import iterator_spec
 from kdist.cluster.spec import CHIEF
-from kdist.data import worker_arguments
 from kdist.errors import TaskError
 from kdist.parameters.apply import clip_gradients
 from kdist.parameters.transport import sum_duplicates
@@ -78,9 +77,9 @@ class AllReduce(StoredStrategy):
         return reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
 
     def _worker_arguments(self) -> list[tuple[Any, ...]]:
-        data, step = self._program.program.data, self._store.global_step()
+        step = self._store.global_step()
         replicas = range(self._first_replica, self._first_replica + len(self._stores))
-        return [worker_arguments(data, replica, self.num_replicas, step) for replica in replicas]
+        return [self._program.worker_arguments(replica, step, self.batches_per_step) for replica in replicas]
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 import keras
 import numpy as np
 
+from kdist.cluster.spec import Task
 from kdist.data import TrainingData
 from kdist.parameters.placement import Plan
 from kdist.strategies.calls import StepLogs
@@ -28,6 +29,8 @@ class Program:
         seed: where shuffling and Dropout start.
         log_dir: folder for the logs of the tasks.
         last_step: the global step that training is to end at; None if nobody knows.
+        grace_secs: seconds within which a run that is interrupted has to end.
+        data_begins_at: the global step at which the workers begin to read the data.
     """
 
     model: keras.Model
@@ -37,6 +40,8 @@ class Program:
     seed: int
     log_dir: Path
     last_step: int | None = None
+    grace_secs: float = 30.0
+    data_begins_at: int = 0
 
     @property
     def first_step(self) -> int:
@@ -119,6 +124,16 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def warming_up(self) -> bool:
         """Whether the last run traced a new function, so that its time says nothing about speed."""
+
+    @property
+    def worker_restarts(self) -> int:
+        """How many workers were lost and came back."""
+        return 0
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        """Process ids of the tasks that this process has started."""
+        return {}
 
     @abc.abstractmethod
     def stop(self) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import Coordinator, describe_lost, lost_soon
-from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
+from kdist.cluster.coordinator import OUT_OF_REACH, CallsGivenUp, Coordinator
+from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.supervisor import Cluster, Supervisor, describe_lost
 from kdist.errors import ClusterError, TaskError
 from kdist.parameters.apply import check_slots_only
 from kdist.parameters.transport import Wire
@@ -25,20 +27,7 @@ T = TypeVar("T")
 #: What stands for something on tasks that do not answer and are not ours to kill: forgetting it would wait for them.
 _abandoned: list[Any] = []
 
-_OUT_OF_REACH = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
-
-
-class Cluster(Protocol):
-    """Where the tasks are: started by this process, or by others."""
-
-    spec: ClusterSpec
-
-    def launch(self) -> None: ...
-    def wait(self) -> None: ...
-    def lost_tasks(self) -> dict[Task, str]: ...
-    def kill(self) -> bool: ...
-    def stop(self) -> None: ...
 
 
 class OnServers(StoredStrategy):
@@ -48,7 +37,9 @@ class OnServers(StoredStrategy):
         shape: how many servers and workers there are.
         make_cluster: folder for logs -> the cluster, not started.
         placement: which server holds which variable.
-        step_timeout: seconds without any result after which the run is given up.
+        step_timeout: seconds without any result after which a task that does not answer is replaced or the run given
+            up.
+        max_worker_restarts: how often each lost worker is started again.
         wire_dtype: what floating-point values and gradients are rounded to while they travel; None leaves them.
     """
 
@@ -59,15 +50,18 @@ class OnServers(StoredStrategy):
         *,
         placement: Placement,
         step_timeout: float = 300.0,
+        max_worker_restarts: int = 3,
         wire_dtype: str | None = None,
     ) -> None:
         self._shape = shape
         self.num_replicas = shape.num_workers
         self._placement = placement
         self._step_timeout = step_timeout
+        self._max_worker_restarts = max_worker_restarts
         self._wire = Wire(tf.as_dtype(wire_dtype) if wire_dtype else None)
         self._make_cluster = make_cluster
         self._cluster: Cluster | None = None
+        self._supervisor: Supervisor | None = None
         self._coordinator: Coordinator | None = None
 
     def start(self, program: Program) -> None:
@@ -79,21 +73,32 @@ class OnServers(StoredStrategy):
         self.plan = self._program.plan(self._shape.num_ps, self._placement)
         self._cluster.wait()
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
+        self._supervisor = Supervisor(self._cluster, self._max_worker_restarts)
         with self._explaining():
             self._coordinator = Coordinator(
-                self._cluster.spec, timeout=self._step_timeout, lost_tasks=self._cluster.lost_tasks
+                self._supervisor, timeout=self._step_timeout, patience=program.grace_secs / 2
             )
+            self._coordinator.on_return = self._worker_is_back
             self._store = self._program.store(devices, self.plan, self._wire)
         self._make_dataset = self._program.trace_dataset()
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._explaining():
+            self._running().interrupted = interrupted
             self._running().check_tasks()
-            return super().run(num_steps, interrupted, may_begin)
+            try:
+                return super().run(num_steps, interrupted, may_begin)
+            except CallsGivenUp:
+                self._give_up_calls()
+                return None
 
     def settle(self) -> int:
         with self._explaining():
-            return super().settle()
+            try:
+                return super().settle()
+            except CallsGivenUp:
+                self._give_up_calls()
+                return self._num_ahead
 
     def global_step(self) -> int:
         self.settle()
@@ -101,6 +106,8 @@ class OnServers(StoredStrategy):
 
     def read(self) -> dict[str, np.ndarray]:
         self.settle()
+        # What is read is often used by Keras, which traces functions of its own.
+        self._running().before_tracing()
         return self._watched(super().read)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
@@ -126,6 +133,24 @@ class OnServers(StoredStrategy):
         self._coordinator = None
         self._cluster.stop()
         self._cluster = None
+
+    @property
+    def worker_restarts(self) -> int:
+        return 0 if self._supervisor is None else self._supervisor.restarts
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        return {} if self._cluster is None else self._cluster.pids
+
+    def _worker_is_back(self, worker: int) -> None:
+        """Forgets what stood for something on a worker that is a new process now."""
+
+    def _give_up_calls(self) -> None:
+        warnings.warn("kdist: calls in flight did not end in time (run.grace_secs) and are given up", stacklevel=3)
+        self._forget_in_flight()
+
+    def _forget_in_flight(self) -> None:
+        """Takes what is in flight for lost."""
 
     def _held_on_tasks(self) -> tuple[str, ...]:
         """Names of attributes that stand for something on the tasks."""
@@ -155,12 +180,12 @@ class OnServers(StoredStrategy):
 
     def _explained(self, error: tf.errors.OpError) -> ClusterError | TaskError:
         """What an error of TensorFlow's runtime means: a lost task, or the user's own error on some worker."""
-        if isinstance(error, _OUT_OF_REACH) and self._cluster is not None:
-            if lost := lost_soon(self._cluster.lost_tasks):
+        if isinstance(error, OUT_OF_REACH) and self._cluster is not None and self._supervisor is not None:
+            if lost := self._supervisor.lost_soon():
                 return ClusterError(describe_lost(lost))
             spec = self._cluster.spec
-            who = ", ".join(str(task) for task in self._shape.tasks if spec.address(task) in error.message) or "a task"
-            return ClusterError(f"{who} is out of reach: {error.message.splitlines()[0]}")
+            if who := [str(task) for task in self._shape.tasks if spec.address(task) in error.message]:
+                return ClusterError(f"{', '.join(who)} is out of reach: {error.message.splitlines()[0]}")
         jobs = _WORKER_IN_MESSAGE.findall(error.message)
         workers = [index for job, index in jobs if job == "worker"]
         if isinstance(error, tf.errors.OutOfRangeError):

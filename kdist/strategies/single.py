@@ -9,7 +9,6 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 
 from kdist.cluster.spec import CHIEF
-from kdist.data import worker_arguments
 from kdist.errors import TaskError
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
@@ -36,7 +35,7 @@ class Single(StoredStrategy):
         if interrupted():
             return None
         if self._iterator is None:
-            arguments = worker_arguments(self._program.program.data, 0, 1, self.global_step())
+            arguments = self._program.worker_arguments(0, self.global_step(), self.batches_per_step)
             self._iterator = iter(self._make_dataset(*arguments))
         size = self._sizer.next_size(may_begin)
         self._warming_up |= not self._calls.traced(size)

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.data import worker_dataset
+from kdist.data import worker_arguments, worker_dataset
 from kdist.parameters.apply import is_elementwise, leaves_other_rows_alone, optimizer_state
 from kdist.parameters.blocks import Trainable
 from kdist.parameters.names import variable_names
@@ -146,6 +147,12 @@ class PreparedProgram:
             num_seeds=len(self.replica_step.seeds),
             seed=self.program.seed,
         )
+
+    def worker_arguments(self, worker_index: int, step: int, batches_per_step: int) -> tuple[Any, ...]:
+        """Arguments of that function for one worker that goes on at global step `step`."""
+        data, num_workers = self.program.data, self.num_workers
+        first_batch = (step - self.program.data_begins_at) * batches_per_step // num_workers
+        return worker_arguments(data, worker_index, num_workers, step, first_batch)
 
     def plan(self, num_servers: int, placement: Placement) -> Plan:
         """Where each variable goes, its slots counted in."""

@@ -5,27 +5,26 @@ an update is the mean of `replicas_to_aggregate` gradients, all computed from th
 workers beyond that number (backup workers) come too late and are dropped.
 
 Where every worker has its share of every step, the steps are calls over all tasks (`kdist.strategies.lockstep`). Where
-it matters who comes first, all waiting is done here, on the chief, so a worker that is lost or has no more data can
-stop nobody.
+it matters who comes first, or somebody is missing, all waiting is done here, on the chief, so a worker that is lost or
+has no more data can stop nobody. What workers compute stays in no queue and no accumulator: after a loss there is
+nothing to rebuild but the calls.
 """
 
 from __future__ import annotations
 
-import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import iterator_spec, lost_soon
+from kdist.cluster.coordinator import OUT_OF_REACH, Finished, fetch, iterator_spec
 from kdist.cluster.spec import Task
-from kdist.data import worker_arguments
-from kdist.errors import ClusterError, TaskError
+from kdist.errors import ClusterError
 from kdist.parameters.contributions import Contribution, Contributions
 from kdist.replica import batch_size_of
 from kdist.result import Contributions as Counts
@@ -82,6 +81,9 @@ class SyncReplicas(OnServers):
         replicas_to_aggregate: gradients of one update; more than there are workers lets each compute several.
         backup_workers: workers beyond that number, if it is not given.
         token_mode: `strict`: every worker may contribute to every step, by its own share; `tf1`: whoever is fast.
+        on_lost_worker: what happens when so many workers are lost that an update lacks gradients: `lower` makes
+            updates of fewer until they are back, `fail` ends the run.
+        worker_timeout: seconds to wait for a lost worker to come back before that.
     """
 
     name: ClassVar[str] = "sync_replicas"
@@ -92,24 +94,32 @@ class SyncReplicas(OnServers):
         replicas_to_aggregate: int | None = None,
         backup_workers: int = 0,
         token_mode: str = "strict",
+        on_lost_worker: str = "lower",
+        worker_timeout: float = 60.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         num_workers = self._shape.num_workers
         self._quorum = Quorum(replicas_to_aggregate or num_workers - backup_workers, num_workers, token_mode == "tf1")
         self.batches_per_step = self._quorum.replicas_to_aggregate
+        self._on_lost_worker = on_lost_worker
+        self._worker_timeout = worker_timeout
+        #: Over each worker's data, made when its first step runs.
         self._iterators: dict[int, Any] = {}
         #: Workers with a call in flight, and the step it was begun at.
         self._busy: dict[int, int] = {}
-        #: Workers that are lost or have no more data.
-        self._absent: set[int] = set()
+        #: Workers that have no more data.
+        self._finished: set[int] = set()
+        #: Lost workers that nobody waits for any more.
+        self._done_without: set[int] = set()
         self._applies: dict[int, Callable[..., tf.Tensor]] = {}
         #: The call of one worker, made when it is first needed.
         self._gradient: tf.types.experimental.ConcreteFunction | None = None
-        self._tracing = threading.Lock()
-        #: None where it matters who comes first.
+        #: The calls over all tasks, made when everyone is there.
         self._lockstep: LockstepCalls | None = None
         self._in_lockstep = False
+        #: How many workers had been lost when the last of these calls began.
+        self._num_lost_before = 0
         #: The global step; None until it has been read from the servers.
         self._step: int | None = None
 
@@ -119,70 +129,106 @@ class SyncReplicas(OnServers):
         self._sizer = self._program.sizer(num_workers=1)
         self._logs = CallLogs(self._program.replica_step)
         self._contributions = Contributions(self._store, program.model.optimizer)
-        if self._quorum.needs_everyone:
-            shares = [self._quorum.share(worker) for worker in range(self._shape.num_workers)]
+
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        if interrupted():
+            return None
+        self._needed()
+        if self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy:
+            try:
+                if (logs := self._lockstep_call(may_begin)) is not None:
+                    return logs
+            except OUT_OF_REACH as error:
+                self._recover_lockstep(error)
+                return self._next_logs(may_begin, interrupted)
+        return self._one_update()
+
+    def _lockstep_call(self, remaining: int) -> StepLogs | None:
+        """Runs a call over all tasks; None if a worker has no data, so that the others have to go on without it.
+
+        Raises:
+            tf.errors.OpError: a task is lost.
+        """
+        coordinator, workers = self._running(), range(self._shape.num_workers)
+        step = self._present_step()
+        calls = self._lockstep_calls()
+        if self._iterators.keys() != set(workers):
+            coordinator.watch(lambda: [self._iterator(worker) for worker in workers])
+        size = self._sizer.next_size(remaining)
+        if not calls.traced(size):
+            self._warming_up = True
+            coordinator.before_tracing()
+        function, iterators = calls.function(size), [self._iterators[worker] for worker in workers]
+        self._num_lost_before = coordinator.num_lost
+        self._in_lockstep = True
+        try:
+            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
+        except tf.errors.OutOfRangeError:
+            # The call cancelled the reads of the workers that have data; their iterators end with that.
+            self._iterators.clear()
+            self._in_lockstep = False
+            if self.global_step() != step:
+                raise
+            return None
+        self._in_lockstep = False
+        self._step = step + size
+        logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
+        shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in workers}
+        return replace(logs, contributions=(shares,) * size)
+
+    def _lockstep_calls(self) -> LockstepCalls:
+        if self._lockstep is None:
+            self._warming_up = True
             self._lockstep = LockstepCalls(
                 self._program.replica_step,
                 self._store,
                 self._contributions,
                 self._logs,
                 iterator_spec(self._make_dataset),
-                shares,
+                [self._quorum.share(worker) for worker in range(self._shape.num_workers)],
             )
+        return self._lockstep
 
-    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        if not self._iterators:
-            self._make_iterators()
-            self._warming_up = True
-        if interrupted():
-            return None
-        if self._lockstep is not None:
-            logs = self._lockstep_call(self._lockstep, may_begin)
-            if logs is not None:
-                return logs
-            # The call that failed cancelled the reads of the workers that have data; their iterators end with that.
-            self._make_iterators()
-        return self._one_update()
+    def _recover_lockstep(self, error: tf.errors.OpError) -> None:
+        """Finds out who is lost after a call over all tasks failed, and what was done of it.
 
-    def _lockstep_call(self, calls: LockstepCalls, remaining: int) -> StepLogs | None:
-        """Runs a call over all tasks; None if a worker has no data, so that the others have to go on without it."""
-        size = self._sizer.next_size(remaining)
-        self._warming_up |= not calls.traced(size)
-        iterators = list(self._iterators.values())
-        step = self._present_step()
-        self._in_lockstep = True
-        try:
-            packed = self._watched(lambda: [logs.numpy() for logs in calls.function(size)(iterators)])
-        except TaskError as error:
-            self._in_lockstep = False
-            if not isinstance(error.__cause__, tf.errors.OutOfRangeError) or self.global_step() != step:
-                raise
-            self._lockstep = None
-            return None
+        Raises:
+            ClusterError: an update was begun and not finished, or not by all servers; or a server is lost.
+        """
         self._in_lockstep = False
-        self._step = step + size
-        logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
-        shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in self._iterators}
-        return replace(logs, contributions=(shares,) * size)
+        # TensorFlow keeps, for each such function, what it found on each task.
+        self._lockstep = None
+        self._iterators.clear()
+        self._running().examine()
+        if self._running().num_lost == self._num_lost_before:
+            raise error
+        if not self._watched(self._store.is_whole):
+            raise ClusterError(f"{self._names(self._lost())} was lost in the middle of an update")
+        self._step = None
 
     def _one_update(self) -> StepLogs:
         """Collects the gradients of one step and applies their mean."""
         step = self._present_step()
+        compute = self._compute()
         accepted: list[tuple[int, _Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
         counts: dict[int, Counts] = {}
-        self._hand_out(step, given)
         while len(accepted) < self._needed():
-            worker, outcome = self._running().next_finished()
-            is_stale = self._busy.pop(worker) < step
-            gradient = self._gradient_of(worker, outcome)
-            if gradient is not None and is_stale:
+            self._hand_out(step, given, compute)
+            finished = self._running().next_finished()
+            worker, begun_at = finished.worker, self._busy.pop(finished.worker)
+            gradient = self._gradient_of(finished)
+            if gradient is None:
+                # It may be asked again when it is back.
+                given[worker] -= begun_at == step
+            elif begun_at < step:
                 counts[worker] = counts.get(worker, Counts()) + Counts(dropped=1, stale=1)
-            elif gradient is not None:
+            else:
                 counts[worker] = counts.get(worker, Counts()) + Counts(accepted=1)
                 accepted.append((worker, gradient))
-            del outcome, gradient
-            self._hand_out(step, given)
+            del finished, gradient
+        # Backup workers go on meanwhile.
+        self._hand_out(step, given, compute)
         # In the order of workers, so that sums do not depend on who was first.
         accepted.sort(key=lambda pair: pair[0])
         self._step = self._apply([gradient.contribution for _, gradient in accepted])
@@ -190,7 +236,7 @@ class SyncReplicas(OnServers):
         staleness = step - min(int(log.staleness[0]) for log in logs)
         return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), contributions=(counts,))
 
-    def _hand_out(self, step: int, given: dict[int, int]) -> None:
+    def _hand_out(self, step: int, given: dict[int, int], compute: tf.types.experimental.ConcreteFunction) -> None:
         """Begins a call at every idle worker that may still compute a gradient of this step."""
         for worker in self._active():
             if worker in self._busy:
@@ -203,59 +249,100 @@ class SyncReplicas(OnServers):
             if may:
                 given[worker] += 1
                 self._busy[worker] = step
-                self._running().start_on(worker, self._call, self._iterators[worker])
+                self._running().start_on(worker, partial(self._call, compute))
 
     def _active(self) -> list[int]:
-        return [w for w in range(self._shape.num_workers) if w not in self._absent]
+        """Workers that are there and have data."""
+        return [worker for worker in self._running().present if worker not in self._finished]
+
+    def _lost(self) -> set[int]:
+        return set(range(self._shape.num_workers)) - set(self._running().present)
 
     def _needed(self) -> int:
-        """Gradients of an update: what was asked for, or what the workers that have data can bring."""
-        active = self._active()
-        if not active:
-            raise ClusterError("no worker is left that has data")
-        if self._quorum.shared_tokens:
-            return self._quorum.replicas_to_aggregate
-        return min(self._quorum.replicas_to_aggregate, sum(self._quorum.share(worker) for worker in active))
+        """Gradients of an update: what was asked for, or what the workers that are there and have data can bring.
 
-    def _gradient_of(self, worker: int, outcome: Future[_Gradient]) -> _Gradient | None:
-        """What a call brought; None if its worker has no more data."""
+        Raises:
+            ClusterError: there are too few workers, and they were waited for.
+        """
+        if self._reachable() < self._quorum.replicas_to_aggregate and self._lost() - self._done_without:
+            self._wait_for_lost()
+        if not self._active():
+            raise ClusterError("no worker is left that has data")
+        return min(self._quorum.replicas_to_aggregate, self._reachable())
+
+    def _reachable(self) -> int:
+        """How many gradients of one step the workers that are there and have data can bring."""
+        active = self._active()
+        if self._quorum.shared_tokens and active:
+            return self._quorum.tokens
+        return sum(self._quorum.share(worker) for worker in active)
+
+    def _wait_for_lost(self) -> None:
+        """Waits until the lost workers are back, or so many that they are enough.
+
+        Raises:
+            ClusterError: they did not come, and that is not to be borne.
+        """
+        needed = self._quorum.replicas_to_aggregate
+        deadline = time.monotonic() + self._worker_timeout
+        while self._reachable() < needed and (left := deadline - time.monotonic()) > 0:
+            self._running().wait_for_worker(left)
+        if self._reachable() >= needed:
+            return
+        names = self._names(self._lost() - self._done_without)
+        late = f"{names} did not come back within {self._worker_timeout:g} s (strategy.worker_timeout)"
+        if self._on_lost_worker == "fail":
+            raise ClusterError(f"{late}; {needed} gradients make an update (strategy.on_lost_worker=fail)")
+        self._done_without = self._lost()
+        warnings.warn(f"kdist: {late}; {self._reachable()} gradients make an update until then", stacklevel=2)
+
+    @staticmethod
+    def _names(workers: set[int]) -> str:
+        return ", ".join(str(Task("worker", worker)) for worker in sorted(workers)) or "a worker"
+
+    def _gradient_of(self, finished: Finished) -> _Gradient | None:
+        """What a call brought; None if its worker is lost or has no more data."""
+        if self._running().is_lost(finished):
+            return None
         try:
-            return outcome.result()
+            return finished.outcome.result()
         except tf.errors.OutOfRangeError:
-            self._absent.add(worker)
+            self._finished.add(finished.worker)
             if not self._active():
                 raise
             warnings.warn(
-                f"kdist: {Task('worker', worker)} has no more data; {self._needed()} gradients make an update from now "
-                "on",
+                f"kdist: {Task('worker', finished.worker)} has no more data; {self._needed()} gradients make an update "
+                "from now on",
                 stacklevel=2,
             )
             return None
-        except tf.errors.UnavailableError:
-            self._absent.add(worker)
-            # Backup workers may take the place of one that is lost.
-            if self._needed() < self._quorum.replicas_to_aggregate or not self._is_lost(worker):
-                raise
-            self._running().check_tasks()
-            return None
 
-    def _is_lost(self, worker: int) -> bool:
-        lost = lost_soon(self._cluster.lost_tasks) if self._cluster is not None else {}
-        return Task("worker", worker) in lost
+    def _forget_in_flight(self) -> None:
+        self._busy.clear()
+        self._in_lockstep = False
+        if not self._watched(self._store.is_whole):
+            raise ClusterError("training was interrupted in the middle of an update")
 
-    def _call(self, iterator: Any) -> _Gradient:
-        *contribution, packed = self._compute()(iterator)
-        return _Gradient(contribution, packed.numpy())
+    def _worker_is_back(self, worker: int) -> None:
+        # Its data starts over.
+        self._iterators.pop(worker, None)
+        self._finished.discard(worker)
+        self._done_without.discard(worker)
+        self._lockstep = None
+
+    def _call(self, compute: tf.types.experimental.ConcreteFunction, worker: int) -> _Gradient:
+        *contribution, packed = compute(self._iterator(worker))
+        return _Gradient(contribution, fetch(packed))
 
     def _compute(self) -> tf.types.experimental.ConcreteFunction:
         """The call of one worker that brings one gradient."""
-        with self._tracing:
-            if self._gradient is None:
-                self._warming_up = True
-                self._gradient = tf.function(self._one_gradient, autograph=False).get_concrete_function(
-                    iterator_spec(self._make_dataset)
-                )
-            return self._gradient
+        if self._gradient is None:
+            self._warming_up = True
+            self._running().before_tracing()
+            self._gradient = tf.function(self._one_gradient, autograph=False).get_concrete_function(
+                iterator_spec(self._make_dataset)
+            )
+        return self._gradient
 
     def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:
         batch, seeds = next(iterator)
@@ -271,20 +358,19 @@ class SyncReplicas(OnServers):
         size = len(contributions)
         if size not in self._applies:
             self._warming_up = True
+            self._running().before_tracing()
             specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
             apply = tf.function(self._contributions.apply_mean, autograph=False)
             self._applies[size] = apply.get_concrete_function([specs] * size)
         return int(self._watched(lambda: self._applies[size](contributions).numpy()))
 
-    def _make_iterators(self) -> None:
-        data, num_workers, first_step = self._program.program.data, self._shape.num_workers, self.global_step()
-
-        def make() -> None:
-            for worker in range(num_workers):
-                arguments = worker_arguments(data, worker, num_workers, first_step)
-                self._iterators[worker] = self._running().iterator_on(worker, self._make_dataset, arguments)
-
-        self._watched(make)
+    def _iterator(self, worker: int) -> Any:
+        """The iterator over a worker's data."""
+        if worker not in self._iterators:
+            with tf.device(Task("worker", worker).device):
+                arguments = self._program.worker_arguments(worker, self._step or 0, self.batches_per_step)
+                self._iterators[worker] = iter(self._make_dataset(*arguments))
+        return self._iterators[worker]
 
     def _present_step(self) -> int:
         """The global step. Every update is this process's own, so it is read once."""

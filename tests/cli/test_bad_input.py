@@ -9,7 +9,7 @@ from helpers import kdist, result_of
 
 from kdist.cli import help_text, run
 
-MINE = ["model._target_=user_code.build", "data._target_=user_code.data"]
+MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
 HOSTS = ["+recipe=mnist", "cluster=hosts", "cluster.ps=[a:1,a:2]", "cluster.worker=[b:1,b:2]"]
 SYNC = ["+recipe=mnist", "strategy=sync_replicas"]
 TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
@@ -83,10 +83,13 @@ REFUSED = [
     (["+recipe=mnist", "strategy.placement=best"], ["strategy.placement=best", "round_robin, greedy, partitioned"]),
     (["+recipe=mnist", "optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1", "more than 0"]),
     (
-        ["+recipe=mnist", "model._target_=nosuch.module.build"],
+        ["+recipe=mnist", "model._target_=nosuch.module.build", "run.trust=[nosuch]"],
         ["model", "nosuch.module.build", "No module named 'nosuch'"],
     ),
-    (["+recipe=mnist", "model._target_=user_code.nope"], ["model", "user_code.nope", "has no nope"]),
+    (
+        ["+recipe=mnist", "model._target_=user_code.nope", "run.trust=[user_code]"],
+        ["model", "user_code.nope", "has no nope"],
+    ),
     (["+recipe=mnist", "hooks.stop._target_=kdist.hooks.Never"], ["hooks.stop", "kdist.hooks.Never"]),
     (["+recipe=mnist", "+model.units=3"], ["model", "units"]),
     (["+recipe=mnist", "+train.foo=1"], ["train.foo", "no such key"]),
@@ -97,6 +100,19 @@ REFUSED = [
     (["+recipe=mnist", "cluster.start_timeout=inf"], ["cluster.start_timeout=inf", "finite"]),
     (["+recipe=mnist", "run.dir=/dev/null"], ["run.dir=/dev/null", "is a file"]),
     (["+recipe=mnist", "hooks=null"], ["None"]),
+    (["+recipe=mnist", "cluster.isolate=maybe"], ["cluster.isolate=maybe", "never, auto, must"]),
+    ([*HOSTS, "cluster.job=ps", "cluster.isolate=must"], ["cluster.isolate=must", "NpsMw", "cluster=hosts"]),
+    (
+        [*HOSTS, "cluster.job=ps", "cluster.ps=[8.8.8.8:2222]"],
+        ["ps:0", "8.8.8.8:2222", "cluster.allow_unprotected_network=true"],
+    ),
+    (
+        ["+recipe=mnist", "model._target_=user_code.build"],
+        ["model._target_=user_code.build", "not trusted", "run.trust=[user_code]"],
+    ),
+    (["+recipe=mnist", "loss={_target_: os.system, command: id}"], ["loss._target_=os.system", "not trusted"]),
+    (["+recipe=mnist", "run.trust=[os]"], ["run.trust", "Python's own"]),
+    (["+recipe=mnist", "run.trust=mine"], ["run.trust", "str"]),
     ([], ["model", "+recipe=mnist"]),
 ]
 
@@ -136,6 +152,37 @@ def test_a_wrong_tf_config_is_refused_in_one_line_before_anything_is_made(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TF_CONFIG", tf_config)
     assert_refused(["+recipe=mnist", "cluster=tf_config"], ["TF_CONFIG", *said], tmp_path, capsys)
+
+
+TRUSTING_FILES = {
+    "run: {trust: [user_code]}": ["run.trust: user_code is not from the command line"],
+    "hydra: {callbacks: {x: {_target_: user_code.build}}}": ["hydra.callbacks.x._target_=user_code.build"],
+    "hydra: {job_logging: {root: {handlers: [x]}, handlers: {x: {class: user_code.build}}}}": [
+        "hydra.job_logging.handlers.x.class=user_code.build"
+    ],
+    "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}": ["hydra.job.env_set.LD_PRELOAD"],
+}
+
+
+@pytest.mark.parametrize("content", TRUSTING_FILES)
+@pytest.mark.parametrize("by", ["hydra.searchpath=[file://{}]", "--config-dir={}"])
+def test_no_file_trusts_a_package_or_has_hydra_call_one(
+    content: str,
+    by: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", list(sys.argv))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    folder = tmp_path_factory.mktemp("conf")
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "theirs.yaml").write_text(f"# @package _global_\n{content}\n")
+    run_dir = tmp_path_factory.mktemp("run")
+    mine = ["model=linear", "data=linear", "train.steps=2", f"run.dir={run_dir}"]
+    assert_refused(["+recipe=theirs", *mine, by.format(folder)], TRUSTING_FILES[content], tmp_path, capsys)
 
 
 def assert_refused(arguments: list[str], said: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

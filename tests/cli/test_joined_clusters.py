@@ -18,7 +18,7 @@ from helpers import environment, result_of, tasks_running, wait_until
 
 pytestmark = pytest.mark.cluster
 
-MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.dir=D"]
+MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]", "run.dir=D"]
 # Seconds for processes that come up on a machine that has other things to do.
 PATIENCE = 90.0
 # Seconds for processes that are up and have nothing to wait for.

@@ -1,17 +1,23 @@
 """Whole runs by the command line, looked at from outside."""
 
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from helpers import REPO, environment, kdist, result_of, tasks_running, wait_until
 
+from kdist.cluster.isolate import network_line
+
 pytestmark = pytest.mark.cluster
 
-MINE = ["model._target_=user_code.build", "data._target_=user_code.data"]
+MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
 
 
 def test_mnist_on_two_servers_and_two_workers(tmp_path: Path) -> None:
@@ -27,6 +33,7 @@ def test_mnist_on_two_servers_and_two_workers(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[1].startswith("kdist 0.1.0 | mnist | parameter_server on 2ps2w")
     assert lines[2].startswith(f"run dir   {run_dir.relative_to(tmp_path)}      tensorboard --logdir runs")
+    assert lines[3] == network_line()
     assert any(line.startswith("train | step    100/400 | loss ") for line in lines)
     assert lines[-1].startswith("done  | step    400/400 | loss ")
     assert done.stderr == ""
@@ -79,7 +86,8 @@ def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> No
 def test_multirun_runs_jobs_one_after_another_each_on_its_own_cluster(tmp_path: Path) -> None:
     done = kdist("-m", *MINE, "cluster=local,1ps1w", "train.steps=10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    sweep = next((tmp_path / "runs" / "train").iterdir())
+    (sweep,) = (tmp_path / "runs" / "train").iterdir()
+    assert [folder.stat().st_mode & 0o777 for folder in (sweep, sweep / "0", sweep / "1")] == [0o700] * 3
     assert [result_of(sweep / number)["cluster"] for number in ("0", "1")] == ["local", "1ps1w"]
     assert not tasks_running(under=os.getpid())
 
@@ -87,11 +95,11 @@ def test_multirun_runs_jobs_one_after_another_each_on_its_own_cluster(tmp_path: 
 class Run:
     """A long run in the background whose console and tasks a test can watch."""
 
-    def __init__(self, cwd: Path) -> None:
+    def __init__(self, cwd: Path, *arguments: str) -> None:
         self.log = cwd / "console.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kdist", *MINE, "cluster=1ps2w", "train.steps=1000000", "run.dir=D"],
+                [sys.executable, "-m", "kdist", *MINE, "cluster=1ps2w", "train.steps=1000000", "run.dir=D", *arguments],
                 cwd=cwd,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -132,7 +140,7 @@ def test_a_signal_saves_and_ends_everything_within_five_seconds(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_training_ends_the_run_with_a_result(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    arguments = [sys.executable, "-m", "kdist", MINE[0], "data._target_=user_code.slow_data", "run.dir=D"]
+    arguments = [sys.executable, "-m", "kdist", *MINE, "data._target_=user_code.slow_data", "run.dir=D"]
     with subprocess.Popen(
         arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -183,3 +191,50 @@ for cluster in ("1ps1w", "1ps1w"):
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs" / "train_mine").iterdir())) == 2
     assert done.stdout.count("stopped by StopAtStep") == 2
+
+
+def test_an_isolated_run_is_out_of_reach_or_says_that_it_is_not(tmp_path: Path) -> None:
+    unshare = ["unshare", "--map-root-user", "--net", "true"]
+    permitted = bool(shutil.which("unshare")) and subprocess.run(unshare, check=False).returncode == 0
+    run = Run(tmp_path, "cluster.isolate=auto")
+    try:
+        said = run.log.read_text()
+        (port,) = re.findall(r"ps:0 serves at grpc://\S+:(\d+)", (tmp_path / "D" / "logs" / "ps-0.log").read_text())
+        reached = False
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(port)), 2):
+            reached = True
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(10) == 130
+    finally:
+        run.process.kill()
+    assert reached is not permitted
+    private = "network   private namespace: only processes of this run reach its servers"
+    assert (private in said.splitlines()) is permitted
+    assert said.count("kdist: cluster.isolate=auto: ") == (0 if permitted else 1)
+    assert result_of(tmp_path / "D")["status"] == "preempted"
+    for path in (tmp_path / "D").rglob("*"):
+        assert path.stat().st_uid == os.getuid()
+
+
+def test_a_secret_of_the_environment_is_nowhere_and_the_run_dir_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "correct-horse-battery-staple"
+    monkeypatch.setenv("DATABASE_PASSWORD", secret)
+    done = kdist(
+        *MINE, "+data.password=${oc.env:DATABASE_PASSWORD}", "cluster=1ps1w", "train.steps=20",
+        "run.log_device_placement=true", "run.dir=new/D", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert secret not in done.stdout + done.stderr
+    files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert {"config.yaml", "overrides.yaml", "hydra.yaml", "result.json", "ps-0.log"} <= {path.name for path in files}
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert (tmp_path / "new" / "D").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_dir_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "D").mkdir(mode=0o755)
+    (tmp_path / "D").chmod(0o755)
+    assert kdist(*MINE, "train.steps=2", "run.dir=D", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "D").stat().st_mode & 0o777 == 0o755

@@ -63,7 +63,7 @@ class KillAWorker(Hook):
 
 def test_a_worker_that_is_killed_is_named(run_dir: Path) -> None:
     x, y = toy_data()
-    trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[KillAWorker()])
+    trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[KillAWorker()], max_restarts=0)
     with pytest.raises(kdist.ClusterError, match=r"worker:1 is lost \(killed by signal 9, SIGKILL\)"):
         trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
     result = result_of(run_dir)

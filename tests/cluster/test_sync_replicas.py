@@ -10,10 +10,10 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import result_of, tags_of, toy_data
+from helpers import delayed, result_of, tags_of, toy_batches, toy_data
 
 import kdist
-from kdist.hooks import Hook, SummarySaver
+from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 
 pytestmark = pytest.mark.cluster
 
@@ -35,21 +35,6 @@ class Notes(Hook):
 def with_a_slow_worker(context: kdist.DataContext) -> tf.data.Dataset:
     """Batches of `toy_data`; those of one worker take their time."""
     return delayed(toy_batches(), tf.where(tf.equal(context.worker_index, SLOW_WORKER), SLOW_SECS, 0.0))
-
-
-def toy_batches() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(toy_data()).repeat().batch(8, drop_remainder=True)
-
-
-def delayed(batches: tf.data.Dataset, seconds: Any) -> tf.data.Dataset:
-    """The same batches, each after a wait without the CPU."""
-    variant = tf.raw_ops.ExperimentalSleepDataset(
-        input_dataset=batches._variant_tensor,
-        sleep_microseconds=tf.cast(seconds * 1e6, tf.int64),
-        output_types=[spec.dtype for spec in batches.element_spec],
-        output_shapes=[spec.shape for spec in batches.element_spec],
-    )
-    return tf.data.experimental.from_variant(variant, batches.element_spec)
 
 
 @pytest.mark.alone
@@ -140,7 +125,7 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path) ->
     class KillOne(Hook):
         def after_run(self, context: Any, values: Any) -> None:
             if values.global_step == 10:
-                cluster = context.session.strategy._cluster
+                cluster = context.session.strategy
                 os.kill(next(pid for task, pid in cluster.pids.items() if str(task) == "worker:1"), signal.SIGKILL)
 
         def due_in(self, step: int) -> int | None:
@@ -157,14 +142,29 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path) ->
 
 def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
     class KillOne(Hook):
+        has_killed = False
+
         def after_run(self, context: Any, values: Any) -> None:
-            os.kill(list(context.session.strategy._cluster.pids.values())[-1], signal.SIGKILL)
+            if not self.has_killed:
+                os.kill(list(context.session.strategy.pids.values())[-1], signal.SIGKILL)
+            self.has_killed = True
 
     x, y = toy_data()
     trainer = kdist.Trainer(
-        models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir, hooks=[KillOne()], step_timeout=20
+        models.mlp,
+        cluster="1ps2w",
+        strategy="sync_replicas",
+        run_dir=run_dir,
+        hooks=[KillOne()],
+        on_lost_worker="fail",
+        worker_timeout=1,
+        max_worker_restarts=0,
+        max_restarts=0,
     )
-    with pytest.raises(kdist.ClusterError, match="worker:1 is lost"):
+    with (
+        pytest.warns(UserWarning, match="worker:1 is lost"),
+        pytest.raises(kdist.ClusterError, match=r"worker:1 did not come back within 1 s \(strategy.worker_timeout\)"),
+    ):
         trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
 
 
@@ -182,3 +182,27 @@ def test_batch_normalization_gets_the_mean_of_what_the_workers_saw(run_dir: Path
     normalization = trainer.model.layers[1]
     expected = trainer.model.layers[0](x + 5.0).numpy().mean(0)
     assert np.abs(normalization.moving_mean.numpy() - expected).max() < 0.5 * np.abs(expected).max() + 0.5
+
+
+def test_a_resumed_run_comes_to_what_it_would_have_come_to(run_dir: Path) -> None:
+    def fit_to(steps: int) -> dict[str, np.ndarray]:
+        hooks = [CheckpointSaver(every_steps=7)]
+        trainer = kdist.Trainer(dropping_out, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir, hooks=hooks)
+        trainer.fit(x, y, batch_size=8, steps=steps, verbose=0)
+        reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / f"ckpt-{steps}"))
+        return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+    def dropping_out() -> keras.Model:
+        layers = keras.layers
+        model = keras.Sequential([layers.Input((6,)), layers.Dense(8), layers.Dropout(0.5), layers.Dense(3)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    x, y = toy_data(60)
+    whole = fit_to(17)
+    for path in (run_dir / "checkpoints").glob("ckpt-17.*"):
+        path.unlink()
+    resumed = fit_to(17)
+    assert result_of(run_dir)["gradients"]["applied"] == 3
+    for name, value in whole.items():
+        np.testing.assert_allclose(resumed[name], value, rtol=1e-4, atol=1e-6, err_msg=name)

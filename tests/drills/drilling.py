@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 from helpers import environment, result_of, wait_until
 
-MINE = ("model._target_=user_code.build", "data._target_=user_code.data")
+#: A small model of the tests' own; validated rarely, so that steps take the time.
+MINE = (
+    "model._target_=user_code.build",
+    "data._target_=user_code.data",
+    "run.trust=[user_code]",
+    "train.steps_per_epoch=2000",
+)
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,9 @@ class Drill:
     reports: list[Report] = field(default_factory=list)
     runs: list[DrillRun] = field(default_factory=list)
 
-    def start(self, *arguments: str, given: Mapping[str, str] | None = None) -> DrillRun:
-        """Starts a run of the command line in the test's folder."""
-        run = DrillRun(self.cwd, *arguments, given=given)
+    def start(self, *arguments: str, given: Mapping[str, str] | None = None, folder: str = ".") -> DrillRun:
+        """Starts a run of the command line in the test's folder, or in a folder in there."""
+        run = DrillRun(self.cwd / folder, *arguments, given=given)
         self.runs.append(run)
         return run
 

@@ -122,6 +122,9 @@ class FakeCheckpoints:
     def set_aside(self) -> None:
         self.was_set_aside = True
 
+    def tidy(self) -> None:
+        pass
+
 
 @dataclass
 class FakeSummaries:
@@ -141,6 +144,7 @@ class FakeSummaries:
 class FakeProgram:
     def __init__(self) -> None:
         self.model = SimpleNamespace(stop_evaluating=False)
+        self.seed = 7
 
     def learning_rate(self, step: int) -> float:
         return 0.1

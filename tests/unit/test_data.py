@@ -11,9 +11,11 @@ from kdist.data import DataContext, split_validation, training_data, worker_argu
 from kdist.errors import ConfigError
 
 
-def batches(data: Any, num_workers: int, worker: int, count: int, seed: int = 0, first_step: int = 0) -> list[Any]:
+def batches(
+    data: Any, num_workers: int, worker: int, count: int, seed: int = 0, first_step: int = 0, first_batch: int = 0
+) -> list[Any]:
     make = worker_dataset(data, num_workers=num_workers, batch_size=4, num_seeds=2, seed=seed)
-    dataset = make(*worker_arguments(data, worker, num_workers, first_step))
+    dataset = make(*worker_arguments(data, worker, num_workers, first_step, first_batch))
     return [tf.nest.map_structure(lambda t: t.numpy(), element) for element in dataset.take(count)]
 
 
@@ -53,6 +55,37 @@ def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:
         keras.utils.set_random_seed(seed)
         again = [x for (x,), _ in batches(training_data(numbers(16), batch_size=4, seed=3), 1, 0, 8)]
         np.testing.assert_array_equal(once, again)
+
+
+@pytest.mark.parametrize(("num_examples", "num_workers"), [(30, 1), (30, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays_go_on_at_any_batch_as_if_they_had_been_read_from_the_beginning(
+    num_examples: int, num_workers: int, shuffle: bool
+) -> None:
+    data = training_data(numbers(num_examples), batch_size=4, shuffle=shuffle)
+    worker = num_workers - 1
+    read = [x for (x,), _ in batches(data, num_workers, worker, 20)]
+    for first in (1, 7, 8, 15):
+        resumed = [x for (x,), _ in batches(data, num_workers, worker, 5, first_batch=first)]
+        np.testing.assert_array_equal(resumed, read[first : first + 5])
+
+
+def test_datasets_go_on_at_their_place_in_a_pass() -> None:
+    def function(context: DataContext) -> tf.data.Dataset:
+        return tf.data.Dataset.range(20).shard(context.num_workers, context.worker_index).batch(2)
+
+    for x in (tf.data.Dataset.range(20).batch(2), function):
+        data = training_data(x)
+        for worker in (0, 1):
+            read = [x for x, _ in batches(data, 2, worker, 20)]
+            for first in (1, 6, 13):
+                resumed = [x for x, _ in batches(data, 2, worker, 5, first_batch=first)]
+                np.testing.assert_array_equal(resumed, read[first : first + 5])
+
+
+def test_a_dataset_of_unknown_length_begins_anew() -> None:
+    data = training_data(tf.data.Dataset.range(9).filter(lambda i: i < 8).batch(2))
+    assert list(batches(data, 1, 0, 1, first_batch=3)[0][0]) == [0, 1]
 
 
 def test_without_shuffle_arrays_come_in_order() -> None:

@@ -2,7 +2,7 @@ import keras
 import pytest
 
 from kdist.experiment import build_model
-from kdist.schema import Config, OptimizerConfig
+from kdist.schema import Config, OptimizerConfig, RunConfig
 
 
 def test_an_override_changes_only_what_it_names() -> None:
@@ -10,6 +10,7 @@ def test_an_override_changes_only_what_it_names() -> None:
         model={"_target_": "user_code.build_decayed"},
         data={"_target_": "user_code.data"},
         optimizer=OptimizerConfig(learning_rate=0.05),
+        run=RunConfig(trust=["user_code"]),
     )
     model = build_model(config)
     model.optimizer.build(model.trainable_variables)

@@ -1,3 +1,6 @@
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +50,8 @@ def make_session(hooks: list[Hook], strategy: CountingStrategy | None = None, **
         "print_line": lambda line: None,
         **options,
     }
-    return TrainSession(strategy or CountingStrategy(), FakeProgram(), hooks, **options)  # type: ignore[arg-type]
+    made = strategy or CountingStrategy()
+    return TrainSession(lambda: made, FakeProgram(), hooks, **options)  # type: ignore[arg-type]
 
 
 def run_all(session: TrainSession) -> TrainSession:
@@ -150,6 +154,50 @@ def test_does_not_save_a_step_twice() -> None:
     assert resumed.checkpoints.saved == []
 
 
+class FullDisk(FakeCheckpoints):
+    """Checkpoints that cannot save some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def save(self, step: int, values: Mapping[str, Any], *, keep: int) -> Path:
+        if step in self._steps:
+            raise CheckpointError(f"step {step} could not be saved to D: no space\n  last good checkpoint: ckpt-1")
+        return super().save(step, values, keep=keep)
+
+
+def test_a_failed_save_is_one_warning_and_the_next_is_tried_when_it_is_due() -> None:
+    hooks: list[Hook] = [CheckpointSaver(every_steps=10), StopAtStep(last_step=40)]
+    with pytest.warns(UserWarning, match="training goes on") as warned:
+        session = run_all(make_session(hooks, checkpoints=FullDisk(0, 20)))
+    assert session.checkpoints.saved == [10, 30, 40]
+    assert [str(warning.message) for warning in warned] == [
+        f"kdist: step {step} could not be saved to D: no space; last good checkpoint: ckpt-1; training goes on"
+        for step in (0, 20)
+    ]
+
+
+def test_after_a_failed_save_the_clock_starts_anew() -> None:
+    clock = FakeClock()
+    saver = CheckpointSaver(every_secs=50, clock=clock)
+    strategy = CountingStrategy(clock, secs_per_step=1.0)
+    hooks: list[Hook] = [saver, StopAtStep(last_step=100)]
+    with pytest.warns(UserWarning, match="could not be saved") as warned:
+        run_all(make_session(hooks, strategy, clock=clock, checkpoints=FullDisk(*range(1, 100))))
+    assert len(warned) == 1
+
+
+def test_a_failed_last_save_is_an_error() -> None:
+    recorder = Recorder()
+    hooks: list[Hook] = [recorder, StopAtStep(last_step=20), CheckpointSaver(every_steps=10)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CheckpointError, match="step 20 could not be saved"):
+            run_all(make_session(hooks, checkpoints=FullDisk(20)))
+    assert recorder.events[-1] == "close"
+
+
 def test_nan_ends_the_run_before_it_is_saved() -> None:
     strategy = CountingStrategy()
     strategy.nan_at = 15
@@ -202,12 +250,15 @@ def test_an_interrupt_ends_before_the_next_run_and_cleanly() -> None:
     assert session.checkpoints.saved[-1] == session.global_step
 
 
-def test_steps_of_a_repeated_call_are_counted_as_extra() -> None:
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_steps_of_a_repeated_call_are_counted_as_extra(is_asynchronous: bool) -> None:
     strategy = CountingStrategy()
     strategy.lost_call_steps = 3
+    # A synchronous update is never repeated: what is missing there was done once, and nobody told of it.
+    strategy.is_asynchronous = is_asynchronous  # type: ignore[misc]
     session = run_all(make_session([StopAtStep(last_step=10)], strategy))
     assert session.global_step >= 10
-    assert session.account.extra_steps == 3
+    assert session.account.extra_steps == (3 if is_asynchronous else 0)
     assert session.account.applied == session.global_step
 
 

@@ -87,6 +87,82 @@ def test_a_resumed_run_takes_the_new_learning_rate(run_dir: Path) -> None:
     assert int(trainer.model.optimizer.iterations) == 8
 
 
+def random_and_averaged() -> keras.Model:
+    """Everything that a step may leave behind: slots, averages, statistics, random states."""
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((6,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8), "sparse_categorical_crossentropy")
+    return model
+
+
+def values_of(checkpoints: Checkpoints, step: int) -> dict[str, np.ndarray]:
+    reader = tf.train.load_checkpoint(str(checkpoints.path(step)))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@pytest.mark.parametrize("seed", [5, None])
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_a_resumed_run_comes_to_what_it_would_have_come_to(run_dir: Path, seed: int | None, kind: str) -> None:
+    def fit_to(steps: int) -> dict[str, np.ndarray]:
+        hooks = [CheckpointSaver(every_steps=7)]
+        trainer = kdist.Trainer(random_and_averaged, run_dir=run_dir, seed=seed, hooks=hooks, steps_per_call=1)
+        x = (X, Y) if kind == "arrays" else (tf.data.Dataset.from_tensor_slices((X, Y)).batch(10),)
+        trainer.fit(*x, batch_size=10, steps=steps, verbose=0)
+        return values_of(checkpoints, steps)
+
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    whole = fit_to(17)
+    assert {name.split("/")[0] for name in whole} >= {"parameters", "slots", "state", "global_step", "seed"}
+    # 14 and 7 steps are off the boundary of an epoch of 4.
+    for step in (17, 14):
+        (checkpoints.folder / f"ckpt-{step}.index").unlink()
+        (checkpoints.folder / f"ckpt-{step}.data-00000-of-00001").unlink()
+        resumed = fit_to(17)
+        assert resumed.keys() == whole.keys()
+        for name, value in whole.items():
+            np.testing.assert_allclose(resumed[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_a_run_without_a_seed_differs_from_the_next(run_dir: Path) -> None:
+    seeds = set()
+    for resume in ("auto", "never", "never"):
+        trainer = kdist.Trainer(models.mlp, run_dir=run_dir, resume=resume)
+        fit(trainer, steps=1)
+        seeds.add(int(values_of(Checkpoints(run_dir / "checkpoints"), 1)["seed"]))
+    assert len(seeds) == 3
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_refused(run_dir: Path, seed: int) -> None:
+    with pytest.raises(kdist.ConfigError, match=f"seed={seed}"):
+        kdist.Trainer(models.mlp, run_dir=run_dir, seed=seed)
+
+
+def test_two_trainers_do_not_train_in_one_run_dir_at_once_but_one_after_the_other(run_dir: Path) -> None:
+    def trainer() -> kdist.Trainer:
+        return kdist.Trainer(models.mlp, run_dir=run_dir)
+
+    with trainer().session(X, Y, batch_size=10, verbose=0) as session:
+        session.run()
+        before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+        with pytest.raises(kdist.ConfigError, match=r"is in use by this process itself"):
+            fit(trainer(), steps=5)
+        assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    fit(trainer(), steps=20)
+    with pytest.raises(RuntimeError, match="the hook failed"):
+        fit(kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[FailOnce(22)]), steps=30)
+    fit(trainer(), steps=30)
+    assert not (run_dir / ".lock").exists()
+
+
 def test_epochs_are_numbered_as_by_keras_and_go_on_after_a_resume(run_dir: Path, tmp_path: Path) -> None:
     trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
     assert fit(trainer, epochs=2).epoch == [0, 1]

@@ -1,0 +1,166 @@
+"""A network namespace for a run on this machine: nobody else reaches its servers, which listen on all interfaces.
+
+Linux lets a process leave the system's network for one of its own, in which there is nothing but a loopback device, and
+all that it starts follows. A process with threads cannot take them along, so the command line does it before anything
+that has threads is imported. See unshare(2), network_namespaces(7) and user_namespaces(7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+from kdist.errors import ConfigError
+
+MODES = ("never", "auto", "must")
+
+# linux/sched.h
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+# linux/sockios.h and linux/if.h
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_LOOPBACK = "lo"
+
+_IN_PYTHON = "a Python process cannot do it by itself; start it by `unshare -rn python ...`, or use the command line"
+_why_not = _IN_PYTHON
+_has_warned = False
+
+
+def is_isolated() -> bool:
+    """Whether this process has no network but the loopback device."""
+    if sys.platform != "linux":
+        return False
+    return not any(_is_up(name) for _, name in socket.if_nameindex() if name != _LOOPBACK)
+
+
+def enter(mode: str) -> None:
+    """Takes this process, and all that it will start, to a network namespace of its own.
+
+    Args:
+        mode: of `MODES`: `never` does nothing; `auto` leaves it to `require` to say that it did not work.
+
+    Raises:
+        ConfigError: it did not work, and `must`.
+    """
+    global _why_not  # noqa: PLW0603 - a process is in one namespace
+    if mode == "never" or is_isolated():
+        return
+    if _why_not is _IN_PYTHON:
+        # Once: what stood in the way stays there, and threads come to it.
+        try:
+            _try_in_a_child()
+            _unshare()
+            return
+        except OSError as error:
+            _why_not = str(error)
+    if mode == "must":
+        raise ConfigError(f"cluster.isolate=must: no private network namespace here: {_why_not}")
+
+
+def require(mode: str) -> None:
+    """Warns, once, if this process is to be isolated and is not; refuses to go on without it if `must`.
+
+    Raises:
+        ConfigError: it is not isolated, and `must`.
+    """
+    global _has_warned  # noqa: PLW0603 - once a process
+    if mode == "never":
+        return
+    if is_isolated():
+        # `unshare -rn` leaves it down.
+        if not _is_up(_LOOPBACK):
+            _bring_loopback_up()
+        return
+    if mode == "must":
+        raise ConfigError(f"cluster.isolate=must: this process is in the system's network namespace: {_why_not}")
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"kdist: cluster.isolate=auto: not in a private network namespace: {_why_not}; "
+            "whoever reaches this machine reaches TensorFlow's servers (docs/security.md)",
+            stacklevel=3,
+        )
+
+
+def network_line() -> str:
+    """What is true of the network that the servers of a run are in."""
+    if is_isolated():
+        return "network   private namespace: only processes of this run reach its servers"
+    return (
+        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption "
+        "(docs/security.md)"
+    )
+
+
+def _try_in_a_child() -> None:
+    """Does it in a child process first: one that got half of the way has no network and no way back.
+
+    Raises:
+        OSError: what stands in the way.
+    """
+    if sys.platform != "linux":
+        raise OSError("only Linux has them")
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise OSError("this process has threads already")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            _unshare()
+            code = 0
+        except OSError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        why_not = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise OSError(why_not or "the system does not permit it")
+
+
+def _unshare() -> None:
+    """Enters a new namespace; without the rights of root, inside a user namespace in which it has them.
+
+    The user stays who it is, so that files have the same owner inside and outside.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.geteuid(), os.getegid()
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+            raise OSError(f"unshare(2): {os.strerror(ctypes.get_errno())}")
+        # Without this, Linux lets nobody write a map of groups.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _bring_loopback_up()
+
+
+def _bring_loopback_up() -> None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = struct.pack("16sh14x", _LOOPBACK.encode(), _flags(_LOOPBACK) | _IFF_UP)
+        fcntl.ioctl(control, _SIOCSIFFLAGS, request)
+
+
+def _is_up(interface: str) -> bool:
+    try:
+        return bool(_flags(interface) & _IFF_UP)
+    except OSError:
+        return False  # It is gone since it was listed.
+
+
+def _flags(interface: str) -> int:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        answer = fcntl.ioctl(control, _SIOCGIFFLAGS, struct.pack("16s16x", interface.encode()))
+    flags: int = struct.unpack("16xH14x", answer)[0]
+    return flags

@@ -1,0 +1,66 @@
+"""Parameter servers that are killed, stopped or replaced: what they held is gone, and training goes back."""
+
+import signal
+
+import pytest
+from drilling import MINE, Drill
+
+pytestmark = pytest.mark.cluster
+
+CALLS = ("train.steps_per_call=16", "hooks.checkpoint.every_steps=500")
+
+
+def test_a_killed_server_starts_the_cluster_again_from_the_newest_checkpoint(drill: Drill) -> None:
+    run = drill.start(*MINE, *CALLS, "cluster=2ps2w", "train.steps=4000")
+    saved = int(run.wait_for(r"save  \| step +1000").split()[-1])
+    run.signal_task("ps:1")
+    ended = run.end(90)
+    assert (ended.code, ended.step) == (0, 4000)
+    assert ended.result["restarts"] == {"worker": 0, "cluster": 1}
+    again = "kdist: ps:1 is lost (killed by signal 9, SIGKILL); the cluster is started again from checkpoints/ckpt-"
+    assert ended.console.count(again) == 1
+    assert int(ended.console.split(again)[1].split()[0]) >= saved
+    assert "(1 of 3)" in ended.console
+    drill.report(6, "a ps killed", "started again from the newest checkpoint", ended)
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_too_often_ends_the_run(drill: Drill) -> None:
+    run = drill.start(*MINE, *CALLS, "cluster=1ps1w", "train.steps=1000000", "train.max_restarts=1")
+    for number in (1, 2):
+        run.wait_for(rf"(?s)(save  \| step .*){{{2 * number}}}")
+        run.signal_task("ps:0", signal.SIGKILL)
+        if number == 1:
+            run.wait_for(r"\(1 of 1\)")
+            run.wait_for_task("ps:0")
+            run.wait_for(r"load  \| step")
+    ended = run.end(30)
+    assert ended.code == 75
+    assert "kdist: error: ps:0 is lost (killed by signal 9, SIGKILL)" in ended.console
+    assert (ended.result["status"], ended.result["restarts"]["cluster"]) == ("failed", 1)
+    drill.report(6, "a ps killed more often than train.max_restarts", "ended with the way on", ended)
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_while_a_worker_comes_back(drill: Drill) -> None:
+    run = drill.start(*MINE, *CALLS, "cluster=1ps2w", "train.steps=5000")
+    run.wait_for(r"save  \| step +500")
+    run.signal_task("worker:0")
+    run.wait_for(r"worker:0 is lost .* it is started again")
+    run.signal_task("ps:0")
+    ended = run.end(90)
+    assert (ended.code, ended.step) == (0, 5000)
+    assert ended.result["restarts"]["cluster"] == 1
+    drill.report(7, "a ps killed while a worker comes back", "started again from the newest checkpoint", ended)
+
+
+@pytest.mark.long
+def test_a_stopped_server_is_found_and_the_cluster_started_again(drill: Drill) -> None:
+    run = drill.start(*MINE, *CALLS, "cluster=2ps2w", "train.steps=4000", "cluster.step_timeout=3")
+    run.wait_for(r"save  \| step +1000")
+    run.signal_task("ps:1", signal.SIGSTOP)
+    ended = run.end(90)
+    assert (ended.code, ended.step) == (0, 4000)
+    assert "ps:1 did not answer for 3 s (cluster.step_timeout) and is killed" in ended.console
+    assert ended.result["restarts"] == {"worker": 0, "cluster": 1}
+    drill.report(13, "SIGSTOP of a ps", "found after cluster.step_timeout, named; started again", ended)

@@ -1,0 +1,61 @@
+"""Updates that were begun and not finished are seen by the counters of the servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import toy_data
+
+import kdist
+from kdist.fit_arguments import FitArguments
+from kdist.parameters.store import ParameterStore
+from kdist.strategies.stored import Placement, prepare
+
+
+@pytest.fixture
+def store(run_dir: Path) -> ParameterStore:
+    """Two servers, both of them this process."""
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    x, y = toy_data()
+    prepared = prepare(trainer.program(FitArguments(x, y, batch_size=8).training_data(0), 8), 1)
+    return prepared.store(["/CPU:0", "/CPU:0"], prepared.plan(2, Placement()))
+
+
+def push(store: ParameterStore, broken: int | None = None) -> None:
+    """One update, with a gradient that cannot be computed in the place of one of them."""
+
+    @tf.function(autograph=False)
+    def call(is_broken: tf.Tensor) -> tf.Tensor:
+        pulled = store.pull()
+        gradients = [tf.ones_like(value) for value in pulled.trainable]
+        if broken is not None:
+            gradients[broken] = gradients[broken] + tf.cast(1 // (1 - is_broken), gradients[broken].dtype)
+        return store.push(gradients, [None] * len(pulled.state), pulled)
+
+    call(tf.constant(1))
+
+
+def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
+    for _ in range(3):
+        push(store)
+    assert store.global_step() == 3
+    assert store.is_whole()
+    assert {int(counter.numpy()) for counter in [*store._steps, *store._applied]} == {3}
+
+
+@pytest.mark.parametrize("broken", range(4))
+def test_an_update_that_ends_in_the_middle_is_not_whole_or_was_never_begun(store: ParameterStore, broken: int) -> None:
+    push(store)
+    before = store.values.read()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        push(store, broken)
+    after = store.values.read()
+    changed = [name for name in before if not np.array_equal(before[name], after[name])]
+    # Whatever was changed, the counters tell of it.
+    assert not changed or not store.is_whole()
+    store.align()
+    assert store.is_whole()

@@ -1,0 +1,115 @@
+"""Who is lost, who is started again and how often, without any process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.supervisor import Supervisor
+from kdist.errors import ClusterError
+
+PS, W0, W1 = Task("ps", 0), Task("worker", 0), Task("worker", 1)
+
+
+class FakeCluster:
+    """Tasks that are lost and come back when a test says so."""
+
+    spec = ClusterSpec(("h:1",), ("h:2", "h:3"))
+
+    def __init__(self, *, is_ours: bool = True) -> None:
+        self.lost: dict[Task, str] = {}
+        self.starting: set[Task] = set()
+        self.restarted: list[Task] = []
+        self._is_ours = is_ours
+
+    def launch(self) -> None: ...
+    def wait(self) -> None: ...
+    def stop(self) -> None: ...
+
+    def lost_tasks(self) -> dict[Task, str]:
+        return dict(self.lost)
+
+    def starting_tasks(self) -> set[Task]:
+        return set(self.starting)
+
+    def restart(self, task: Task) -> bool:
+        if self._is_ours:
+            self.restarted.append(task)
+            del self.lost[task]
+            self.starting.add(task)
+        return self._is_ours
+
+    def kill(self, tasks: Collection[Task] | None = None) -> bool:
+        return self._is_ours
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        return {}
+
+
+def test_a_lost_worker_is_started_again_and_back_when_it_serves() -> None:
+    cluster = FakeCluster()
+    supervisor = Supervisor(cluster, max_worker_restarts=2)
+    assert supervisor.check() == [0, 1]
+    cluster.lost = {W1: "killed"}
+    with pytest.warns(UserWarning, match=r"worker:1 is lost \(killed\); it is started again \(1 of 2\)"):
+        assert supervisor.check() == [0]
+    assert supervisor.check() == [0]
+    cluster.starting.clear()
+    with pytest.warns(UserWarning, match="worker:1 is back after"):
+        assert supervisor.check() == [0, 1]
+    assert (cluster.restarted, supervisor.restarts) == ([W1], 1)
+
+
+def test_each_worker_is_started_so_often_and_then_done_without() -> None:
+    cluster = FakeCluster()
+    supervisor = Supervisor(cluster, max_worker_restarts=1)
+    cluster.lost = {W1: "killed"}
+    with pytest.warns(UserWarning, match="1 of 1"):
+        supervisor.check()
+    # It ends again while it starts.
+    cluster.starting.clear()
+    cluster.lost = {W1: "exit code 1"}
+    with pytest.warns(UserWarning, match=r"worker:1 is lost \(exit code 1\); training goes on without it"):
+        assert supervisor.check() == [0]
+    with warnings.catch_warnings():
+        # It is said once.
+        warnings.simplefilter("error")
+        assert supervisor.check() == [0]
+    cluster.lost |= {W0: "killed"}
+    with pytest.warns(UserWarning, match=r"worker:0 is lost \(killed\); it is started again"):
+        assert supervisor.check() == []
+
+
+def test_when_no_worker_is_left_and_none_comes_that_is_an_error() -> None:
+    cluster = FakeCluster()
+    supervisor = Supervisor(cluster, max_worker_restarts=0)
+    cluster.lost = {W0: "killed", W1: "killed"}
+    with (
+        pytest.warns(UserWarning, match="training goes on without it"),
+        pytest.raises(ClusterError, match=r"no worker is left: worker:0 is lost \(killed\), worker:1 is lost"),
+    ):
+        supervisor.check()
+
+
+def test_a_lost_server_is_an_error_whatever_the_workers_do() -> None:
+    cluster = FakeCluster()
+    cluster.lost = {PS: "killed", W1: "killed"}
+    with pytest.raises(ClusterError, match=r"^ps:0 is lost \(killed\)$"):
+        Supervisor(cluster, max_worker_restarts=3).check()
+    assert cluster.restarted == []
+
+
+def test_a_worker_that_somebody_else_starts_again_is_taken_back() -> None:
+    cluster = FakeCluster(is_ours=False)
+    supervisor = Supervisor(cluster, max_worker_restarts=3)
+    cluster.lost = {W1: "nobody listens"}
+    with pytest.warns(UserWarning, match="training goes on without it"):
+        assert supervisor.check() == [0]
+    cluster.lost = {}
+    with pytest.warns(UserWarning, match="worker:1 is back after"):
+        assert supervisor.check() == [0, 1]
+    assert supervisor.restarts == 1
