@@ -20,7 +20,7 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not long"
 
 drills: $(READY)
-	$(BIN)/python -m pytest tests/drills --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/drills --numprocesses 2 --dist loadfile -o faulthandler_timeout=1500
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ OUT_OF_REACH = (
 _OF_ANOTHER_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context")
 
 _CHECK_SECS = 0.5
-_ANSWER_SECS = 5.0
+_ANSWER_SECS = 10.0
 _ABANDON_SECS = 2.0
 _TRIES = 3
 _ENVIRONMENT = {

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
+from kdist.cluster import guard
 from kdist.cluster.forkserver import ForkedTask, ForkServer
 from kdist.cluster.process import KILLED_SECS, end_children, how_it_ended, task_environment
 from kdist.cluster.server import READY, ServerOptions
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _START_ATTEMPTS = 3
 _STOP_SECS = 2.0
+# The chief finds most stopped tasks itself, and says so.
+_GUARD_EXTRA_SECS = 10.0
 _LOG_LINES = 12
 
 
@@ -98,6 +101,8 @@ class LocalCluster:
         shape: how many parameter servers and workers.
         log_dir: folder for the logs; made if missing.
         start_timeout: seconds within which every task must serve.
+        step_timeout: seconds for which a task may be stopped (SIGSTOP), and a few more, before it is killed; the chief
+            may be waiting for it in a place where it cannot look after it.
         devices: which GPUs tasks may use.
 
     Raises:
@@ -110,12 +115,17 @@ class LocalCluster:
         log_dir: Path,
         *,
         start_timeout: float = 120.0,
+        step_timeout: float = 300.0,
         devices: DevicesConfig | None = None,
     ) -> None:
         self.shape = shape
         self._devices = devices
         self.log_dir = log_dir
         self._start_timeout = start_timeout
+        self._guard_secs = step_timeout + _GUARD_EXTRA_SECS
+        self._guard: subprocess.Popen[bytes] | None = None
+        #: Process ids of tasks that were killed because they were stopped.
+        self._were_stopped: set[int] = set()
         self._processes: dict[Task, ForkedTask | subprocess.Popen[bytes]] = {}
         self._fork_server: ForkServer | None = None
         #: Where the present process's part of each log begins.
@@ -152,6 +162,7 @@ class LocalCluster:
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._wait_until_ready()
+                self._watch_over(self.shape.tasks)
                 return
             except ClusterError:
                 port_taken = any("Address already in use" in self.log_tail(task) for task in self.shape.tasks)
@@ -170,6 +181,9 @@ class LocalCluster:
         end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()
         self._starting.clear()
+        if self._guard is not None:
+            end_children([self._guard], _STOP_SECS)
+            self._guard = None
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
@@ -185,6 +199,7 @@ class LocalCluster:
         """Starts a task that has ended again, at its old address, and returns at once."""
         end_children([self._processes[task]], _STOP_SECS)
         self._processes[task] = self._launch(task)
+        self._watch_over([task])
         self._ready.discard(task)
         self._starting[task] = time.monotonic() + self._start_timeout
         return True
@@ -217,7 +232,30 @@ class LocalCluster:
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that have ended, with how they ended."""
         ended = {task: process.poll() for task, process in self._processes.items()}
-        return {task: how_it_ended(code) for task, code in ended.items() if code is not None}
+        lost = {task: how_it_ended(code) for task, code in ended.items() if code is not None}
+        if lost and self._guard is not None and self._guard.stdout is not None and _can_read(self._guard.stdout):
+            self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
+        for task in lost:
+            if self._processes[task].pid in self._were_stopped:
+                lost[task] = f"it was stopped for {self._guard_secs:g} s, and killed"
+        return lost
+
+    def _watch_over(self, tasks: Sequence[Task]) -> None:
+        """Has tasks killed that are stopped for too long; see `kdist.cluster.guard`."""
+        if sys.platform != "linux":
+            return
+        if self._guard is None:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-S", guard.__file__, str(self._guard_secs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        assert self._guard.stdin is not None
+        # Without a guard, tasks are as they are; it may be killed like any process.
+        with suppress(BrokenPipeError):
+            self._guard.stdin.write("".join(f"{self._processes[task].pid}\n" for task in tasks).encode())
+            self._guard.stdin.flush()
 
     def log_tail(self, task: Task) -> str:
         """The last lines of the task's log, of those since it was started."""

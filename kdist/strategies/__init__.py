@@ -131,7 +131,13 @@ def _cluster_on_servers(
         return JoinedCluster(membership.spec, log_dir, start_timeout=config.start_timeout, devices=config.devices)
     from kdist.cluster.local import LocalCluster
 
-    return LocalCluster(shape, log_dir, start_timeout=config.start_timeout, devices=config.devices)
+    return LocalCluster(
+        shape,
+        log_dir,
+        start_timeout=config.start_timeout,
+        step_timeout=config.step_timeout,
+        devices=config.devices,
+    )
 
 
 def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membership | None) -> int | None:

@@ -1,0 +1,53 @@
+"""Kills tasks of this machine that somebody stopped (SIGSTOP) and nobody lets go on. `python guard.py <seconds>`
+
+The chief looks after its tasks itself. But TensorFlow tells every task of a new function while it holds Python's lock,
+and waits for one that is stopped without a bound; then no thread of the chief can run. This process is for that case.
+It reads process ids from its standard input, a line each, writes those that it kills to its standard output, and ends
+when its input does. It imports nothing that takes time to start.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+
+_CHECK_SECS = 0.1
+
+
+def guard(limit_secs: float) -> None:
+    """Kills a process when it has been stopped for that long without a break."""
+    stopped_since: dict[int, float] = {}
+    pids: set[int] = set()
+    while True:
+        if select.select([0], [], [], _CHECK_SECS)[0]:
+            received = os.read(0, 1 << 16)
+            if not received:
+                return
+            pids.update(int(line) for line in received.split())
+        now = time.monotonic()
+        for pid in list(pids):
+            state = _state(pid)
+            if state is None:
+                pids.discard(pid)
+            if state != "T":
+                # Who is merely slowed down is seen running now and then.
+                stopped_since.pop(pid, None)
+            elif now - stopped_since.setdefault(pid, now) > limit_secs:
+                os.kill(pid, signal.SIGKILL)
+                os.write(1, f"{pid}\n".encode())
+                pids.discard(pid)
+
+
+def _state(pid: int) -> str | None:
+    """`T` for a process that is stopped; None for one that is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    return None if state == "Z" else state
+
+
+if __name__ == "__main__":
+    guard(float(sys.argv[1]))
