@@ -44,8 +44,9 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the table of the drills that ran."""
-    passed = terminalreporter.getreports("passed")
-    rows = [value for report in passed for name, value in report.user_properties if name == "drill"]
+    # A drill reports when it has passed, and pytest tells of that when the test is torn down.
+    ended = [report for report in terminalreporter.getreports("") if getattr(report, "when", "") == "teardown"]
+    rows = [value for report in ended for name, value in report.user_properties if name == "drill"]
     if rows:
         terminalreporter.section("drills")
         for line in table(rows):

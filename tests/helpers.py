@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,11 @@ def loopback_bytes() -> int:
     raise LookupError("no loopback interface")
 
 
-def wait_until(condition: Any, timeout: float, what: str) -> None:
-    """Waits for another process, checking often; fails after `timeout` seconds."""
+def wait_until(condition: Any, timeout: float, what: str | Callable[[], str]) -> None:
+    """Waits for another process, checking often; fails after `timeout` seconds, and says what did not come."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what() if callable(what) else what}"
         time.sleep(0.05)
 
 

@@ -34,8 +34,9 @@ def guard(limit_secs: float) -> None:
                 # Who is merely slowed down is seen running now and then.
                 stopped_since.pop(pid, None)
             elif now - stopped_since.setdefault(pid, now) > limit_secs:
-                os.kill(pid, signal.SIGKILL)
+                # First said, then done: whoever finds the process gone finds out why.
                 os.write(1, f"{pid}\n".encode())
+                os.kill(pid, signal.SIGKILL)
                 pids.discard(pid)
 
 

@@ -137,3 +137,11 @@ def test_what_was_prepared_and_never_used_ends(tmp_path: Path) -> None:
     with prepared(ClusterShape(1, 1), tmp_path):
         assert len(tasks_running(under=os.getpid(), and_fork_servers=True)) == 1
     assert tasks_running(under=os.getpid(), and_fork_servers=True) == []
+
+
+def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
+    with LocalCluster(ClusterShape(1, 1), tmp_path, step_timeout=0.5) as cluster:
+        os.kill(cluster.pids[Task("ps", 0)], signal.SIGSTOP)
+        wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
+        assert cluster.lost_tasks() == {Task("ps", 0): "it was stopped for 1 s, and killed"}

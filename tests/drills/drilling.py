@@ -89,7 +89,7 @@ class DrillRun:
             assert found or self.process.poll() is None, f"ended without {pattern!r}:\n{self.console}"
             return bool(found)
 
-        wait_until(is_there, timeout, f"{pattern!r} in:\n{self.console}")
+        wait_until(is_there, timeout, lambda: f"{pattern!r} in:\n{self.console}")
         return found[0]
 
     def tasks(self) -> dict[str, int]:

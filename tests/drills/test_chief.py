@@ -60,7 +60,7 @@ def test_a_signal_while_a_worker_does_not_answer_ends_the_run_in_time(
     drill: Drill, number: signal.Signals, code: int
 ) -> None:
     run = drill.start(*LONG, "run.grace_secs=8")
-    run.wait_for(r"train \| step +300")
+    run.wait_for(r"train \| step +1500")
     run.signal_task("worker:1", signal.SIGSTOP)
     run.wait_for(r"(?s)(train \| step .*){6}")
     run.process.send_signal(number)
@@ -74,7 +74,7 @@ def test_a_signal_while_a_worker_does_not_answer_ends_the_run_in_time(
 @pytest.mark.parametrize(("number", "code"), _SIGNALS)
 def test_a_second_signal_ends_the_run_at_once(drill: Drill, number: signal.Signals, code: int) -> None:
     run = drill.start(*LONG)
-    run.wait_for(r"train \| step +300")
+    run.wait_for(r"train \| step +1500")
     # What is in flight will not end by itself.
     run.signal_task("worker:1", signal.SIGSTOP)
     run.process.send_signal(number)

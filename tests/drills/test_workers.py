@@ -80,7 +80,8 @@ def test_a_stopped_worker_is_found_and_replaced(drill: Drill) -> None:
     run = drill.start(*MINE, *CALLS, "cluster=1ps2w", "train.steps=1000000", "cluster.step_timeout=3")
     run.wait_for(r"train \| step +500")
     stopped = run.signal_task("worker:1", signal.SIGSTOP)
-    run.wait_for(r"worker:1 did not answer for 3 s \(cluster.step_timeout\) and is killed", 30)
+    # By time, before something is traced, or by the guard if it happened in the middle of that.
+    run.wait_for(r"worker:1 (did not answer .* and is killed|is lost \(it was stopped for 13 s, and killed\))", 40)
     run.wait_for(r"worker:1 is back after")
     assert run.wait_for_task("worker:1") != stopped
     run.process.terminate()
