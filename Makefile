@@ -9,7 +9,7 @@ READY := $(VENV)/ready
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
-	@echo "make drills  every fault that kdist is to survive, injected for real, about 40 minutes; prints a table"
+	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
 
@@ -19,8 +19,10 @@ mnist: $(READY)
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not long"
 
+# The longest first, so that the others run beside it.
 drills: $(READY)
-	$(BIN)/python -m pytest tests/drills --numprocesses 2 --dist loadfile -o faulthandler_timeout=1500
+	$(BIN)/python -m pytest tests/drills/test_endurance.py tests/drills \
+		--numprocesses 3 --dist loadfile -o faulthandler_timeout=1500
 
 lint: $(READY)
 	$(BIN)/ruff check .

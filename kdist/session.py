@@ -224,6 +224,8 @@ class TrainSession:
 
     def _end(self) -> None:
         self._finish_begun()
+        # Of a call that was given up some steps may be done.
+        self.global_step = self.strategy.global_step()
         for hook in self.hooks:
             hook.end(self)
 
