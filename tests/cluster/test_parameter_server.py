@@ -213,19 +213,6 @@ def test_a_second_cluster_beside_an_open_one_is_refused(tmp_path: Path) -> None:
     assert session.global_step == 4
 
 
-def test_a_lost_worker_is_told_and_done_without(run_dir: Path) -> None:
-    x, y = toy_data()
-    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", run_dir=run_dir, steps_per_call=1, max_worker_restarts=0)
-    with trainer.session(x, y, batch_size=8, steps=1500, verbose=0) as session:
-        session.run()
-        os.kill(session.strategy.pids[Task("worker", 1)], signal.SIGKILL)
-        with pytest.warns(UserWarning, match=r"worker:1 is lost \(killed by signal 9"):
-            run_to_the_end(session)
-    result = result_of(run_dir)
-    assert result["status"] == "done"
-    assert result["global_step"] == 1500 + result["extra_steps"]
-
-
 def test_a_server_that_is_lost_before_it_is_connected_to_ends_the_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +247,7 @@ def test_a_server_that_is_killed_or_stopped_ends_the_run(blow: signal.Signals, s
                 session.save(keep=1)
             run_to_the_end(session)
 
-    told = pytest.warns(UserWarning, match=r"ps:1 did not answer (for 3|within 5) s .*and is killed")
+    told = pytest.warns(UserWarning, match=r"ps:1 did not answer (for 3|within 10) s .*and is killed")
     started = time.monotonic()
     lost = pytest.raises(kdist.ClusterError, match=r"ps:1 is lost \(killed by signal 9")
     with lost, told if blow is signal.SIGSTOP else nullcontext():

@@ -98,6 +98,7 @@ def lines(ended: Ended, *having: str) -> list[str]:
     return [line for line in ended.console.splitlines() if all(part in line for part in having)]
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_warnings_and_at_the_last_save_the_run(drill: Drill, disk: Disk) -> None:
     arguments = (*LARGE, "hooks.checkpoint.every_steps=10", "train.steps=40")
     failed = drill.start(*arguments).end()

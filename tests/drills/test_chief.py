@@ -55,6 +55,7 @@ def test_a_signal_ends_the_run_in_good_order(drill: Drill, number: signal.Signal
     drill.report(10 if number is signal.SIGTERM else 11, fault, "saved and ended", ended)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), _SIGNALS)
 def test_a_signal_while_a_worker_does_not_answer_ends_the_run_in_time(
     drill: Drill, number: signal.Signals, code: int
@@ -98,6 +99,7 @@ def test_two_runs_at_once_on_one_machine_do_not_meet(drill: Drill) -> None:
     drill.report(24, "two runs at once on one machine", "both as if alone", ended)
 
 
+@pytest.mark.long
 def test_an_address_that_is_taken_is_said(drill: Drill) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -112,6 +114,7 @@ def test_an_address_that_is_taken_is_said(drill: Drill) -> None:
     drill.report(24, "a port that is taken", "named", ended)
 
 
+@pytest.mark.long
 def test_what_strays_in_the_environment_does_not_matter(drill: Drill) -> None:
     stray = {
         "GRPC_FAIL_FAST": "false",

@@ -38,6 +38,7 @@ def test_with_fewer_workers_than_gradients_updates_are_of_fewer(drill: Drill) ->
     drill.report(15, "sync, fewer workers than gradients, lower", "updates of fewer gradients", ended)
 
 
+@pytest.mark.long
 def test_with_fewer_workers_than_gradients_the_run_fails_if_told_so(drill: Drill) -> None:
     run = drill.start(
         *SYNC, "cluster=1ps2w", "train.steps=1000000", "cluster.max_worker_restarts=0", "strategy.worker_timeout=2",

@@ -12,7 +12,7 @@ CLUSTER = ("run.trust=[user_code]", "cluster=1ps2w", "train.steps=100000", "trai
 @pytest.mark.parametrize(
     ("fault", "overrides", "said"),
     [
-        ("NaN", ["+data.scale=1e30"], "NanTensor: the loss became"),
+        pytest.param("NaN", ["+data.scale=1e30"], "NanTensor: the loss became", marks=_LONG),
         pytest.param(
             "exception in the loss", ["model._target_=user_code.build_raising_loss"], "my loss failed", marks=_LONG
         ),

@@ -76,6 +76,7 @@ def test_all_workers_killed_and_not_started_again_fail_the_run(drill: Drill) -> 
     drill.report(5, "all workers killed, restarts forbidden", "ended with the names and the way on", ended)
 
 
+@pytest.mark.long
 def test_a_stopped_worker_is_found_and_replaced(drill: Drill) -> None:
     run = drill.start(*MINE, *CALLS, "cluster=1ps2w", "train.steps=1000000", "cluster.step_timeout=3")
     run.wait_for(r"train \| step +500")
@@ -104,6 +105,7 @@ def test_a_slow_worker_holds_up_nobody(drill: Drill) -> None:
     drill.report(14, "an async worker 5 times slower", "the other did more; nobody was replaced", ended)
 
 
+@pytest.mark.long
 def test_data_of_one_worker_that_ends_early_is_said(drill: Drill) -> None:
     run = drill.start(
         MINE[0],
