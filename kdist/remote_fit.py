@@ -19,13 +19,13 @@ from kdist.errors import ClusterError
 from kdist.parameters.local import write_to_model
 from kdist.program import ProgramTasks
 from kdist.result import Result, describe
-from kdist.run_dir import RunDir
 from kdist.session import again_line
 from kdist.strategies.stored import prepare
 from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.fit_arguments import FitArguments
+    from kdist.run_dir import RunDir
     from kdist.trainer import Trainer
 
 
@@ -48,7 +48,7 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
         print_line=console.print_line,
     )
     given = replace(arguments, x=data, y=None, sample_weight=None, class_weight=None)
-    run_dir = RunDir(trainer.run_dir, trainer.name)
+    run_dir = trainer.files
     started, restarts, resume = time.time(), 0, trainer.resume
     while True:
         try:

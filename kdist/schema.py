@@ -212,7 +212,7 @@ class TrainConfig:
     """Examples per replica and step; at least 1."""
 
     steps_per_call: Any = "auto"
-    """Steps that a worker runs for one call of the chief: at least 1, or `auto`. sync_replicas always takes 1."""
+    """Steps that a worker runs for one call of the chief: at least 1, or `auto`. With backup workers it is 1."""
 
     steps_per_epoch: Optional[int] = None
     """Steps of an epoch; null follows from the data."""

@@ -1,6 +1,6 @@
 """`TrainSession`: the training loop with its hooks. What `MonitoredTrainingSession` was to TF1.
 
-with TrainSession(strategy, program, hooks, ...) as session:
+with TrainSession(make_strategy, program, hooks, ...) as session:
     while not session.should_stop():
         session.run()
 """
@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import numpy as np
 
     from kdist.checkpoint import Checkpoints
     from kdist.strategies.base import Program, Strategy
@@ -251,6 +249,9 @@ class TrainSession:
         while True:
             newest = self.checkpoints.newest()
             if self._cluster_restarts >= self._max_restarts or self.interrupted or newest is None:
+                raise error
+            if self.checkpoints.steps()[-1] < self.first_step:
+                # It is of an earlier fit: what this one began with is saved nowhere.
                 raise error
             self._cluster_restarts += 1
             warnings.warn(again_line(error, newest, self._cluster_restarts, self._max_restarts), stacklevel=3)

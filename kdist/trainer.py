@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,30 +11,27 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist import console, strategies
+from kdist import strategies
 from kdist.cluster import isolate
 from kdist.cluster.membership import common_seed, membership_of, shape_of
 from kdist.cluster.spec import Membership
 from kdist.data import TrainingData, read_locally, split_validation
-from kdist.epochs import EpochRecorder, last_step_of
 from kdist.errors import ConfigError
 from kdist.fit_arguments import FitArguments
-from kdist.hooks import CheckpointSaver, Hook, StopAtStep, with_defaults
-from kdist.parameters.local import write_to_model
+from kdist.hooks import Hook, with_defaults
+from kdist.local_fit import LocalFit
 from kdist.parameters.placement import Plan
 from kdist.remote_fit import fit_in_processes, take_part
 from kdist.replica import check_model
-from kdist.result import Result, describe
+from kdist.result import Result
 from kdist.run_dir import RunDir, name_of_program
 from kdist.run_lock import RunLock
 from kdist.schema import ClusterConfig, checked_steps_per_call, strategy_config
 from kdist.session import TrainSession
-from kdist.signals import StopSignals
 from kdist.strategies.base import Program, Strategy
 from kdist.strategies.multi_worker_mirrored import join
 from kdist.strategies.stored import Placement, prepare
-from kdist.validation import Validator, evaluate
-from kdist.version import __version__
+from kdist.validation import evaluate
 
 
 class Trainer:
@@ -66,8 +61,9 @@ class Trainer:
         use_default_hooks: whether the default hooks are there at all.
         membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
-            `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers` and `token_mode`
-            (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype` (with servers), `devices` (`mirrored`).
+            `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
+            `on_lost_worker` and `worker_timeout` (`sync_replicas`),
+            `local_steps` (`parameter_server`), `wire_dtype` (with servers), `devices` (`mirrored`).
             See `kdist.schema.StrategyConfig`.
 
     Raises:
@@ -98,31 +94,31 @@ class Trainer:
         if isinstance(cluster, str):
             cluster = ClusterConfig(cluster, start_timeout, step_timeout, max_worker_restarts)
         self.cluster_config = cluster
-        self._membership = membership or membership_of(cluster, os.environ)
-        self.shape = shape_of(cluster, self._membership)
+        self.membership = membership or membership_of(cluster, os.environ)
+        self.shape = shape_of(cluster, self.membership)
         self._strategy_config = strategy_config(strategy, strategy_options)
         self.strategy = strategies.resolve(self._strategy_config, self.shape)
-        if self._membership is None and not self.shape.is_local:
+        if self.membership is None and not self.shape.is_local:
             isolate.require(cluster.isolate)
-        if self.strategy == "multi_worker_mirrored" and self._membership is not None:
+        if self.strategy == "multi_worker_mirrored" and self.membership is not None:
             # Before a model runs TensorFlow's first ops.
-            join(self._membership, cluster.start_timeout)
+            join(self.membership, cluster.start_timeout)
         self.name = name or name_of_program()
-        self._run_dir = RunDir(run_dir, self.name)
+        self.files = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self._build_model = build_model
         self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self.max_restarts = max_restarts
-        self._grace_secs = grace_secs
+        self.grace_secs = grace_secs
         # None goes on from the model as it is.
         self.resume: str | None = resume
         if seed is not None and not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}: must be at least 0 and less than 2**32")
         self._follows_run = seed is None
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-        if seed is None and self._membership is not None and self._membership.runs_program:
-            self.seed = common_seed(self._membership)
+        if seed is None and self.membership is not None and self.membership.runs_program:
+            self.seed = common_seed(self.membership)
             self._follows_run = False
         #: Whether somebody else keeps other processes out of the run dir for this trainer.
         self.run_dir_is_locked = False
@@ -131,7 +127,7 @@ class Trainer:
     @property
     def run_dir(self) -> Path:
         """Folder of everything that the run leaves behind."""
-        return self._run_dir.path
+        return self.files.path
 
     @property
     def model(self) -> keras.Model:
@@ -218,8 +214,8 @@ class Trainer:
             validation_every_steps=validation_every_steps,
             validate_with_ema=validate_with_ema,
         )
-        if self._membership is not None and not self._is_chief:
-            take_part(self, self._membership, arguments)
+        if self.membership is not None and not self._is_chief:
+            take_part(self, self.membership, arguments)
             self.resume = None
             return keras.callbacks.History()
         with self._one_chief():
@@ -230,7 +226,7 @@ class Trainer:
     def fit_here(self, arguments: FitArguments) -> keras.callbacks.History:
         """`fit` in this process."""
         history = keras.callbacks.History()
-        with self._session(arguments, history) as session:
+        with LocalFit(self, arguments, history).session() as session:
             while not session.should_stop():
                 session.run()
         return history
@@ -253,7 +249,7 @@ class Trainer:
         if self._own_processes() is not None:
             raise ConfigError(f"strategy={self.strategy} trains in processes of its own, not in your loop; use fit")
         given = FitArguments(x, y, **arguments)
-        with self._one_chief(), self._session(given, keras.callbacks.History()) as session:
+        with self._one_chief(), LocalFit(self, given, keras.callbacks.History()).session() as session:
             yield session
 
     @contextmanager
@@ -261,81 +257,9 @@ class Trainer:
         """Keeps other chiefs out of the run dir, and goes on with the seed of the run that is in it."""
         with nullcontext() if self.run_dir_is_locked else RunLock(self.run_dir):
             if self._follows_run and self.resume in ("auto", "must"):
-                stored = self._run_dir.checkpoints().seed()
+                stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
             yield
-
-    @contextmanager
-    def _session(self, arguments: FitArguments, history: keras.callbacks.History) -> Iterator[TrainSession]:
-        print_line = console.print_line if arguments.verbose else console.print_nothing
-        data = arguments.training_data(self.seed)
-        steps_per_epoch = arguments.steps_per_epoch
-        if steps_per_epoch is None and data.steps_per_epoch is not None:
-            steps_per_epoch = math.ceil(data.steps_per_epoch / self.make_strategy().batches_per_step)
-        checkpoints = self._run_dir.checkpoints()
-        resumes = self.resume in ("auto", "must") and checkpoints.newest() is not None
-        # A resumed run counts from its beginning; any other from the model as it is.
-        first_step = 0 if resumes else int(self.model.optimizer.iterations)
-        first_epoch = 0 if resumes else arguments.initial_epoch
-        last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
-        validate = Validator(self.model, arguments)
-        history.set_model(self.model)
-        history.on_train_begin()
-        recorder = EpochRecorder(
-            history,
-            steps_per_epoch=steps_per_epoch,
-            first_step=first_step,
-            first_epoch=first_epoch,
-            validate=validate if validate.has_data else None,
-            validation_freq=arguments.validation_freq,
-            validation_every_steps=arguments.validation_every_steps,
-        )
-        session = TrainSession(
-            self.make_strategy,
-            self.program(data, arguments.batch_size, last_step),
-            self._session_hooks(recorder, has_last_step=last_step is not None),
-            checkpoints=checkpoints,
-            summaries=self._run_dir.summaries(),
-            last_step=last_step,
-            resume=self.resume,
-            # Tasks that others started are theirs to start again.
-            max_restarts=self.max_restarts if self._membership is None else 0,
-            print_line=print_line,
-        )
-        print_line(f"kdist {__version__} | {self.name} | {self.strategy} on {self.shape}")
-        print_line(f"run dir   {self._run_dir}      tensorboard --logdir {self._run_dir.tensorboard_logdir}")
-        if self._membership is not None or not self.shape.is_local:
-            print_line(isolate.network_line())
-        started = time.monotonic()
-        signals = StopSignals(session, self._grace_secs)
-        try:
-            with signals, session:
-                self._run_dir.write_plan(session.strategy.plan)
-                yield session
-                write_to_model(self.model, session.read())
-            if self.model.optimizer.use_ema and not session.interrupted:
-                # As Keras does at the end of fit: the model gets the averages, and that is what is reported.
-                self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
-                recorder.validation_logs = validate.evaluate()
-            if not session.interrupted:
-                self._run_dir.write_model(self.model)
-            self.resume = None
-        except BaseException as error:
-            if session.is_started:
-                # The model has nothing of it: another fit goes on from the last checkpoint.
-                self.resume = "auto"
-            self._finish("failed", session, recorder, started, error)
-            raise
-        self._finish("preempted" if session.interrupted else "done", session, recorder, started)
-        if session.interrupted:
-            newest = checkpoints.newest()
-            print_line(
-                f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
-            )
-            signals.raise_received()
-        logs = recorder.validation_logs or recorder.train_logs
-        for line in console.last_lines(session, logs, time.monotonic() - started):
-            print_line(line)
 
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> Plan:
         """Where each variable would live; starts nothing.
@@ -351,12 +275,12 @@ class Trainer:
         options = self._strategy_config
         prepared = prepare(self.program(data, batch_size), self.shape.num_workers)
         plan = prepared.plan(self.shape.num_ps, Placement(options.placement, options.partition_min_bytes))
-        self._run_dir.write_plan(plan)
+        self.files.write_plan(plan)
         return plan
 
     def make_strategy(self) -> Strategy:
         """A new strategy, not started."""
-        return strategies.create(self._strategy_config, self.cluster_config, self.shape, self._membership)
+        return strategies.create(self._strategy_config, self.cluster_config, self.shape, self.membership)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that make another trainer like this one."""
@@ -372,7 +296,7 @@ class Trainer:
             "resume": self.resume,
             "seed": self.seed,
             "max_restarts": 0,
-            "grace_secs": self._grace_secs,
+            "grace_secs": self.grace_secs,
             "use_default_hooks": False,
             **options,
         }
@@ -386,9 +310,9 @@ class Trainer:
             steps_per_call=self._steps_per_call,
             seed=self.seed,
             # A task that is not the chief writes nothing, and makes no run dir.
-            log_dir=self._run_dir.logs if self._is_chief else Path(),
+            log_dir=self.files.logs if self._is_chief else Path(),
             last_step=last_step,
-            grace_secs=self._grace_secs,
+            grace_secs=self.grace_secs,
             # A run that resumes began at step 0, a later fit begins at the model's own.
             data_begins_at=int(self.model.optimizer.iterations) if self.resume is None else 0,
         )
@@ -416,47 +340,10 @@ class Trainer:
 
     @property
     def _is_chief(self) -> bool:
-        return self._membership is None or self._membership.is_chief
+        return self.membership is None or self.membership.is_chief
 
     def _own_processes(self) -> int | None:
-        return strategies.own_processes(self._strategy_config, self.shape, self._membership)
-
-    def _session_hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
-        """The hooks in their order: savers last, so that what another hook raises comes before a save."""
-        hooks = list(self.hooks)
-        if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
-            hooks.append(StopAtStep())
-        savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
-        return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
-
-    def _finish(
-        self,
-        status: str,
-        session: TrainSession,
-        recorder: EpochRecorder,
-        started: float,
-        error: BaseException | None = None,
-    ) -> None:
-        """Writes the account of a session that has ended."""
-        account = session.account
-        self.result = Result(
-            status=status,
-            global_step=session.global_step,
-            stopped_by=session.stopped_by,
-            strategy=self.strategy,
-            cluster=str(self.shape),
-            workers=session.strategy.num_replicas,
-            steps_per_second=account.steps_per_second,
-            examples_per_second=account.examples_per_second,
-            seconds=time.monotonic() - started,
-            examples=account.num_examples,
-            metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
-            gradients=account.gradients,
-            restarts=session.restarts,
-            extra_steps=account.extra_steps,
-            error=None if error is None else describe(error),
-        )
-        self._run_dir.write_result(self.result)
+        return strategies.own_processes(self._strategy_config, self.shape, self.membership)
 
     def _checked(self, model: Any) -> keras.Model:
         if not isinstance(model, keras.Model):

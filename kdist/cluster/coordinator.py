@@ -13,34 +13,22 @@ import queue
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
-from tensorflow.python.eager.executor import Executor
 
 from kdist.cluster.connection import connect, disconnect, reconnect
+from kdist.cluster.lanes import OUT_OF_REACH, Call, Calls, Finished, Lane, QuietExecutor, may_be_lost
 from kdist.cluster.spec import Task
 from kdist.cluster.supervisor import Supervisor, describe_lost
 from kdist.errors import ClusterError
 
 T = TypeVar("T")
-
-#: What TensorFlow says when a task is lost, when another one has its address, and when it forgot a call of a lost one.
-OUT_OF_REACH = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-)
-# Of errors that mean other things, too: a new process at an old address does not know what the old one knew.
-_OF_ANOTHER_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context")
 
 _CHECK_SECS = 0.5
 _ANSWER_SECS = 10.0
@@ -57,29 +45,6 @@ _ENVIRONMENT = {
 
 class CallsGivenUp(Exception):
     """Calls in flight took too long after an interruption."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A call that has ended.
-
-    Attributes:
-        worker: index of the worker that ran it.
-        tag: what its caller gave it.
-        outcome: what it returned or raised.
-    """
-
-    worker: int
-    tag: Any
-    outcome: Future[Any]
-
-
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[[int], Any]
-    tag: Any
-    #: Whether any worker may run it.
-    is_shared: bool
 
 
 class Coordinator:
@@ -117,9 +82,9 @@ class Coordinator:
         self.num_lost = 0
         self.on_return: Callable[[int], None] | None = None
         self._retired: set[int] = set()
-        self._finished: queue.SimpleQueue[tuple[_Call, Finished]] = queue.SimpleQueue()
-        self._lanes: dict[int, _Lane] = {}
-        self._calls = _Calls(self._workers)
+        self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
+        self._lanes: dict[int, Lane] = {}
+        self._calls = Calls(self._workers)
         #: Failures of a worker that is there, since its last result.
         self._failures = dict.fromkeys(self._workers, 0)
         self._last_check = time.monotonic()
@@ -145,12 +110,12 @@ class Coordinator:
             function: worker index -> anything.
             tag: comes back with the outcome.
         """
-        self._calls.put(_Call(function, tag, is_shared=True))
+        self._calls.put(Call(function, tag, is_shared=True))
         self._start_lanes()
 
     def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
         """Has `function` called for one worker; calls for one worker follow each other."""
-        self._calls.put(_Call(function, tag, is_shared=False), worker)
+        self._calls.put(Call(function, tag, is_shared=False), worker)
         self._start_lanes()
 
     def next_finished(self) -> Finished:
@@ -164,7 +129,7 @@ class Coordinator:
         while True:
             call, finished = self._wait(self._take_finished)
             error = finished.outcome.exception()
-            if not _may_be_lost(error):
+            if not may_be_lost(error):
                 self._failures[finished.worker] = 0
                 return finished
             self._has_failed(finished.worker, error)
@@ -174,7 +139,7 @@ class Coordinator:
 
     def is_lost(self, finished: Finished) -> bool:
         """Whether a call of `start_on` failed because its worker is lost."""
-        return _may_be_lost(finished.outcome.exception())
+        return may_be_lost(finished.outcome.exception())
 
     def retire(self, worker: int) -> None:
         """Gives no more calls to a worker, which has nothing to do, until it is another process."""
@@ -192,7 +157,7 @@ class Coordinator:
 
         def work() -> None:
             try:
-                with context.executor_scope(_QuietExecutor()):
+                with context.executor_scope(QuietExecutor()):
                     outcome.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
                 outcome.set_exception(error)
@@ -280,7 +245,7 @@ class Coordinator:
         disconnect()
         _set_environment(self._environment)
 
-    def _take_finished(self, timeout: float) -> tuple[_Call, Finished] | None:
+    def _take_finished(self, timeout: float) -> tuple[Call, Finished] | None:
         with suppress(queue.Empty):
             return self._finished.get(timeout=timeout)
         return None
@@ -350,7 +315,7 @@ class Coordinator:
 
         def ask(task: Task) -> None:
             try:
-                with context.executor_scope(_QuietExecutor()), tf.device(task.device):
+                with context.executor_scope(QuietExecutor()), tf.device(task.device):
                     tf.identity(0).numpy()
                 answers.put((task, True))
             except tf.errors.OpError:
@@ -409,133 +374,7 @@ class Coordinator:
     def _start_lanes(self) -> None:
         for worker in self._workers:
             if worker not in self._lanes:
-                self._lanes[worker] = _Lane(worker, self._calls, self._finished)
-
-
-class _Calls:
-    """The calls that wait for workers, and which workers may take them. Used by several threads.
-
-    Attributes:
-        present: workers that take calls.
-        connected: workers that TensorFlow knows of; of those some may rest.
-    """
-
-    def __init__(self, workers: Collection[int]) -> None:
-        self.present = set(workers)
-        self.connected = set(workers)
-        self._shared: deque[_Call] = deque()
-        self._own: dict[int, deque[_Call]] = {worker: deque() for worker in workers}
-        self._changed = threading.Condition()
-        self._is_stopped = False
-        self._began: dict[int, float] = {}
-
-    def put(self, call: _Call, worker: int | None = None, *, first: bool = False) -> None:
-        with self._changed:
-            calls = self._shared if worker is None else self._own[worker]
-            calls.appendleft(call) if first else calls.append(call)
-            self._changed.notify_all()
-
-    def take(self, worker: int) -> _Call | None:
-        """The next call for a worker; waits for it. None at the end."""
-        with self._changed:
-            self._began.pop(worker, None)
-            while not self._is_stopped:
-                if worker in self.present and (calls := self._own[worker] or self._shared):
-                    self._began[worker] = time.monotonic()
-                    return calls.popleft()
-                self._changed.wait()
-        return None
-
-    def rest(self, worker: int) -> None:
-        """Lets a worker take no more calls."""
-        with self._changed:
-            self.present.discard(worker)
-
-    def part_with(self, worker: int) -> list[_Call]:
-        """Forgets a worker; returns the calls that only it could have run."""
-        with self._changed:
-            self.present.discard(worker)
-            self.connected.discard(worker)
-            calls = list(self._own[worker])
-            self._own[worker].clear()
-        return calls
-
-    def welcome(self, worker: int) -> None:
-        with self._changed:
-            self.present.add(worker)
-            self.connected.add(worker)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets the calls that nobody has taken."""
-        with self._changed:
-            self._shared.clear()
-            for calls in self._own.values():
-                calls.clear()
-
-    def longest_secs(self) -> float:
-        """For how long the longest call runs that is under way now."""
-        with self._changed:
-            return time.monotonic() - min(self._began.values(), default=time.monotonic())
-
-    def forget_time(self) -> None:
-        """Counts the time of the calls that are under way from now on."""
-        with self._changed:
-            self._began = dict.fromkeys(self._began, time.monotonic())
-
-
-class _Lane:
-    """A thread that makes the calls for one worker, one after the other.
-
-    It may be left behind in a call that never returns; it then ends with the process.
-    """
-
-    def __init__(self, worker: int, calls: _Calls, finished: queue.SimpleQueue[tuple[_Call, Finished]]) -> None:
-        self._worker = worker
-        self._calls = calls
-        self._finished = finished
-        threading.Thread(target=self._work, daemon=True, name=f"kdist-worker-{worker}").start()
-
-    def _work(self) -> None:
-        executor = _QuietExecutor()
-        device = Task("worker", self._worker).device
-        while call := self._calls.take(self._worker):
-            outcome: Future[Any] = Future()
-            try:
-                with tf.device(device), context.executor_scope(executor):
-                    outcome.set_result(call.function(self._worker))
-            except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
-                if _may_be_lost(error):
-                    self._calls.rest(self._worker)
-                outcome.set_exception(error)
-            self._finished.put((call, Finished(self._worker, call.tag, outcome)))
-            # What the call held on the tasks must not live on in this frame.
-            del call, outcome
-
-
-class _QuietExecutor(Executor):
-    """Runs what may fail with a task.
-
-    An executor keeps the last error of its ops. TensorFlow's own one, which the whole process shares, would fail with
-    it later.
-    """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(pywrap_tfe.TFE_NewExecutor(False, True, 0))
-
-    def wait(self) -> None:
-        try:
-            super().wait()
-        except tf.errors.OpError:
-            self.clear_error()
+                self._lanes[worker] = Lane(worker, self._calls, self._finished)
 
 
 def fetch(tensor: tf.Tensor) -> Any:
@@ -549,19 +388,9 @@ def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> Itera
     return IteratorSpec(make_dataset.structured_outputs.element_spec)
 
 
-def _may_be_lost(error: BaseException | None) -> bool:
-    """Whether an error of a call may mean that its worker is lost, or is another process than it was."""
-    if isinstance(error, OUT_OF_REACH):
-        return True
-    return isinstance(error, tf.errors.OpError) and any(sign in error.message for sign in _OF_ANOTHER_PROCESS)
-
-
 def _set_environment(values: dict[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-__all__ = ["OUT_OF_REACH", "Coordinator", "Finished", "describe_lost", "fetch", "iterator_spec"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import Counter
@@ -102,7 +101,7 @@ class Supervisor:
     def lost_soon(self) -> dict[Task, str]:
         """The lost tasks; with none, those after a moment: a process that was killed ends after its connections."""
         if not (lost := self._cluster.lost_tasks()):
-            threading.Event().wait(_SOON_SECS)
+            time.sleep(_SOON_SECS)
             lost = self._cluster.lost_tasks()
         return lost
 

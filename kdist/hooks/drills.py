@@ -6,6 +6,7 @@ drill.at_step=200`; what they do is real. After the fault-injection runs known a
 
 from __future__ import annotations
 
+import abc
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ _SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 _CHUNK = bytes(1 << 20)
 
 
-class Drill(Hook):
+class Drill(Hook, abc.ABC):
     """Injects a fault once, at the first run that ends at a global step or later. Base of all drills.
 
     Args:
@@ -47,9 +48,9 @@ class Drill(Hook):
             self._is_done = True
             context.session.print_line(f"drill | step {values.global_step:>6} | {self.inject(context.session)}")
 
+    @abc.abstractmethod
     def inject(self, session: TrainSession) -> str:
         """Injects the fault; returns what was done, in a few words."""
-        raise NotImplementedError
 
     def due_in(self, step: int) -> int | None:
         return None if self._is_done else max(1, self._at_step - step)

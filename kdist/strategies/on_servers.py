@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import OUT_OF_REACH, CallsGivenUp, Coordinator
+from kdist.cluster.coordinator import CallsGivenUp, Coordinator
+from kdist.cluster.lanes import OUT_OF_REACH
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.cluster.supervisor import Cluster, Supervisor, describe_lost
 from kdist.errors import ClusterError, TaskError

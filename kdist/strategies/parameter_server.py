@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import Finished, fetch, iterator_spec
+from kdist.cluster.coordinator import fetch, iterator_spec
+from kdist.cluster.lanes import Finished
 from kdist.cluster.spec import Task
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import OUT_OF_REACH, Finished, fetch, iterator_spec
+from kdist.cluster.coordinator import fetch, iterator_spec
+from kdist.cluster.lanes import Finished, may_be_lost
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
 from kdist.parameters.contributions import Contribution, Contributions
@@ -138,7 +139,9 @@ class SyncReplicas(OnServers):
             try:
                 if (logs := self._lockstep_call(may_begin)) is not None:
                     return logs
-            except OUT_OF_REACH as error:
+            except tf.errors.OpError as error:
+                if not may_be_lost(error):
+                    raise
                 self._recover_lockstep(error)
                 return self._next_logs(may_begin, interrupted)
         return self._one_update()

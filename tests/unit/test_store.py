@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
@@ -19,10 +20,14 @@ from kdist.strategies.stored import Placement, prepare
 @pytest.fixture
 def store(run_dir: Path) -> ParameterStore:
     """Two servers, both of them this process."""
+    return make_store(run_dir, num_servers=2)
+
+
+def make_store(run_dir: Path, num_servers: int) -> ParameterStore:
     trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
     x, y = toy_data()
     prepared = prepare(trainer.program(FitArguments(x, y, batch_size=8).training_data(0), 8), 1)
-    return prepared.store(["/CPU:0", "/CPU:0"], prepared.plan(2, Placement()))
+    return prepared.store(["/CPU:0"] * num_servers, prepared.plan(num_servers, Placement()))
 
 
 def push(store: ParameterStore, broken: int | None = None) -> None:
@@ -45,6 +50,24 @@ def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
     assert store.global_step() == 3
     assert store.is_whole()
     assert {int(counter.numpy()) for counter in [*store._steps, *store._applied]} == {3}
+
+
+def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(run_dir, num_servers=1)
+    push(store)
+    optimizer = store._optimizers[0]
+    apply = optimizer.apply
+
+    def apply_and_fail(gradients: Any, step: Any) -> None:
+        apply(gradients, step)
+        with tf.control_dependencies([step]):
+            tf.debugging.Assert(tf.less(step, 0), [step])
+
+    monkeypatch.setattr(optimizer, "apply", apply_and_fail)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        push(store)
+    assert store.global_step() == 2
+    assert not store.is_whole()
 
 
 @pytest.mark.parametrize("broken", range(4))

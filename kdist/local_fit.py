@@ -1,0 +1,152 @@
+"""`LocalFit`: one `fit` of a trainer in this process, from its arguments to `result.json`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import keras
+
+from kdist import console
+from kdist.cluster import isolate
+from kdist.epochs import EpochRecorder, last_step_of
+from kdist.fit_arguments import FitArguments
+from kdist.hooks import CheckpointSaver, Hook, StopAtStep
+from kdist.parameters.local import write_to_model
+from kdist.result import Result, describe
+from kdist.session import TrainSession
+from kdist.signals import StopSignals
+from kdist.validation import Validator
+from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from kdist.trainer import Trainer
+
+
+class LocalFit:
+    """Makes the session of one `fit`, and writes what came of it.
+
+    Args:
+        trainer: whose model is trained; it gets the values and the result.
+        arguments: those of `fit`.
+        history: gets the epochs.
+    """
+
+    def __init__(self, trainer: Trainer, arguments: FitArguments, history: keras.callbacks.History) -> None:
+        self._trainer = trainer
+        self._arguments = arguments
+        self._history = history
+
+    @contextmanager
+    def session(self) -> Iterator[TrainSession]:
+        """The session, started; at its end the trainer has what came of it."""
+        trainer, arguments, history = self._trainer, self._arguments, self._history
+        print_line = console.print_line if arguments.verbose else console.print_nothing
+        data = arguments.training_data(trainer.seed)
+        steps_per_epoch = arguments.steps_per_epoch
+        if steps_per_epoch is None and data.steps_per_epoch is not None:
+            steps_per_epoch = math.ceil(data.steps_per_epoch / trainer.make_strategy().batches_per_step)
+        checkpoints = trainer.files.checkpoints()
+        resumes = trainer.resume in ("auto", "must") and checkpoints.newest() is not None
+        # A resumed run counts from its beginning; any other from the model as it is.
+        first_step = 0 if resumes else int(trainer.model.optimizer.iterations)
+        first_epoch = 0 if resumes else arguments.initial_epoch
+        last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
+        validate = Validator(trainer.model, arguments)
+        history.set_model(trainer.model)
+        history.on_train_begin()
+        recorder = EpochRecorder(
+            history,
+            steps_per_epoch=steps_per_epoch,
+            first_step=first_step,
+            first_epoch=first_epoch,
+            validate=validate if validate.has_data else None,
+            validation_freq=arguments.validation_freq,
+            validation_every_steps=arguments.validation_every_steps,
+        )
+        session = TrainSession(
+            trainer.make_strategy,
+            trainer.program(data, arguments.batch_size, last_step),
+            self._hooks(recorder, has_last_step=last_step is not None),
+            checkpoints=checkpoints,
+            summaries=trainer.files.summaries(),
+            last_step=last_step,
+            resume=trainer.resume,
+            # Tasks that others started are theirs to start again.
+            max_restarts=trainer.max_restarts if trainer.membership is None else 0,
+            print_line=print_line,
+        )
+        print_line(f"kdist {__version__} | {trainer.name} | {trainer.strategy} on {trainer.shape}")
+        print_line(f"run dir   {trainer.files}      tensorboard --logdir {trainer.files.tensorboard_logdir}")
+        if trainer.membership is not None or not trainer.shape.is_local:
+            print_line(isolate.network_line())
+        started = time.monotonic()
+        signals = StopSignals(session, trainer.grace_secs)
+        try:
+            with signals, session:
+                trainer.files.write_plan(session.strategy.plan)
+                yield session
+                write_to_model(trainer.model, session.read())
+            if trainer.model.optimizer.use_ema and not session.interrupted:
+                # As Keras does at the end of fit: the model gets the averages, and that is what is reported.
+                trainer.model.optimizer.finalize_variable_values(trainer.model.trainable_variables)
+                recorder.validation_logs = validate.evaluate()
+            if not session.interrupted:
+                trainer.files.write_model(trainer.model)
+            trainer.resume = None
+        except BaseException as error:
+            if session.is_started:
+                # The model has nothing of it: another fit goes on from the last checkpoint.
+                trainer.resume = "auto"
+            self._finish("failed", session, recorder, started, error)
+            raise
+        self._finish("preempted" if session.interrupted else "done", session, recorder, started)
+        if session.interrupted:
+            newest = checkpoints.newest()
+            print_line(
+                f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
+            )
+            signals.raise_received()
+        logs = recorder.validation_logs or recorder.train_logs
+        for line in console.last_lines(session, logs, time.monotonic() - started):
+            print_line(line)
+
+    def _hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
+        """The hooks in their order: savers last, so that what another hook raises comes before a save."""
+        hooks = list(self._trainer.hooks)
+        if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
+            hooks.append(StopAtStep())
+        savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
+        return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
+
+    def _finish(
+        self,
+        status: str,
+        session: TrainSession,
+        recorder: EpochRecorder,
+        started: float,
+        error: BaseException | None = None,
+    ) -> None:
+        """Writes the account of a session that has ended."""
+        trainer, account = self._trainer, session.account
+        trainer.result = Result(
+            status=status,
+            global_step=session.global_step,
+            stopped_by=session.stopped_by,
+            strategy=trainer.strategy,
+            cluster=str(trainer.shape),
+            workers=session.strategy.num_replicas,
+            steps_per_second=account.steps_per_second,
+            examples_per_second=account.examples_per_second,
+            seconds=time.monotonic() - started,
+            examples=account.num_examples,
+            metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
+            gradients=account.gradients,
+            restarts=session.restarts,
+            extra_steps=account.extra_steps,
+            error=None if error is None else describe(error),
+        )
+        trainer.files.write_result(trainer.result)
