@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,14 +41,20 @@ def validation_line(step: int, last_step: int | None, logs: Mapping[str, float])
     return _line("valid", [_step(step, last_step), *_metrics(logs)])
 
 
-def save_line(step: int, last_step: int | None, path: str) -> str:
+def save_line(step: int, last_step: int | None, path: Path) -> str:
     """`save  | step    500      | checkpoints/ckpt-500`"""
-    return _line("save", [_step(step).ljust(len(_step(step, last_step))), path])
+    return _line("save", [_step(step).ljust(len(_step(step, last_step))), _short(path)])
 
 
-def resume_line(step: int, last_step: int | None, path: str) -> str:
+def resume_line(step: int, last_step: int | None, path: Path) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
-    return _line("load", [_step(step).ljust(len(_step(step, last_step))), path])
+    return _line("load", [_step(step).ljust(len(_step(step, last_step))), _short(path)])
+
+
+def again_line(error: BaseException, newest: Path, number: int, of: int) -> str:
+    """What is said when a cluster is started again after `error`, from its newest checkpoint."""
+    reason = str(error).splitlines()[0]
+    return f"kdist: {reason}; the cluster is started again from {_short(newest)} ({number} of {of})"
 
 
 def last_lines(session: TrainSession, logs: Mapping[str, float], seconds: float) -> list[str]:
@@ -93,6 +100,10 @@ def duration(seconds: float) -> str:
 
 def _line(event: str, columns: list[str]) -> str:
     return " | ".join([f"{event:<5}", *columns])
+
+
+def _short(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _step(step: int, last_step: int | None = None) -> str:

@@ -19,7 +19,6 @@ from kdist.errors import ClusterError
 from kdist.parameters.local import write_to_model
 from kdist.program import ProgramTasks
 from kdist.result import Result, describe
-from kdist.session import again_line
 from kdist.strategies.stored import prepare
 from kdist.version import __version__
 
@@ -67,7 +66,7 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
                     run_dir.write_result(trainer.result)
                 raise
             restarts, resume = restarts + 1, "auto"
-            warnings.warn(again_line(error, newest, restarts, trainer.max_restarts), stacklevel=2)
+            warnings.warn(console.again_line(error, newest, restarts, trainer.max_restarts), stacklevel=2)
     trainer.resume = None
     _set_values(model, outcome["values"])
     trainer.result = replace(outcome["result"], restarts={"worker": 0, "cluster": restarts})

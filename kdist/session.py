@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kdist import console
+from kdist.account import Account
 from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.parameters.names import LEARNING_RATE, SEED
-from kdist.result import Contributions, Gradients, add_contributions
+from kdist.result import add_contributions
 from kdist.schema import RESUME_MODES
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kdist.checkpoint import Checkpoints
     from kdist.strategies.base import Program, Strategy
     from kdist.summaries import Summaries
@@ -194,7 +193,7 @@ class TrainSession:
         values = {**self.strategy.read(), SEED: np.array(self.program.seed, np.int64)}
         path = self.checkpoints.save(step, values, keep=keep)
         self._saved_step = step
-        self.print_line(console.save_line(step, self.last_step, _short(path)))
+        self.print_line(console.save_line(step, self.last_step, path))
 
     def publish_validation(self, logs: Mapping[str, float]) -> None:
         """Tells every hook the validation loss and metrics of the present step."""
@@ -254,7 +253,7 @@ class TrainSession:
                 # It is of an earlier fit: what this one began with is saved nowhere.
                 raise error
             self._cluster_restarts += 1
-            warnings.warn(again_line(error, newest, self._cluster_restarts, self._max_restarts), stacklevel=3)
+            warnings.warn(console.again_line(error, newest, self._cluster_restarts, self._max_restarts), stacklevel=3)
             self._worker_restarts_before += self.strategy.worker_restarts
             self._went_on_since = None
             try:
@@ -335,7 +334,7 @@ class TrainSession:
         # The learning rate is what this run was told, not what an earlier one was.
         self.strategy.write({name: value for name, value in values.items() if name != LEARNING_RATE})
         self._saved_step = int(values["global_step"])
-        self.print_line(console.resume_line(self._saved_step, self.last_step, _short(path)))
+        self.print_line(console.resume_line(self._saved_step, self.last_step, path))
         return True
 
     def _close(self) -> None:
@@ -345,68 +344,3 @@ class TrainSession:
             closing.callback(self.summaries.close)
             for hook in reversed(self.hooks):
                 closing.callback(hook.close)
-
-
-class Account:
-    """What a session did, exactly, for its result.
-
-    Attributes:
-        applied: updates applied.
-        extra_steps: of those, updates beyond what was asked for, from calls that ran again after a loss.
-        num_examples: examples seen.
-    """
-
-    def __init__(self) -> None:
-        self.applied = 0
-        self.extra_steps = 0
-        self.num_examples = 0
-        self._contributions: dict[int, Contributions] = {}
-        self._staleness_sum = 0
-        self._staleness_max = 0
-        self._steady_steps = 0
-        self._steady_examples = 0
-        self._steady_seconds = 0.0
-
-    def add(self, values: RunValues, extra_steps: int) -> None:
-        self.applied += values.num_steps
-        self.extra_steps += extra_steps
-        self.num_examples += values.num_examples
-        self._contributions = add_contributions(self._contributions, values.contributions)
-        self._staleness_sum += int(values.staleness.sum())
-        self._staleness_max = max(self._staleness_max, int(values.staleness.max(initial=0)))
-        if not values.warming_up:
-            self._steady_steps += values.num_steps
-            self._steady_examples += values.num_examples
-            self._steady_seconds += values.seconds
-
-    @property
-    def gradients(self) -> Gradients:
-        """What became of the gradients."""
-        staleness_mean = self._staleness_sum / self.applied if self.applied else 0.0
-        return Gradients(
-            applied=self.applied,
-            dropped=sum(counts.dropped for counts in self._contributions.values()),
-            staleness_mean=staleness_mean,
-            staleness_max=self._staleness_max,
-            by_worker={f"worker:{worker}": counts for worker, counts in self._contributions.items()},
-        )
-
-    @property
-    def steps_per_second(self) -> float | None:
-        """Over the runs in which nothing was traced; None if there was none."""
-        return self._steady_steps / self._steady_seconds if self._steady_seconds else None
-
-    @property
-    def examples_per_second(self) -> float | None:
-        """Over the runs in which nothing was traced; None if there was none."""
-        return self._steady_examples / self._steady_seconds if self._steady_seconds else None
-
-
-def again_line(error: ClusterError, newest: Path, number: int, of: int) -> str:
-    """What is said when a cluster is started again after `error`."""
-    reason = str(error).splitlines()[0]
-    return f"kdist: {reason}; the cluster is started again from {_short(newest)} ({number} of {of})"
-
-
-def _short(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
