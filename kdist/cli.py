@@ -289,13 +289,13 @@ def _job(config: DictConfig, parsed: Namespace) -> float | None:
 
 def _tasks_prepared(config: Config, membership: Membership | None, log_dir: Path) -> AbstractContextManager[None]:
     """Tasks that this process will start import TensorFlow while it does so itself."""
-    from kdist.cluster.local import prepared
+    from kdist.cluster.local import log_path, prepared
     from kdist.cluster.membership import shape_of
 
     shape = shape_of(config.cluster, membership)
     if membership is not None or not shape.num_ps or config.run.plan_only:
         return nullcontext()
-    return prepared(shape, log_dir)
+    return prepared(log_path(log_dir, shape.tasks[0]))
 
 
 def _way_on(run_dir: Path) -> str:

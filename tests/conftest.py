@@ -12,7 +12,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest
 from drilling import table
-from helpers import tasks_running
+from helpers import tasks_running, wait_until
+
+from kdist.cluster.local import prepared
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the runs that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,11 +37,21 @@ def alone_if_it_must_be(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     before = dict(os.environ)
+    running = tasks_running(under=os.getpid(), and_fork_servers=True)
     yield
-    left = tasks_running(under=os.getpid(), and_fork_servers=True)
+    left = set(tasks_running(under=os.getpid(), and_fork_servers=True)) - set(running)
     assert not left, f"tasks still running: {left}"
     changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k) and k != "PYTEST_CURRENT_TEST"}
     assert not changed, f"environment changed: {changed}"
+
+
+@pytest.fixture(scope="module")
+def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tasks of all clusters of a file are forked from: it imports TensorFlow once for all of them."""
+    with prepared(tmp_path_factory.mktemp("prepared") / "log"):
+        # A process that has just been started has no command line yet.
+        wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,19 +1,23 @@
-"""Starts several server tasks for the price of one: a process imports TensorFlow once, then forks each of them.
+"""Starts server tasks for the price of one: a process imports TensorFlow once, then forks each of them.
 
-`python -m kdist.cluster.forkserver '<file descriptors as JSON>'`, after the fork server of Python's multiprocessing. It
-ends when its tasks have, or with its parent; its tasks end with it. The chief's side is `ForkServer`.
+`python -m kdist.cluster.forkserver <file descriptor of a socket>`, after the fork server of Python's multiprocessing.
+It ends when its socket closes, or with its parent; its tasks end with it. The chief's side is `ForkServer`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,29 +28,22 @@ from kdist.cluster.server import ServerOptions, serve
 
 _REPORT_SECS = 0.05
 _CLOSE_SECS = 2.0
+_MAX_MESSAGE = 1 << 16
 
 
 @dataclass(frozen=True)
 class _Order:
-    """One task to fork.
+    """One task to fork. The message has its standard input, output and error with it.
 
     Attributes:
+        number: stands for the task in reports.
         options: `ServerOptions` as JSON.
-        environment: variables of its own.
-        log: path of its standard error.
+        environment: variables that are other than those of the fork server; None for those that it has not.
     """
 
+    number: int
     options: str
-    environment: dict[str, str]
-    log: str
-
-
-@dataclass(frozen=True)
-class _Pipes:
-    """File descriptors of a task's standard input and output."""
-
-    stdin: int
-    stdout: int
+    environment: dict[str, str | None]
 
 
 class ForkedTask:
@@ -98,96 +95,85 @@ class ForkedTask:
 
 
 class ForkServer:
-    """The chief's side: starts the process, and hears from it which task has which id and how it ended.
+    """The chief's side: starts the process, has it fork tasks, and hears from it how they are.
 
     Args:
-        num_tasks: how many tasks it will fork.
         environment: that of the process.
-        log: takes what it has to say before it forks.
-
-    Attributes:
-        tasks: the tasks; they run when `fork` was called.
+        log: takes what it has to say.
     """
 
-    def __init__(self, num_tasks: int, environment: dict[str, str], log: Path) -> None:
-        self.environment = environment
-        self.tasks: list[ForkedTask] = []
-        pipes, theirs = [], []
-        for _ in range(num_tasks):
-            child_in, our_in = os.pipe()
-            our_out, child_out = os.pipe()
-            theirs += [child_in, child_out]
-            pipes.append(_Pipes(child_in, child_out))
-            self.tasks.append(ForkedTask(self, our_in, our_out))
-        take_orders, give_orders = os.pipe()
-        self._orders: IO[bytes] = os.fdopen(give_orders, "wb")
-        self._reports, report_to = os.pipe()
-        theirs += [take_orders, report_to]
-        # Several threads ask whether a task lives; a closed descriptor may be a socket of TensorFlow's a moment later.
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        self._environment = dict(environment)
+        self._numbers = itertools.count()
+        #: The tasks of which no end was reported, by their numbers.
+        self._tasks: dict[int, ForkedTask] = {}
+        # It keeps messages apart, and takes file descriptors along.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Several threads ask whether a task lives.
         self._lock = threading.Lock()
-        self._unread = b""
-        arguments = json.dumps(
-            {"take_orders": take_orders, "report_to": report_to, "pipes": [asdict(pair) for pair in pipes]}
-        )
-        with log.open("ab") as log_file:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log.open("ab") as log_file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kdist.cluster.forkserver", arguments],
+                [sys.executable, "-m", "kdist.cluster.forkserver", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                env=environment,
-                pass_fds=theirs,
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
                 # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
                 start_new_session=True,
             )
-        for descriptor in theirs:
-            os.close(descriptor)
 
-    def fork(self, tasks: Sequence[tuple[ServerOptions, dict[str, str], Path]]) -> None:
-        """Has the tasks forked, once.
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can fork more tasks."""
+        self.update(0.0)
+        return self._socket.fileno() >= 0
+
+    def fork(self, options: ServerOptions, environment: Mapping[str, str], log: Path) -> ForkedTask:
+        """Has a task forked, as soon as TensorFlow is imported, and returns at once.
 
         Args:
-            tasks: for each its options, variables of its own environment, and its log file.
+            options: what to serve.
+            environment: that of the task; what TensorFlow reads when it is imported was read before.
+            log: takes its standard error.
         """
-        orders = [asdict(_Order(options.to_json(), own, str(log))) for options, own, log in tasks]
-        # If the process has ended, waiting for its tasks will tell.
-        with suppress(BrokenPipeError), self._orders:
-            self._orders.write(json.dumps(orders).encode() + b"\n")
+        common = self._environment
+        own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
+        own |= dict.fromkeys(common.keys() - environment.keys())
+        order = _Order(next(self._numbers), options.to_json(), own)
+        child_in, our_in = os.pipe()
+        our_out, child_out = os.pipe()
+        task = ForkedTask(self, our_in, our_out)
+        with self._lock, log.open("ab") as log_file:
+            self._tasks[order.number] = task
+            # If the process has ended, waiting for its tasks will tell.
+            with suppress(OSError):
+                descriptors = [child_in, child_out, log_file.fileno()]
+                socket.send_fds(self._socket, [json.dumps(asdict(order)).encode()], descriptors)
+        os.close(child_in)
+        os.close(child_out)
+        return task
 
     def update(self, timeout: float) -> None:
         """Reads what was reported, waiting at most `timeout` seconds for more."""
         with self._lock:
-            while self._reports >= 0 and self._can_read(timeout):
-                self._take(os.read(self._reports, 1 << 16))
+            while self._can_read(timeout):
+                try:
+                    self._take(self._socket.recv(_MAX_MESSAGE))
+                except ConnectionResetError:  # It ended with orders unread.
+                    self._socket.close()
                 timeout = 0.0
-
-    def _can_read(self, timeout: float) -> bool:
-        # Not select(): its descriptors end at 1024.
-        poll = select.poll()
-        poll.register(self._reports, select.POLLIN)
-        return bool(poll.poll(1000 * timeout))
-
-    def _take(self, received: bytes) -> None:
-        if not received:
-            self._has_ended()
-            return
-        *lines, self._unread = (self._unread + received).split(b"\n")
-        for line in lines:
-            what, index, number = line.decode().split()
-            task = self.tasks[int(index)]
-            if what == "pid":
-                task.forked_pid = int(number)
-            else:
-                task.returncode = int(number)
+            if self._socket.fileno() < 0:
+                self._end_tasks()
 
     def close(self) -> None:
-        """Lets the process end, and waits for it a moment."""
-        for task in self.tasks:
-            task.stdin.close()
-            task.stdout.close()
-        self._orders.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        """Ends the process, and with it tasks that are left."""
+        self.update(0.0)
+        with self._lock:
+            self._socket.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
             self.process.wait(_CLOSE_SECS)
         except subprocess.TimeoutExpired:
@@ -195,58 +181,113 @@ class ForkServer:
             self.process.wait(KILLED_SECS)
         self.update(0.0)
 
-    def _has_ended(self) -> None:
+    def _can_read(self, timeout: float) -> bool:
+        if self._socket.fileno() < 0:
+            return False
+        # Not select(): its descriptors end at 1024.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * timeout))
+
+    def _take(self, report: bytes) -> None:
+        if not report:
+            self._socket.close()
+            return
+        what, number, value = report.decode().split()
+        if what == "pid":
+            self._tasks[int(number)].forked_pid = int(value)
+        else:
+            self._tasks.pop(int(number)).returncode = int(value)
+
+    def _end_tasks(self) -> None:
         """Without its report nobody knows how a task ended, but it has: tasks end with the process."""
-        os.close(self._reports)
-        self._reports = -1
-        code = self.process.wait(KILLED_SECS)
-        for task in self.tasks:
-            if task.returncode is None:
+        if self._tasks:
+            code = self.process.wait(KILLED_SECS)
+            for task in self._tasks.values():
                 task.returncode = code or -9
+            self._tasks.clear()
 
 
-def _fork(order: _Order, pipes: _Pipes, not_its_own: Sequence[int]) -> int:
-    """Forks a task; returns its process id.
+class _Forks:
+    """The process: forks what it is told to, and reports how its children end.
 
     Args:
-        not_its_own: open file descriptors that the task must not have.
+        orders: the socket to the chief.
     """
-    pid = os.fork()
-    if pid:
-        os.close(pipes.stdin)
-        os.close(pipes.stdout)
-        return pid
-    os.setsid()
-    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for source, target in ((pipes.stdin, 0), (pipes.stdout, 1), (log, 2)):
-        os.dup2(source, target)
-        os.close(source)
-    for descriptor in not_its_own:
-        os.close(descriptor)
-    os.environ.update(order.environment)
-    serve(ServerOptions.from_json(order.options))
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._numbers: dict[int, int] = {}
+        # A child that ends wakes the loop: Python writes to this pipe when a signal comes.
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+
+    def run(self) -> None:
+        """Works until the chief closes the socket."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake)
+        poll = select.poll()
+        poll.register(self._orders, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._woken in ready:
+                os.read(self._woken, _MAX_MESSAGE)
+                self._report_ended()
+            if self._orders.fileno() in ready:
+                message, descriptors, _, _ = socket.recv_fds(self._orders, _MAX_MESSAGE, 3)
+                if not message:
+                    return
+                self._fork(_Order(**json.loads(message)), descriptors)
+
+    def _fork(self, order: _Order, descriptors: Sequence[int]) -> None:
+        pid = os.fork()
+        if not pid:
+            self._become(order, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._numbers[pid] = order.number
+        self._report("pid", order.number, pid)
+
+    def _become(self, order: _Order, descriptors: Sequence[int]) -> NoReturn:
+        """Turns a child into its task."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            for target, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, target)
+                os.close(descriptor)
+            for own in (self._orders.detach(), self._woken, self._wake):
+                os.close(own)
+            for name, value in order.environment.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            serve(ServerOptions.from_json(order.options))
+        except BaseException:  # noqa: BLE001 - the frames above are the fork server's
+            traceback.print_exc()
+        os._exit(1)
+
+    def _report_ended(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                self._report("ended", self._numbers.pop(pid), os.waitstatus_to_exitcode(status))
+
+    def _report(self, what: str, number: int, value: int) -> None:
+        # If the chief has closed the socket, the loop sees it next.
+        with suppress(OSError):
+            self._orders.send(f"{what} {number} {value}".encode())
 
 
 def main() -> NoReturn:
     end_with_parent()
-    arguments = json.loads(sys.argv[1])
-    pipes = [_Pipes(**pair) for pair in arguments["pipes"]]
-    report_to = arguments["report_to"]
-    # For all of them, once.
-    import tensorflow  # noqa: F401
+    with socket.socket(fileno=int(sys.argv[1])) as orders:
+        # For all of them, once.
+        import tensorflow  # noqa: F401
 
-    with os.fdopen(arguments["take_orders"]) as take_orders:
-        orders = [_Order(**order) for order in json.loads(take_orders.readline() or "[]")]
-    index_of = {}
-    for index, order in enumerate(orders):
-        later = [descriptor for other in pipes[index + 1 :] for descriptor in (other.stdin, other.stdout)]
-        pid = _fork(order, pipes[index], [report_to, *later])
-        index_of[pid] = index
-        os.write(report_to, f"pid {index} {pid}\n".encode())
-    while index_of:
-        pid, status = os.wait()
-        index = index_of.pop(pid)
-        os.write(report_to, f"ended {index} {os.waitstatus_to_exitcode(status)}\n".encode())
+        _Forks(orders).run()
     os._exit(0)
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -62,33 +62,31 @@ def log_path(log_dir: Path, task: Task) -> Path:
     return log_dir / f"{task.job}-{task.index}.log"
 
 
-#: What the tasks of the next cluster are forked from, by their shape; at most one.
-_prepared: dict[ClusterShape, ForkServer] = {}
+#: What the tasks of clusters are forked from, inside `prepared`; at most one.
+_prepared: list[ForkServer] = []
 
 
 @contextmanager
-def prepared(shape: ClusterShape, log_dir: Path) -> Iterator[None]:
-    """Starts what the tasks of a cluster will be forked from, so that it imports TensorFlow while this process does.
+def prepared(log: Path) -> Iterator[None]:
+    """Starts at once what the tasks of every `LocalCluster` inside the block will be forked from.
 
-    The first `LocalCluster` of that shape inside the block takes it; if there is none, it ends with the block.
+    It imports TensorFlow while this process does so itself, and only once for clusters that follow each other.
+
+    Args:
+        log: takes what it has to say.
     """
-    if sys.platform == "linux":
-        _prepared[shape] = _fork_server(shape, log_dir)
+    if sys.platform != "linux" or _prepared:
+        yield
+        return
+    _prepared.append(_new_fork_server(log))
     try:
         yield
     finally:
-        if (unused := _prepared.pop(shape, None)) is not None:
-            unused.close()
+        _prepared.pop().close()
 
 
-def _take_fork_server(shape: ClusterShape, log_dir: Path) -> ForkServer:
-    return _prepared.pop(shape, None) or _fork_server(shape, log_dir)
-
-
-def _fork_server(shape: ClusterShape, log_dir: Path) -> ForkServer:
-    log_dir.mkdir(parents=True, exist_ok=True)
-    # What happens before the first task is forked is in its log.
-    return ForkServer(len(shape.tasks), task_environment(Task("worker", 0)), log_path(log_dir, shape.tasks[0]))
+def _new_fork_server(log: Path) -> ForkServer:
+    return ForkServer(task_environment(Task("worker", 0)), log)
 
 
 class LocalCluster:
@@ -143,19 +141,10 @@ class LocalCluster:
         self._deadline = time.monotonic() + self._start_timeout
         ports = [f"127.0.0.1:{port}" for port in free_ports(len(self.shape.tasks))]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
-        tasks = self.shape.tasks
-        for task in tasks:
+        for task in self.shape.tasks:
             log = self._log_path(task)
             self._log_starts[task] = log.stat().st_size if log.exists() else 0
-        if sys.platform == "linux":
-            # Elsewhere a process that has imported TensorFlow may not survive a fork.
-            self._fork_server = _take_fork_server(self.shape, self.log_dir)
-            own = [self._own_environment(task, self._fork_server.environment) for task in tasks]
-            logs = [self._log_path(task) for task in tasks]
-            self._fork_server.fork(list(zip(map(self._options, tasks), own, logs)))
-            self._processes = dict(zip(tasks, self._fork_server.tasks))
-        else:
-            self._processes = {task: self._launch(task) for task in tasks}
+        self._processes = {task: self._launch(task) for task in self.shape.tasks}
 
     def wait(self) -> None:
         """Waits until every task serves; a port that was taken meanwhile costs another attempt."""
@@ -184,9 +173,9 @@ class LocalCluster:
         if self._guard is not None:
             end_children([self._guard], _STOP_SECS)
             self._guard = None
-        if self._fork_server is not None:
+        if self._fork_server is not None and self._fork_server not in _prepared:
             self._fork_server.close()
-            self._fork_server = None
+        self._fork_server = None
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills tasks, all if None, so that they are gone; `stop` is due all the same."""
@@ -270,28 +259,34 @@ class LocalCluster:
     def _log_path(self, task: Task) -> Path:
         return log_path(self.log_dir, task)
 
-    def _own_environment(self, task: Task, common: Mapping[str, str]) -> dict[str, str]:
-        """What a task's environment has that the others' has not."""
-        own = task_environment(task, self._devices)
-        return {name: value for name, value in own.items() if common.get(name) != value}
-
     def _options(self, task: Task) -> ServerOptions:
         intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         own_cores = cores_of(task, self.shape, cores) if cores else None
         return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores)
 
-    def _launch(self, task: Task) -> subprocess.Popen[bytes]:
-        with self._log_path(task).open("ab") as log:
+    def _launch(self, task: Task) -> ForkedTask | subprocess.Popen[bytes]:
+        options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
+        # Elsewhere a process that has imported TensorFlow may not survive a fork.
+        if sys.platform == "linux":
+            return self._forks().fork(options, environment, log)
+        with log.open("ab") as log_file:
             return subprocess.Popen(
-                [sys.executable, "-m", "kdist.cluster.server", self._options(task).to_json()],
+                [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
-                env=task_environment(task, self._devices),
+                stderr=log_file,
+                env=environment,
                 # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
                 start_new_session=True,
             )
+
+    def _forks(self) -> ForkServer:
+        if self._fork_server is None:
+            living = [server for server in _prepared if server.is_alive]
+            # What happens before the first task is forked is in its log.
+            self._fork_server = living[0] if living else _new_fork_server(self._log_path(self.shape.tasks[0]))
+        return self._fork_server
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import keras
 import pytest
 from helpers import REPO, environment, kdist, result_of, tasks_running, wait_until
 
@@ -55,13 +56,16 @@ def test_mnist_on_two_servers_and_two_workers(tmp_path: Path) -> None:
     assert iterations == "400"
 
 
-def test_the_same_run_dir_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_the_same_run_dir_goes_on_where_it_stopped_and_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "D").mkdir()
+    (tmp_path / "D").chmod(0o755)
     for cluster, steps in (("2ps2w", 30), ("local", 50)):
         done = kdist(*MINE, f"cluster={cluster}", f"train.steps={steps}", "run.dir=D", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert result_of(tmp_path / "D")["global_step"] == steps
     assert "load  | step     30    | checkpoints/ckpt-30" in done.stdout
     assert result_of(tmp_path / "D")["gradients"]["applied"] == 20
+    assert (tmp_path / "D").stat().st_mode & 0o777 == 0o755
 
 
 def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> None:
@@ -73,14 +77,10 @@ def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert set(result_of(tmp_path / "D")["metrics"]["validation"]) == {"loss", "accuracy"}
     assert result_of(tmp_path / "D")["global_step"] == 16
-    code = (
-        "import keras; m = keras.saving.load_model('D/model.keras'); o = m.optimizer;"
-        "print(type(o).__name__, round(float(o.learning_rate), 4), o.clipnorm)"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert shown.stdout.split() == ["Adam", "0.02", "1.0"]
+    optimizer = keras.saving.load_model(tmp_path / "D" / "model.keras").optimizer
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert float(optimizer.learning_rate) == pytest.approx(0.02)
+    assert optimizer.clipnorm == 1.0
 
 
 def test_multirun_runs_jobs_one_after_another_each_on_its_own_cluster(tmp_path: Path) -> None:
@@ -155,13 +155,6 @@ def test_a_signal_before_training_ends_the_run_with_a_result(tmp_path: Path, num
     assert number.name in result["error"]
 
 
-def test_kill_9_of_the_chief_leaves_no_task(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.process.kill()
-    run.process.wait()
-    wait_until(run.no_task_is_left, 5, "every task has ended")
-
-
 def test_the_python_of_the_readme_works_as_a_script_without_a_guard(tmp_path: Path) -> None:
     script = tmp_path / "train_mine.py"
     script.write_text(
@@ -177,11 +170,11 @@ def build_model():
 
 for cluster in ("1ps1w", "1ps1w"):
     trainer = kdist.Trainer(build_model, cluster=cluster, strategy="parameter_server",
-                            hooks=[kdist.hooks.StopAtStep(last_step=60), kdist.hooks.CheckpointSaver(every_secs=60)])
-    history = trainer.fit(x, y, batch_size=64, steps=60, validation_data=(x, y))
+                            hooks=[kdist.hooks.StopAtStep(last_step=20), kdist.hooks.CheckpointSaver(every_secs=60)])
+    history = trainer.fit(x, y, batch_size=64, steps=20, validation_data=(x, y))
     assert trainer.evaluate(x, y)["loss"] > 0 and trainer.predict(x).shape == (256, 3)
     trainer.model.save("mine.keras")
-    assert len(history.history["val_loss"]) == len(history.epoch) == 15
+    assert len(history.history["val_loss"]) == len(history.epoch) == 5
 """,
     )
     done = subprocess.run(
@@ -231,10 +224,3 @@ def test_a_secret_of_the_environment_is_nowhere_and_the_run_dir_is_private(
     assert {"config.yaml", "overrides.yaml", "hydra.yaml", "result.json", "ps-0.log"} <= {path.name for path in files}
     assert not [path for path in files if secret.encode() in path.read_bytes()]
     assert (tmp_path / "new" / "D").stat().st_mode & 0o777 == 0o700
-
-
-def test_a_run_dir_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "D").mkdir(mode=0o755)
-    (tmp_path / "D").chmod(0o755)
-    assert kdist(*MINE, "train.steps=2", "run.dir=D", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "D").stat().st_mode & 0o777 == 0o755

@@ -59,7 +59,7 @@ def test_tasks_end_when_the_chief_returns_or_raises(tmp_path: Path, mode: str, c
     assert "started" in chief.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_tasks_end_within_five_seconds_when_the_chief_is_killed(tmp_path: Path, number: signal.Signals) -> None:
     chief = subprocess.Popen(
         [sys.executable, "-c", CHIEF, str(tmp_path), "wait"],
@@ -122,21 +122,48 @@ def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatc
             assert b"TF_CONFIG" not in environment
 
 
-def test_a_cluster_uses_what_was_prepared_for_it(tmp_path: Path) -> None:
-    shape = ClusterShape(1, 1)
-    with prepared(shape, tmp_path):
+def test_clusters_that_follow_each_other_use_what_was_prepared(tmp_path: Path) -> None:
+    with prepared(tmp_path / "log"):
+        wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
         waiting = tasks_running(under=os.getpid(), and_fork_servers=True)
         assert len(waiting) == 1
-        with LocalCluster(shape, tmp_path) as cluster:
-            running = tasks_running(under=os.getpid(), and_fork_servers=True)
-            assert set(running) == {*waiting, *cluster.pids.values()}
-            assert cluster.lost_tasks() == {}
-
-
-def test_what_was_prepared_and_never_used_ends(tmp_path: Path) -> None:
-    with prepared(ClusterShape(1, 1), tmp_path):
-        assert len(tasks_running(under=os.getpid(), and_fork_servers=True)) == 1
+        for shape in (ClusterShape(1, 1), ClusterShape(1, 2)):
+            with LocalCluster(shape, tmp_path) as cluster:
+                running = tasks_running(under=os.getpid(), and_fork_servers=True)
+                assert set(running) == {*waiting, *cluster.pids.values()}
+                assert cluster.lost_tasks() == {}
+            assert tasks_running(under=os.getpid(), and_fork_servers=True) == waiting
     assert tasks_running(under=os.getpid(), and_fork_servers=True) == []
+
+
+def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) -> None:
+    with prepared(tmp_path / "log"):
+        wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
+        (waiting,) = tasks_running(under=os.getpid(), and_fork_servers=True)
+        os.kill(waiting, signal.SIGKILL)
+        wait_until(lambda: not tasks_running(under=os.getpid(), and_fork_servers=True), 5, "it is gone")
+        with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+            assert cluster.lost_tasks() == {}
+    assert tasks_running(under=os.getpid(), and_fork_servers=True) == []
+
+
+def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Task("worker", 0)
+    # gRPC says when it is told to be talkative.
+    monkeypatch.setenv("GRPC_VERBOSITY", "debug")
+    with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+        log = tmp_path / "worker-0.log"
+        first = log.read_text()
+        monkeypatch.delenv("GRPC_VERBOSITY")
+        os.kill(cluster.pids[worker], signal.SIGKILL)
+        wait_until(cluster.lost_tasks, 5, "the loss is seen")
+        cluster.restart(worker)
+        wait_until(lambda: not cluster.starting_tasks(), 30, "it serves")
+        assert cluster.lost_tasks() == {}
+        second = log.read_text().removeprefix(first)
+    assert "DEBUG" in first
+    assert "serves at" in second
+    assert "DEBUG" not in second
 
 
 def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

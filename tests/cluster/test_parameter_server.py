@@ -21,7 +21,7 @@ from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import Task
 from kdist.hooks import CheckpointSaver, Hook
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 
 class StepNotes(Hook):

@@ -14,7 +14,7 @@ from helpers import toy_data
 
 import kdist
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 
 class Watch(kdist.hooks.Hook):

@@ -15,7 +15,7 @@ from helpers import delayed, result_of, tags_of, toy_batches, toy_data
 import kdist
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 SLOW_WORKER, SLOW_SECS = 2, 0.25
 

@@ -107,6 +107,7 @@ def test_every_kind_of_model_is_trained_as_by_keras(name: str, run_dir: Path) ->
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
 @pytest.mark.parametrize("name", ["adamw", "global_clipnorm"])
 def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
@@ -114,6 +115,7 @@ def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
 @pytest.mark.parametrize("name", ["batch_normalized", "two_inputs_two_outputs"])
 def test_two_servers_train_every_kind_of_model(name: str, run_dir: Path) -> None:
     build, data = MODELS[name]

@@ -88,6 +88,7 @@ def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer: str, folder: Path) -> None:
     ours = agreement.train(optimizer, folder / f"sync-{optimizer}", "1ps2w", 2, strategy="sync_replicas")
@@ -95,6 +96,7 @@ def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
 @pytest.mark.parametrize(
     ("cluster", "placement", "strategy"),
     [
@@ -119,6 +121,7 @@ def test_placement_only_moves_bytes(cluster: str, placement: str, strategy: str,
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
 def test_local_steps_of_a_single_worker_are_plain_gradient_descent(folder: Path) -> None:
     """What is pushed is the sum of what the worker has done already: nobody else has moved the parameters."""
     (data, y), results = agreement.data(), []
@@ -149,6 +152,7 @@ def test_local_steps_of_a_single_worker_are_plain_gradient_descent(folder: Path)
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
 def test_bfloat16_on_the_wire_rounds_what_travels_and_nothing_else(folder: Path) -> None:
     ours = {
         dtype: agreement.train("adam", folder / f"wire-{dtype}", "2ps1w", 1, wire_dtype=dtype)

@@ -13,7 +13,7 @@ from tf1_program import run_tf1
 import kdist
 from kdist.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 LAST_STEP, BATCH, WORKERS = 31, 16, 2
 OPTIMIZERS = {
