@@ -24,8 +24,9 @@ OUT_OF_REACH = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
 )
-# Of errors that mean other things, too: a new process at an old address does not know what the old one knew.
-_OF_ANOTHER_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context")
+# Of errors that mean other things, too: a new process at an old address does not know what the old one knew, and a task
+# that was parted with has no client any more.
+_OF_A_LOST_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context", "Client for target")
 
 
 @dataclass(frozen=True)
@@ -181,4 +182,4 @@ def may_be_lost(error: BaseException | None) -> bool:
     """Whether an error of a call may mean that its worker is lost, or is another process than it was."""
     if isinstance(error, OUT_OF_REACH):
         return True
-    return isinstance(error, tf.errors.OpError) and any(sign in error.message for sign in _OF_ANOTHER_PROCESS)
+    return isinstance(error, tf.errors.OpError) and any(sign in error.message for sign in _OF_A_LOST_PROCESS)

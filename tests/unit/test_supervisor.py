@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Collection, Mapping
 
 import pytest
+import tensorflow as tf
 
+from kdist.cluster.lanes import may_be_lost
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.cluster.supervisor import Supervisor
 from kdist.errors import ClusterError
@@ -113,3 +115,18 @@ def test_a_worker_that_somebody_else_starts_again_is_taken_back() -> None:
     with pytest.warns(UserWarning, match="worker:1 is back after"):
         assert supervisor.check() == [0, 1]
     assert supervisor.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (tf.errors.UnavailableError(None, None, "failed to connect to all addresses"), True),
+        (tf.errors.InvalidArgumentError(None, None, "Client for target /job:worker/task:1 not found."), True),
+        (tf.errors.InvalidArgumentError(None, None, "Unable to find a context_id matching the specified one"), True),
+        (tf.errors.InvalidArgumentError(None, None, "Received a label value of 9"), False),
+        (ValueError("remote_handle"), False),
+        (None, False),
+    ],
+)
+def test_what_an_error_of_a_call_may_mean(error: BaseException | None, is_lost: bool) -> None:
+    assert may_be_lost(error) is is_lost
