@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from kdist.errors import CheckpointError, NonFiniteError, reason
 from kdist.parameters.names import SEED
+from kdist.warn import warn
 
 _INDEX_SUFFIX, _DATA_SUFFIX = ".index", ".data-00000-of-00001"
 _INDEX = re.compile(r"ckpt-(\d+)\.index")
@@ -49,8 +49,8 @@ class Checkpoints:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
-    def save(self, step: int, values: Mapping[str, np.ndarray], *, keep: int) -> Path:
-        """Writes a checkpoint and deletes all but the newest `keep`.
+    def save(self, step: int, values: Mapping[str, np.ndarray], *, keep: int | None = None) -> Path:
+        """Writes a checkpoint and deletes all but the newest `keep`; none if None.
 
         It is written under another name and moved into place, the index last: without its index it is not there.
 
@@ -74,7 +74,7 @@ class Checkpoints:
                     tensors=[tf.constant(value) for value in values.values()],
                 )
             self._move_into_place(step)
-            for old in self.steps()[:-keep]:
+            for old in self.steps()[:-keep] if keep else []:
                 self._delete(old)
         except (tf.errors.OpError, OSError) as error:
             # A disk that is full is not to be kept full by what could not be written.
@@ -87,6 +87,14 @@ class Checkpoints:
         with suppress(OSError):
             self._write_state([self.path(old).name for old in self.steps()])
         return self.path(step)
+
+    def keep_only(self, step: int) -> None:
+        """Deletes every checkpoint but one."""
+        with suppress(OSError):
+            for other in self.steps():
+                if other != step:
+                    self._delete(other)
+            self._write_state([self.path(step).name])
 
     def restore(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Path, dict[str, np.ndarray]] | None:
         """Reads the newest checkpoint that is not damaged, all of it; each damaged one costs a warning.
@@ -108,7 +116,7 @@ class Checkpoints:
                 values = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
             except _DAMAGE_ERRORS as error:
                 why = type(error).__name__ if step in self.steps() else "its index is missing"
-                warnings.warn(f"kdist: {path} is damaged and left out ({why})", stacklevel=2)
+                warn(f"{path} is damaged and left out ({why})")
                 continue
             values.pop(SEED, None)
             _check_fits(path, values, shapes)

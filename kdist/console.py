@@ -54,7 +54,7 @@ def resume_line(step: int, last_step: int | None, path: Path) -> str:
 def again_line(error: BaseException, newest: Path, number: int, of: int) -> str:
     """What is said when a cluster is started again after `error`, from its newest checkpoint."""
     reason = str(error).splitlines()[0]
-    return f"kdist: {reason}; the cluster is started again from {_short(newest)} ({number} of {of})"
+    return f"{reason}; the cluster is started again from {_short(newest)} ({number} of {of})"
 
 
 def last_lines(session: TrainSession, logs: Mapping[str, float], seconds: float) -> list[str]:

@@ -11,6 +11,7 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:
+    from kdist.callbacks import Callbacks
     from kdist.metrics import MetricTotals
     from kdist.session import TrainSession
 
@@ -20,6 +21,7 @@ class EpochRecorder(Hook):
 
     Args:
         history: filled as `keras.Model.fit` would: `history.epoch` and `history.history`, validation under `val_`.
+        callbacks: called at the events of training, that history among them.
         steps_per_epoch: steps of an epoch; None makes the whole run one epoch.
         first_step, first_epoch: the global step at which epoch `first_epoch` begins.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
@@ -30,6 +32,7 @@ class EpochRecorder(Hook):
     def __init__(
         self,
         history: keras.callbacks.History,
+        callbacks: Callbacks,
         *,
         steps_per_epoch: int | None,
         first_step: int = 0,
@@ -39,6 +42,7 @@ class EpochRecorder(Hook):
         validation_every_steps: int | None = None,
     ) -> None:
         self._history = history
+        self._callbacks = callbacks
         self._steps_per_epoch = steps_per_epoch
         self._first_step = first_step
         self._first_epoch = first_epoch
@@ -46,6 +50,7 @@ class EpochRecorder(Hook):
         self._validation_freq = validation_freq
         self._validation_every_steps = validation_every_steps
         self._finished: list[tuple[int, dict[str, float]]] = []
+        self._has_begun = False
         self.train_logs: dict[str, float] = {}
         self.validation_logs: dict[str, float] = {}
 
@@ -54,10 +59,19 @@ class EpochRecorder(Hook):
         self._forget_later_epochs()
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
+        begin = self._callbacks.begin_again if self._has_begun else self._callbacks.begin
+        begin(session, self._epoch)
+        self._has_begun = True
+
+    def before_run(self, context: RunContext) -> None:
+        if self._callbacks.wants_batches:
+            self._callbacks.begin_batch(context.session, self._batch_at(context.global_step))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
         step = values.global_step
+        if self._callbacks.wants_batches:
+            self._callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
         # A run never passes the end of an epoch, but steps that a lost worker's call repeats may.
         if self._epoch_at(step) > self._epoch:
             self._finish_epoch(context.session, validate=self._is_validation_epoch())
@@ -70,8 +84,11 @@ class EpochRecorder(Hook):
             self._finish_epoch(session, validate=True)
         elif self._validated_step != session.global_step:
             self._run_validation(session)
+        self._callbacks.end(session, self._finished[-1][1] if self._finished else {})
 
     def due_in(self, step: int) -> int | None:
+        if self._callbacks.wants_batches:
+            return 1
         due = []
         if self._steps_per_epoch:
             due.append(self._steps_per_epoch - (step - self._first_step) % self._steps_per_epoch)
@@ -80,12 +97,17 @@ class EpochRecorder(Hook):
         return min(due, default=None)
 
     def idle_in(self, step: int) -> int | None:
-        return None if self._validate is None else self.due_in(step)
+        looks_at_values = self._validate is not None or self._callbacks.looks_at_model
+        return self.due_in(step) if looks_at_values else None
 
     def _epoch_at(self, step: int) -> int:
         if not self._steps_per_epoch:
             return self._first_epoch
         return self._first_epoch + (step - self._first_step) // self._steps_per_epoch
+
+    def _batch_at(self, step: int) -> int:
+        since = step - self._first_step
+        return since % self._steps_per_epoch if self._steps_per_epoch else since
 
     def _is_validation_epoch(self) -> bool:
         epoch = self._epoch + 1
@@ -104,7 +126,7 @@ class EpochRecorder(Hook):
         if validate and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
         self._finished.append((self._epoch, logs))
-        self._history.on_epoch_end(self._epoch, logs)
+        self._callbacks.end_epoch(session, self._epoch, logs)
 
     def _forget_later_epochs(self) -> None:
         """Takes back what training lost and will do again, when the cluster failed and it begins at a checkpoint."""

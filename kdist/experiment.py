@@ -79,6 +79,7 @@ def _trainer(config: Config, run_dir: Path | None) -> Trainer:
         strategy=config.strategy.name,
         run_dir=run_dir,
         hooks=[_call(key, hook, config.run.trust) for key, hook in _hook_nodes(config).items()],
+        callbacks=[_call(key, node, config.run.trust) for key, node in _callback_nodes(config).items()],
         name=config.run.name,
         steps_per_call=config.train.steps_per_call,
         resume=config.run.resume,
@@ -97,7 +98,7 @@ def check_targets(config: Config) -> None:
         ConfigError: names the key, the target and what is wrong.
     """
     nodes = {"model": config.model, "data": config.data}
-    nodes |= _hook_nodes(config)
+    nodes |= _hook_nodes(config) | _callback_nodes(config)
     others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
     for key, node in (nodes | others).items():
         trusted.check(key, node, config.run.trust)
@@ -115,6 +116,11 @@ def _hook_nodes(config: Config) -> dict[str, Any]:
     """The hooks of a config by their keys; a drill is one, too."""
     nodes = {f"hooks.{name}": hook for name, hook in config.hooks.items()} | {"drill": config.drill}
     return {key: node for key, node in nodes.items() if node is not None}
+
+
+def _callback_nodes(config: Config) -> dict[str, Any]:
+    """The Keras callbacks of a config by their keys."""
+    return {f"callbacks.{name}": node for name, node in config.callbacks.items() if node is not None}
 
 
 def build_model(config: Config) -> keras.Model:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
+from kdist import callbacks
 from kdist.data import TrainingData, training_data
 from kdist.errors import ConfigError, check_whole_number
 
@@ -29,6 +32,7 @@ class FitArguments:
     class_weight: Mapping[int, float] | None = None
     sample_weight: Any = None
     verbose: int | str = "auto"
+    callbacks: Sequence[keras.callbacks.Callback] = ()
     validation_data: Any = None
     validation_steps: int | None = None
     validation_batch_size: int | None = None
@@ -49,6 +53,7 @@ class FitArguments:
             "validation_every_steps",
         ):
             check_whole_number(key, getattr(self, key))
+        callbacks.checked(self.callbacks)
         check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
 
     def training_data(self, seed: int | None) -> TrainingData:

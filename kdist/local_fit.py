@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import keras
 
 from kdist import console
+from kdist.callbacks import Callbacks, as_hooks
 from kdist.cluster import isolate
 from kdist.epochs import EpochRecorder, last_step_of
 from kdist.fit_arguments import FitArguments
@@ -55,11 +56,14 @@ class LocalFit:
         first_step = 0 if resumes else int(trainer.model.optimizer.iterations)
         first_epoch = 0 if resumes else arguments.initial_epoch
         last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
-        validate = Validator(trainer.model, arguments)
-        history.set_model(trainer.model)
-        history.on_train_begin()
+        others, hooks = as_hooks(arguments.callbacks, trainer.hooks)
+        callbacks = Callbacks(
+            [*others, history], trainer.model, epochs=arguments.epochs, steps=arguments.steps_per_epoch
+        )
+        validate = Validator(trainer.model, arguments, callbacks.list)
         recorder = EpochRecorder(
             history,
+            callbacks,
             steps_per_epoch=steps_per_epoch,
             first_step=first_step,
             first_epoch=first_epoch,
@@ -70,7 +74,7 @@ class LocalFit:
         session = TrainSession(
             trainer.make_strategy,
             trainer.program(data, arguments.batch_size, last_step),
-            self._hooks(recorder, has_last_step=last_step is not None),
+            _in_order(hooks, recorder, has_last_step=last_step is not None),
             checkpoints=checkpoints,
             summaries=trainer.files.summaries(),
             last_step=last_step,
@@ -114,14 +118,6 @@ class LocalFit:
         for line in console.last_lines(session, logs, time.monotonic() - started):
             print_line(line)
 
-    def _hooks(self, recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
-        """The hooks in their order: savers last, so that what another hook raises comes before a save."""
-        hooks = list(self._trainer.hooks)
-        if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
-            hooks.append(StopAtStep())
-        savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
-        return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
-
     def _finish(
         self,
         status: str,
@@ -150,3 +146,12 @@ class LocalFit:
             error=None if error is None else describe(error),
         )
         trainer.files.write_result(trainer.result)
+
+
+def _in_order(hooks: Sequence[Hook], recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
+    """The hooks, with savers last, so that what another hook raises comes before a save."""
+    hooks = list(hooks)
+    if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
+        hooks.append(StopAtStep())
+    savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
+    return [*(hook for hook in hooks if hook not in savers), recorder, *savers]

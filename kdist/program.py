@@ -32,6 +32,7 @@ from kdist.cluster.process import end_children, end_with_parent, how_it_ended, t
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
 from kdist.signals import SAME_SIGNAL_SECS, leave
+from kdist.warn import warn
 
 if TYPE_CHECKING:
     from kdist.schema import DevicesConfig
@@ -193,7 +194,7 @@ class ProgramTasks:
         assert chief.stdout is not None
         for line in chief.stdout:
             if line.startswith(_WARNING):
-                warnings.warn(line.removeprefix(_WARNING).rstrip("\n"), stacklevel=2)
+                warn(line.removeprefix(_WARNING).rstrip("\n"), prefix="")
             else:
                 self.print_line(line.rstrip("\n"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import keras
 import numpy as np
 
 from kdist import console
+from kdist.callbacks import set_states, states_of, without_model
 from kdist.cluster.serve import serve_until_done
 from kdist.cluster.spec import Membership
 from kdist.errors import ClusterError
@@ -21,6 +21,7 @@ from kdist.program import ProgramTasks
 from kdist.result import Result, describe
 from kdist.strategies.stored import prepare
 from kdist.version import __version__
+from kdist.warn import warn
 
 if TYPE_CHECKING:
     from kdist.fit_arguments import FitArguments
@@ -46,7 +47,8 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
         devices=trainer.cluster_config.devices,
         print_line=console.print_line,
     )
-    given = replace(arguments, x=data, y=None, sample_weight=None, class_weight=None)
+    callbacks = without_model(arguments.callbacks)
+    given = replace(arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=callbacks)
     run_dir = trainer.files
     started, restarts, resume = time.time(), 0, trainer.resume
     while True:
@@ -66,16 +68,14 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
                     run_dir.write_result(trainer.result)
                 raise
             restarts, resume = restarts + 1, "auto"
-            warnings.warn(console.again_line(error, newest, restarts, trainer.max_restarts), stacklevel=2)
+            warn(console.again_line(error, newest, restarts, trainer.max_restarts))
     trainer.resume = None
     _set_values(model, outcome["values"])
     trainer.result = replace(outcome["result"], restarts={"worker": 0, "cluster": restarts})
     if restarts:
         run_dir.write_result(trainer.result)
     history = keras.callbacks.History()
-    history.set_model(model)
-    history.on_train_begin()
-    history.history, history.epoch = outcome["history"], outcome["epoch"]
+    set_states([history, *arguments.callbacks], [outcome["history"], *outcome["callbacks"]], model)
     return history
 
 
@@ -108,8 +108,8 @@ def run_program(program: Mapping[str, Any], membership: Membership | None) -> di
         return None
     history = trainer.fit_here(arguments)
     return {
-        "history": history.history,
-        "epoch": history.epoch,
+        "history": states_of([history])[0],
+        "callbacks": states_of(arguments.callbacks),
         "values": _values_of(model),
         "result": trainer.result,
     }

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-import warnings
 import zipfile
 from contextlib import suppress
 from datetime import datetime
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import Checkpoints
 from kdist.errors import ConfigError, KdistError
-from kdist.folders import OWNER_ONLY, make_private
+from kdist.folders import OWNER_ONLY, make_private, write_whole
 from kdist.parameters.picture import draw_plan
 from kdist.summaries import Summaries
+from kdist.warn import warn
 
 if TYPE_CHECKING:
     import keras
@@ -87,7 +87,7 @@ class RunDir:
             for path in (table, picture):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
-            warnings.warn(f"kdist: {table}: cannot be written: {error.strerror or error}", stacklevel=2)
+            warn(f"{table}: cannot be written: {error.strerror or error}")
 
     def write_model(self, model: keras.Model) -> None:
         """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form.
@@ -111,10 +111,7 @@ class RunDir:
         except (NotImplementedError, TypeError, ValueError) as error:
             # A model without get_config trains as well as any other; its weights are in the checkpoint.
             unfinished.unlink(missing_ok=True)
-            warnings.warn(
-                f"kdist: model.keras could not be written ({error}); the weights are in {self.path / 'checkpoints'}",
-                stacklevel=2,
-            )
+            warn(f"model.keras could not be written ({error}); the weights are in {self.path / 'checkpoints'}")
 
     def has_result_since(self, time: float) -> bool:
         """Whether `result.json` was written at `time` or later, in seconds since the epoch."""
@@ -127,18 +124,14 @@ class RunDir:
         Raises:
             KdistError: the result of a run that did not fail cannot be written; what was there before is untouched.
         """
-        unfinished = self.path / ".result.json"
         try:
             make_private(self.path)
-            unfinished.write_text(result.to_json())
-            os.replace(unfinished, self.path / "result.json")
+            write_whole(self.path / "result.json", result.to_json())
         except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
             message = f"{self.path / 'result.json'}: cannot be written: {error.strerror or error}"
             if result.status != "failed":
                 raise KdistError(message) from error
-            warnings.warn(f"kdist: {message}", stacklevel=1)
+            warn(message)
 
 
 def _name_layers_as_keras_does(path: Path) -> None:

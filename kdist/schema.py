@@ -300,6 +300,9 @@ class Config:
     hooks: dict[str, Any] = field(default_factory=dict)
     """What happens around training steps, by name; null removes one (`hooks.summary=null`)."""
 
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Keras callbacks, by names of your own (`+callbacks.stop._target_=keras.callbacks.EarlyStopping`)."""
+
     drill: Any = None
     """A fault to inject, to see what becomes of a run (`+drill=kill_worker drill.at_step=200`)."""
 
@@ -316,9 +319,10 @@ class Config:
             )
         for name in ("model", "data"):
             _check_target(name, getattr(self, name))
-        for name, hook in self.hooks.items():
-            if hook is not None:
-                _check_target(f"hooks.{name}", hook)
+        for group in ("hooks", "callbacks"):
+            for name, node in getattr(self, group).items():
+                if node is not None:
+                    _check_target(f"{group}.{name}", node)
         if self.drill is not None:
             _check_target("drill", self.drill)
 

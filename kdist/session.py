@@ -8,7 +8,6 @@ with TrainSession(make_strategy, program, hooks, ...) as session:
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
@@ -24,10 +23,13 @@ from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.parameters.names import LEARNING_RATE, SEED
 from kdist.result import add_contributions
 from kdist.schema import RESUME_MODES
+from kdist.warn import warn
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kdist.checkpoint import Checkpoints
     from kdist.strategies.base import Program, Strategy
     from kdist.summaries import Summaries
@@ -184,16 +186,44 @@ class TrainSession:
             CheckpointError: it cannot be written.
             NonFiniteError: a value is NaN or infinite.
         """
-        if self._diverged:
+        if self.is_saved:
             return
         # What was in flight is done when the servers are read; it may be more than the hooks have seen.
         step = self.strategy.global_step()
-        if self._saved_step == step:
-            return
-        values = {**self.strategy.read(), SEED: np.array(self.program.seed, np.int64)}
-        path = self.checkpoints.save(step, values, keep=keep)
+        path = self.checkpoints.save(step, self.values(), keep=keep)
         self._saved_step = step
         self.print_line(console.save_line(step, self.last_step, path))
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is nothing to save: there is a checkpoint of the present step, or training has diverged."""
+        return self._diverged or self._saved_step == self.strategy.global_step()
+
+    def values(self) -> dict[str, np.ndarray]:
+        """What a checkpoint of the present step holds, by name."""
+        return {**self.strategy.read(), SEED: np.array(self.program.seed, np.int64)}
+
+    def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
+        """Sets values on the tasks, between two runs.
+
+        Args:
+            values: by their names in a checkpoint, in their shapes; `learning_rate` is that of the optimizer.
+
+        Raises:
+            ConfigError: there is no such value, or it has another shape, or the learning rate follows a schedule.
+        """
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        if (learning_rate := arrays.pop("learning_rate", None)) is not None:
+            self.program.set_learning_rate(float(learning_rate))
+            arrays[LEARNING_RATE] = learning_rate
+        shapes = self.strategy.shapes
+        for name, array in arrays.items():
+            if name not in shapes:
+                known = ", ".join(sorted(shapes))
+                raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
+            if array.shape != tuple(shapes[name]):
+                raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(shapes[name])}")
+        self.strategy.write(arrays)
 
     def publish_validation(self, logs: Mapping[str, float]) -> None:
         """Tells every hook the validation loss and metrics of the present step."""
@@ -203,6 +233,11 @@ class TrainSession:
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self.program.learning_rate(self.global_step)
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of everything that the run leaves behind."""
+        return self.checkpoints.folder.parent
 
     @property
     def is_asynchronous(self) -> bool:
@@ -253,7 +288,7 @@ class TrainSession:
                 # It is of an earlier fit: what this one began with is saved nowhere.
                 raise error
             self._cluster_restarts += 1
-            warnings.warn(console.again_line(error, newest, self._cluster_restarts, self._max_restarts), stacklevel=3)
+            warn(console.again_line(error, newest, self._cluster_restarts, self._max_restarts))
             self._worker_restarts_before += self.strategy.worker_restarts
             self._went_on_since = None
             try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 from kdist.session import TrainSession
+from kdist.warn import warn
 
 #: Supervisors send a signal to a process and to its group; what comes so soon is the same one.
 SAME_SIGNAL_SECS = 0.5
@@ -72,10 +72,9 @@ class StopSignals:
 
     def _watch(self, received: signal.Signals) -> None:
         if not self._ended.wait(self._grace_secs):
-            warnings.warn(
-                f"kdist: not ended {self._grace_secs:g} s after {received.name} (run.grace_secs); the run is left as "
-                f"it stands; last checkpoint: {self._session.checkpoints.newest()}",
-                stacklevel=2,
+            warn(
+                f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs); the run is left as "
+                f"it stands; last checkpoint: {self._session.checkpoints.newest()}"
             )
             if exit_at_once is not None:
                 exit_at_once(128 + received)

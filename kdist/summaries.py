@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from kdist.warn import warn
 
 _numbers = itertools.count()
 
@@ -63,10 +64,7 @@ class Summaries:
             if not self._warned:
                 self._warned = True
                 reason = error.strerror or error
-                warnings.warn(
-                    f"kdist: {self._folder}: TensorBoard's files cannot be written: {reason}; training goes on without",
-                    stacklevel=2,
-                )
+                warn(f"{self._folder}: TensorBoard's files cannot be written: {reason}; training goes on without")
 
 
 class _EventFile:

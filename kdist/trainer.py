@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from kdist import strategies
+from kdist.callbacks import checked
 from kdist.cluster import isolate
 from kdist.cluster.membership import common_seed, membership_of, shape_of
 from kdist.cluster.spec import Membership
@@ -47,6 +48,7 @@ class Trainer:
         run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A folder
             with checkpoints is resumed.
         hooks: beside the default hooks, or instead of the one of the same class.
+        callbacks: Keras callbacks for every `fit`.
         name: shown in the first line and used for the default `run_dir`; the script's name if None.
         steps_per_call: steps that a worker runs for one call of the chief; `auto` fits them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
@@ -78,6 +80,7 @@ class Trainer:
         *,
         run_dir: str | Path | None = None,
         hooks: Sequence[Hook] = (),
+        callbacks: Sequence[keras.callbacks.Callback] = (),
         name: str | None = None,
         steps_per_call: int | str = "auto",
         resume: str = "auto",
@@ -106,6 +109,7 @@ class Trainer:
         self.name = name or name_of_program()
         self.files = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
+        self.callbacks = checked(callbacks)
         self._build_model = build_model
         self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
@@ -173,7 +177,7 @@ class Trainer:
             epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. A run that
                 is resumed from a checkpoint goes on to the end of epoch `epochs` and counts from where it stopped.
             verbose: 0 prints nothing.
-            callbacks: not supported; use hooks.
+            callbacks: Keras's, beside those of the trainer; see `kdist.callbacks` for when they see what.
             validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras;
                 besides, the final parameters are always validated.
             steps: the global step to stop at; `epochs` does not count then.
@@ -191,8 +195,6 @@ class Trainer:
             ClusterError: a task was lost, or stopped answering.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint was saved and the tasks ended.
         """
-        if callbacks:
-            raise ConfigError("fit(callbacks=...) is not supported; use hooks (kdist.hooks)")
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         arguments = FitArguments(
@@ -207,6 +209,7 @@ class Trainer:
             class_weight=class_weight,
             sample_weight=sample_weight,
             verbose=verbose,
+            callbacks=[*self.callbacks, *(callbacks or ())],
             validation_data=validation_data,
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
@@ -239,7 +242,7 @@ class Trainer:
                 while not session.should_stop():
                     session.run()
 
-        Args: those of `fit`, but for `validation_split` and `callbacks`. With neither `steps` nor `epochs`, only hooks
+        Args: those of `fit`, but for `validation_split`. With neither `steps` nor `epochs`, only hooks
             and the caller stop the session.
 
         Yields:
@@ -248,6 +251,7 @@ class Trainer:
         """
         if self._own_processes() is not None:
             raise ConfigError(f"strategy={self.strategy} trains in processes of its own, not in your loop; use fit")
+        arguments["callbacks"] = [*self.callbacks, *(arguments.get("callbacks") or ())]
         given = FitArguments(x, y, **arguments)
         with self._one_chief(), LocalFit(self, given, keras.callbacks.History()).session() as session:
             yield session

@@ -22,13 +22,17 @@ class Validator:
     Args:
         model: the trainer's own.
         arguments: of the fit; without `validation_data` there is nothing to evaluate.
+        callbacks: called at the events of an evaluation.
 
     Raises:
         ConfigError: `validate_with_ema` without moving averages.
     """
 
-    def __init__(self, model: keras.Model, arguments: FitArguments) -> None:
+    def __init__(
+        self, model: keras.Model, arguments: FitArguments, callbacks: keras.callbacks.CallbackList | None = None
+    ) -> None:
         self._model = model
+        self._callbacks = callbacks
         self._arguments = arguments
         if arguments.validate_with_ema and not model.optimizer.use_ema:
             raise ConfigError(
@@ -62,6 +66,7 @@ class Validator:
             batch_size=given.validation_batch_size or given.batch_size,
             sample_weight=sample_weight,
             steps=given.validation_steps,
+            callbacks=self._callbacks,
         )
 
 
@@ -74,6 +79,7 @@ def evaluate(
     verbose: int | str = 0,
     sample_weight: object = None,
     steps: int | None = None,
+    callbacks: object = None,
 ) -> dict[str, float]:
     """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
     logs = model.evaluate(
@@ -83,6 +89,7 @@ def evaluate(
         verbose=verbose,
         sample_weight=sample_weight,
         steps=steps,
+        callbacks=callbacks,
         return_dict=True,
     )
     return {"loss": logs.pop("loss"), **logs}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdist import console
-from kdist.hooks import Hook, RunContext, RunValues, Timer
+from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer
 
 if TYPE_CHECKING:
     import keras
@@ -65,7 +65,7 @@ class PrintParameters(Hook):
     """
 
     def __init__(self, every_steps: int = 100) -> None:
-        self._timer = Timer(every_steps=every_steps, owner="hooks.print_parameters")
+        self._timer = SecondOrStepTimer(every_steps=every_steps, owner="hooks.print_parameters")
         self._printed_step: int | None = None
 
     def after_create_session(self, session: TrainSession) -> None:

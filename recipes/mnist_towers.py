@@ -20,7 +20,7 @@ from kdist.recipes import mnist
 
 from kdist import console
 from kdist.errors import ConfigError, check_whole_number
-from kdist.hooks import Hook, RunContext, RunValues, StepCounter, Timer
+from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, StepCounter
 
 if TYPE_CHECKING:
     import keras
@@ -133,7 +133,7 @@ class WeightHistograms(Hook):
     """
 
     def __init__(self, every_steps: int = 100) -> None:
-        self._timer = Timer(every_steps=every_steps, owner="hooks.weight_histograms")
+        self._timer = SecondOrStepTimer(every_steps=every_steps, owner="hooks.weight_histograms")
 
     def after_create_session(self, session: TrainSession) -> None:
         self._timer.start(session.global_step)

@@ -12,7 +12,6 @@ The private names of TensorFlow's that this takes were read in 2.20 and 2.21.
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from tensorflow.python.eager import context
 
 from kdist.cluster.spec import Task
 from kdist.errors import ConfigError
+from kdist.warn import warn
 
 _JOB = "localhost"
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
@@ -68,10 +68,9 @@ def connect(spec: tf.train.ClusterSpec) -> None:
     context.ensure_initialized()
     probe.assign(1)
     if int(probe) != 1:
-        warnings.warn(
-            "kdist: connecting replaced TensorFlow's local devices; assigning to variables made before has no effect "
-            "any more in this process (make models and variables after fit instead)",
-            stacklevel=2,
+        warn(
+            "connecting replaced TensorFlow's local devices; assigning to variables made before has no effect "
+            "any more in this process (make models and variables after fit instead)"
         )
 
 

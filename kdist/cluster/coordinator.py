@@ -12,7 +12,6 @@ import os
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +26,7 @@ from kdist.cluster.lanes import OUT_OF_REACH, Call, Calls, Finished, Lane, Quiet
 from kdist.cluster.spec import Task
 from kdist.cluster.supervisor import Supervisor, describe_lost
 from kdist.errors import ClusterError
+from kdist.warn import warn
 
 T = TypeVar("T")
 
@@ -82,6 +82,8 @@ class Coordinator:
         self.num_lost = 0
         self.on_return: Callable[[int], None] | None = None
         self._retired: set[int] = set()
+        #: Workers that are to begin later.
+        self._waiting: set[int] = set()
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
         self._lanes: dict[int, Lane] = {}
         self._calls = Calls(self._workers)
@@ -145,6 +147,15 @@ class Coordinator:
         """Gives no more calls to a worker, which has nothing to do, until it is another process."""
         self._calls.rest(worker)
         self._retired.add(worker)
+
+    def employ(self, workers: Collection[int]) -> None:
+        """Gives calls to these workers only, from now on; the others finish what they have begun."""
+        self._waiting = set(self._workers) - set(workers)
+        for worker in self._workers:
+            if worker in self._waiting:
+                self._calls.rest(worker)
+            elif worker in self._calls.connected and worker not in self._retired:
+                self._calls.welcome(worker)
 
     def watch(self, function: Callable[[], T]) -> T:
         """Runs what itself waits for tasks, watching them meanwhile; given up, it stays behind in its thread.
@@ -213,7 +224,7 @@ class Coordinator:
             if worker not in serving and worker in self._calls.connected:
                 self._part_with(worker)
         for worker in serving:
-            if worker not in self._calls.present and worker not in self._retired:
+            if worker not in self._calls.present and worker not in self._retired | self._waiting:
                 self._welcome(worker)
 
     def wait_for_worker(self, timeout: float) -> bool:
@@ -301,7 +312,7 @@ class Coordinator:
         names = ", ".join(map(str, sorted(silent, key=str)))
         if not self._supervisor.kill(silent):
             raise ClusterError(f"{names} {what}; stopped or out of reach")
-        warnings.warn(f"kdist: {names} {what} and {'is' if len(silent) == 1 else 'are'} killed", stacklevel=2)
+        warn(f"{names} {what} and {'is' if len(silent) == 1 else 'are'} killed")
 
     def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
         """Asks every connected task for a sign of life.

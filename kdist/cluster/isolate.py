@@ -12,10 +12,10 @@ import os
 import socket
 import struct
 import sys
-import warnings
 from pathlib import Path
 
 from kdist.errors import ConfigError
+from kdist.warn import warn
 
 MODES = ("never", "auto", "must")
 
@@ -79,10 +79,9 @@ def require(mode: str) -> None:
         raise ConfigError(f"cluster.isolate=must: this process is in the system's network namespace: {_why_not}")
     if not _has_warned:
         _has_warned = True
-        warnings.warn(
-            f"kdist: cluster.isolate=auto: not in a private network namespace: {_why_not}; "
-            "whoever reaches this machine reaches TensorFlow's servers (docs/security.md)",
-            stacklevel=3,
+        warn(
+            f"cluster.isolate=auto: not in a private network namespace: {_why_not}; "
+            "whoever reaches this machine reaches TensorFlow's servers (docs/security.md)"
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
+from kdist.warn import warn
 
 _SOON_SECS = 0.5
 
@@ -109,7 +109,7 @@ class Supervisor:
         self.restarts += 1
         self._given_up.discard(task)
         seconds = time.monotonic() - self._lost_since.pop(task)
-        warnings.warn(f"kdist: {task} is back after {seconds:.1f} s", stacklevel=3)
+        warn(f"{task} is back after {seconds:.1f} s")
 
     def _start_again(self, task: Task, how: str) -> None:
         """Has a lost worker started again, if that may be; says once what becomes of it."""
@@ -123,7 +123,7 @@ class Supervisor:
             what = "training goes on without it and its part of the data"
         else:
             return
-        warnings.warn(f"kdist: {describe_lost({task: how})}; {what}", stacklevel=3)
+        warn(f"{describe_lost({task: how})}; {what}")
 
 
 def describe_lost(lost: Mapping[Task, str]) -> str:

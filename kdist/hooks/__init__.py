@@ -6,25 +6,40 @@ The names and defaults are those of `tf.compat.v1.train`, without the word Hook.
 from collections.abc import Sequence
 
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.hooks.checkpoint_saver import CheckpointSaver
+from kdist.hooks.best_checkpoint import BestCheckpoint
+from kdist.hooks.checkpoint_saver import CheckpointSaver, CheckpointSaverListener
+from kdist.hooks.early_stopping import EarlyStopping
+from kdist.hooks.export import Export
+from kdist.hooks.feed_fn import FeedFn
+from kdist.hooks.final_ops import FinalOps
+from kdist.hooks.global_step_waiter import GlobalStepWaiter
 from kdist.hooks.logging_tensor import LoggingTensor
 from kdist.hooks.nan_tensor import NanTensor
+from kdist.hooks.profiler import Profiler
 from kdist.hooks.step_counter import StepCounter
 from kdist.hooks.stop_at_step import StopAtStep
 from kdist.hooks.summary_saver import SummarySaver
-from kdist.hooks.timer import Timer
+from kdist.hooks.timer import SecondOrStepTimer
 
 __all__ = [
+    "BestCheckpoint",
     "CheckpointSaver",
+    "CheckpointSaverListener",
+    "EarlyStopping",
+    "Export",
+    "FeedFn",
+    "FinalOps",
+    "GlobalStepWaiter",
     "Hook",
     "LoggingTensor",
     "NanTensor",
+    "Profiler",
     "RunContext",
     "RunValues",
+    "SecondOrStepTimer",
     "StepCounter",
     "StopAtStep",
     "SummarySaver",
-    "Timer",
     "default_hooks",
     "with_defaults",
 ]

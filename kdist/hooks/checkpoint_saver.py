@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kdist.errors import CheckpointError, check_whole_number
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.hooks.timer import Timer
+from kdist.hooks.timer import SecondOrStepTimer
+from kdist.warn import warn
 
 if TYPE_CHECKING:
     from kdist.session import TrainSession
+
+
+class CheckpointSaverListener:
+    """Is told of every checkpoint. After `tf.compat.v1.train.CheckpointSaverListener`; every method does nothing."""
+
+    def begin(self) -> None:
+        """Called once, before anything is restored."""
+
+    def before_save(self, session: TrainSession, global_step: int) -> None:
+        """Called before a checkpoint of `global_step` is written."""
+
+    def after_save(self, session: TrainSession, global_step: int) -> bool | None:
+        """Called when it is there; True ends training."""
+
+    def end(self, session: TrainSession, global_step: int) -> None:
+        """Called once at a clean end, after the last checkpoint."""
 
 
 class CheckpointSaver(Hook):
@@ -25,6 +41,7 @@ class CheckpointSaver(Hook):
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
         keep: how many checkpoints to keep; the oldest are deleted.
+        listeners: told of every checkpoint.
         clock: seconds from any start; a test's own.
 
     Raises:
@@ -37,13 +54,21 @@ class CheckpointSaver(Hook):
         every_secs: float | None = None,
         every_steps: int | None = None,
         keep: int = 5,
+        listeners: Sequence[CheckpointSaverListener] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_whole_number("hooks.checkpoint.keep", keep)
         if every_secs is None and every_steps is None:
             every_secs = 600.0
-        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.checkpoint", clock=clock)
+        self._timer = SecondOrStepTimer(
+            every_steps=every_steps, every_secs=every_secs, owner="hooks.checkpoint", clock=clock
+        )
         self._keep = keep
+        self._listeners = list(listeners)
+
+    def begin(self, session: TrainSession) -> None:
+        for listener in self._listeners:
+            listener.begin()
 
     def after_create_session(self, session: TrainSession) -> None:
         self._try_to_save(session)
@@ -53,7 +78,9 @@ class CheckpointSaver(Hook):
             self._try_to_save(context.session)
 
     def end(self, session: TrainSession) -> None:
-        session.save(keep=self._keep)
+        self._save(session)
+        for listener in self._listeners:
+            listener.end(session, session.global_step)
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
@@ -64,10 +91,21 @@ class CheckpointSaver(Hook):
 
     def _try_to_save(self, session: TrainSession) -> None:
         try:
-            session.save(keep=self._keep)
+            self._save(session)
         except CheckpointError as error:
             # At the last step `end` tries once more, and says so itself.
             if not session.should_stop():
                 what = str(error).replace("\n  ", "; ")
-                warnings.warn(f"kdist: {what}; training goes on", stacklevel=2)
+                warn(f"{what}; training goes on")
         self._timer.restart(session.global_step)
+
+    def _save(self, session: TrainSession) -> None:
+        if session.is_saved:
+            return
+        step = session.global_step
+        for listener in self._listeners:
+            listener.before_save(session, step)
+        session.save(keep=self._keep)
+        for listener in self._listeners:
+            if listener.after_save(session, step):
+                session.request_stop(type(listener).__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kdist import console
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.hooks.timer import Timer
+from kdist.hooks.timer import SecondOrStepTimer
 
 if TYPE_CHECKING:
     from kdist.metrics import MetricTotals
@@ -34,7 +34,9 @@ class LoggingTensor(Hook):
     ) -> None:
         if every_steps is None and every_secs is None:
             every_steps = 100
-        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.logging", clock=clock)
+        self._timer = SecondOrStepTimer(
+            every_steps=every_steps, every_secs=every_secs, owner="hooks.logging", clock=clock
+        )
         self._print_line = print_line
         self._totals: MetricTotals | None = None
         self._rate: float | None = None

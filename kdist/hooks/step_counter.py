@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.hooks.timer import Timer
+from kdist.hooks.timer import SecondOrStepTimer
 
 if TYPE_CHECKING:
     from kdist.session import TrainSession
@@ -30,7 +30,9 @@ class StepCounter(Hook):
     ) -> None:
         if every_steps is None and every_secs is None:
             every_steps = 100
-        self._timer = Timer(every_steps=every_steps, every_secs=every_secs, owner="hooks.step_counter", clock=clock)
+        self._timer = SecondOrStepTimer(
+            every_steps=every_steps, every_secs=every_secs, owner="hooks.step_counter", clock=clock
+        )
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.hooks.timer import Timer
+from kdist.hooks.timer import SecondOrStepTimer
 from kdist.result import Contributions, add_contributions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SummarySaver(Hook):
     ) -> None:
         if every_steps is None and every_secs is None:
             every_steps = 100
-        self._timer = Timer(
+        self._timer = SecondOrStepTimer(
             every_steps=every_steps, every_secs=every_secs, owner="hooks.summary", from_first_step=True, clock=clock
         )
         self._totals: MetricTotals | None = None

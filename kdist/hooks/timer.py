@@ -1,4 +1,4 @@
-"""When a hook acts: every so many steps or seconds. After `tf.compat.v1.train.SecondOrStepTimer`."""
+"""`SecondOrStepTimer`: when a hook acts, every so many steps or seconds. After `tf.compat.v1.train`'s of that name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numbers import Real
 from kdist.errors import ConfigError, check_whole_number
 
 
-class Timer:
+class SecondOrStepTimer:
     """Says when something is due: at multiples of `every_steps`, or `every_secs` after the last time.
 
     With both, whichever comes first. TF1's timer counted steps from the last trigger; multiples give the same steps for

@@ -11,6 +11,11 @@ from kdist.parameters.apply import optimizer_state
 from kdist.parameters.names import variable_names
 
 
+def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:
+    """The values of a model and its optimizer, by the names that they have in a checkpoint."""
+    return {name: variable.numpy() for name, variable in _named_variables(model).items()}
+
+
 def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None:
     """Sets the model's weights, its optimizer's slots and its iteration count.
 
@@ -18,14 +23,17 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
         model: built and compiled.
         values: what `ParameterStore.read` or a checkpoint holds.
     """
+    for name, variable in _named_variables(model).items():
+        # The states of random seeds are each worker's own and are not stored.
+        if name in values:
+            variable.assign(values[name])
+
+
+def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     trainable = model.trainable_variables
     variables = [*trainable, *model.non_trainable_variables]
     names = variable_names(model, variables)
-    for i, (variable, name) in enumerate(zip(variables, names)):
-        group = "parameters" if i < len(trainable) else "state"
-        # The states of random seeds are each worker's own and are not stored.
-        if f"{group}/{name}" in values:
-            variable.assign(values[f"{group}/{name}"])
-    for name, variable in optimizer_state(model.optimizer, trainable, names[: len(trainable)]).items():
-        variable.assign(values[name])
-    model.optimizer.iterations.assign(values["global_step"])
+    groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
+    named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
+    slots = optimizer_state(model.optimizer, trainable, names[: len(trainable)])
+    return {**named, **slots, "global_step": model.optimizer.iterations}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +13,7 @@ import numpy as np
 
 from kdist.cluster.spec import Task
 from kdist.data import TrainingData
+from kdist.errors import ConfigError
 from kdist.parameters.placement import Plan
 from kdist.strategies.calls import StepLogs
 
@@ -52,6 +53,19 @@ class Program:
         """The learning rate at a global step, by the optimizer's schedule if it has one."""
         with keras.StatelessScope([(self.model.optimizer._iterations, step)]):
             return float(self.model.optimizer.learning_rate)
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the model's optimizer; the strategy has its own.
+
+        Raises:
+            ConfigError: it follows a schedule.
+        """
+        try:
+            self.model.optimizer.learning_rate = value
+        except TypeError:
+            raise ConfigError(
+                f"learning_rate={value}: the learning rate of this optimizer follows a schedule and cannot be set"
+            ) from None
 
 
 class Strategy(abc.ABC):
@@ -125,10 +139,27 @@ class Strategy(abc.ABC):
     def warming_up(self) -> bool:
         """Whether the last run traced a new function, so that its time says nothing about speed."""
 
+    def employ(self, workers: Collection[int]) -> None:
+        """Lets only these workers run steps, from their next call on.
+
+        Args:
+            workers: their indices.
+
+        Raises:
+            ConfigError: every step needs all workers.
+        """
+        if len(set(workers)) < self.num_replicas:
+            raise ConfigError(f"strategy={self.name}: every step needs all workers; none can begin later")
+
     @property
     def worker_restarts(self) -> int:
         """How many workers were lost and came back."""
         return 0
+
+    @property
+    def addresses(self) -> Collection[str]:
+        """Where the tasks beside this process serve, as `host:port`."""
+        return ()
 
     @property
     def pids(self) -> Mapping[Task, int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from kdist.parameters.transport import Wire
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
+from kdist.warn import warn
 
 T = TypeVar("T")
 
@@ -140,6 +140,10 @@ class OnServers(StoredStrategy):
         return 0 if self._supervisor is None else self._supervisor.restarts
 
     @property
+    def addresses(self) -> Collection[str]:
+        return () if self._cluster is None else [self._cluster.spec.address(task) for task in self._shape.tasks]
+
+    @property
     def pids(self) -> Mapping[Task, int]:
         return {} if self._cluster is None else self._cluster.pids
 
@@ -147,7 +151,7 @@ class OnServers(StoredStrategy):
         """Forgets what stood for something on a worker that is a new process now."""
 
     def _give_up_calls(self) -> None:
-        warnings.warn("kdist: calls in flight did not end in time (run.grace_secs) and are given up", stacklevel=3)
+        warn("calls in flight did not end in time (run.grace_secs) and are given up")
         self._forget_in_flight()
 
     def _forget_in_flight(self) -> None:

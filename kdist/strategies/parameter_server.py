@@ -6,9 +6,8 @@ gradient on its own batch and pushes it; nobody waits for anybody.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from kdist.cluster.spec import Task
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
 from kdist.strategies.on_servers import OnServers
+from kdist.warn import warn
 
 # A second call waits at each worker while the first runs; more would only sit in the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
@@ -71,6 +71,9 @@ class ParameterServer(OnServers):
             del function
         return self._in_flight_logs()
 
+    def employ(self, workers: Collection[int]) -> None:
+        self._running().employ(workers)
+
     def global_step(self) -> int:
         self.settle()
         if (num_lost := self._running().num_lost) > self._aligned_after:
@@ -117,7 +120,7 @@ class ParameterServer(OnServers):
         if not coordinator.present:
             finished.outcome.result()
         worker = Task("worker", finished.worker)
-        warnings.warn(f"kdist: {worker} has no data; training goes on without it", stacklevel=2)
+        warn(f"{worker} has no data; training goes on without it")
         coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
 
     def _worker_is_back(self, worker: int) -> None:

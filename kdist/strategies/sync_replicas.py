@@ -13,7 +13,6 @@ nothing to rebuild but the calls.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -33,6 +32,7 @@ from kdist.strategies.base import Program
 from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.lockstep import LockstepCalls
 from kdist.strategies.on_servers import OnServers
+from kdist.warn import warn
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class SyncReplicas(OnServers):
         if self._on_lost_worker == "fail":
             raise ClusterError(f"{late}; {needed} gradients make an update (strategy.on_lost_worker=fail)")
         self._done_without = self._lost()
-        warnings.warn(f"kdist: {late}; {self._reachable()} gradients make an update until then", stacklevel=2)
+        warn(f"{late}; {self._reachable()} gradients make an update until then")
 
     @staticmethod
     def _names(workers: set[int]) -> str:
@@ -313,10 +313,9 @@ class SyncReplicas(OnServers):
             self._finished.add(finished.worker)
             if not self._active():
                 raise
-            warnings.warn(
-                f"kdist: {Task('worker', finished.worker)} has no more data; {self._needed()} gradients make an update "
-                "from now on",
-                stacklevel=2,
+            warn(
+                f"{Task('worker', finished.worker)} has no more data; {self._needed()} gradients make an update "
+                "from now on"
             )
             return None
 

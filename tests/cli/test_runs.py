@@ -72,9 +72,13 @@ def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> No
     overrides = ["+model.compiled=false", "optimizer=adam", "optimizer.learning_rate=0.02", "optimizer.clipnorm=1"]
     done = kdist(
         *MINE, *overrides, "loss=sparse_categorical_crossentropy", "metrics=[accuracy]", "train.epochs=2", "run.dir=D",
-        "data._target_=user_code.keras_form", "hooks.summary=null", "hooks.checkpoint.every_steps=5", cwd=tmp_path,
+        "data._target_=user_code.keras_form", "hooks.summary=null", "hooks.checkpoint.every_steps=5",
+        "+callbacks.csv={_target_: keras.callbacks.CSVLogger, filename: log.csv}",
+        "+hooks.best={_target_: kdist.hooks.BestCheckpoint, metric: accuracy}", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log.csv").read_text().startswith("epoch,accuracy,loss,val_accuracy,val_loss\n0,")
+    assert (tmp_path / "D" / "best" / "validation.json").exists()
     assert set(result_of(tmp_path / "D")["metrics"]["validation"]) == {"loss", "accuracy"}
     assert result_of(tmp_path / "D")["global_step"] == 16
     optimizer = keras.saving.load_model(tmp_path / "D" / "model.keras").optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,8 @@ class CountingStrategy(Strategy):
         self.stopped = 0
         self.lost_call_steps = 0
         self.nan_at: int | None = None
+        self.written: dict[str, np.ndarray] = {}
+        self.employed: list[int] = []
         self._clock, self._secs, self._fail_at = clock, secs_per_step, fail_at
 
     def start(self, program: Any) -> None:
@@ -87,7 +89,11 @@ class CountingStrategy(Strategy):
         return {"global_step": np.array(self.step)}
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self.step = int(values["global_step"])
+        self.step = int(values.get("global_step", self.step))
+        self.written = dict(values)
+
+    def employ(self, workers: Collection[int]) -> None:
+        self.employed = list(workers)
 
     @property
     def warming_up(self) -> bool:
@@ -145,6 +151,10 @@ class FakeProgram:
     def __init__(self) -> None:
         self.model = SimpleNamespace(stop_evaluating=False)
         self.seed = 7
+        self._learning_rate = 0.1
 
     def learning_rate(self, step: int) -> float:
-        return 0.1
+        return self._learning_rate
+
+    def set_learning_rate(self, value: float) -> None:
+        self._learning_rate = value

@@ -1,7 +1,7 @@
 import pytest
 
 from kdist.errors import ConfigError
-from kdist.hooks import Timer
+from kdist.hooks import SecondOrStepTimer
 
 
 class FakeClock:
@@ -13,7 +13,7 @@ class FakeClock:
 
 
 def test_steps_are_due_at_multiples_from_any_start() -> None:
-    timer = Timer(every_steps=10, owner="x")
+    timer = SecondOrStepTimer(every_steps=10, owner="x")
     timer.restart(13)
     assert [timer.due(step) for step in (13, 19, 20, 27)] == [False, False, True, True]
     timer.restart(20)
@@ -24,7 +24,7 @@ def test_steps_are_due_at_multiples_from_any_start() -> None:
 
 def test_seconds_are_due_after_the_last_time() -> None:
     clock = FakeClock()
-    timer = Timer(every_secs=5, owner="x", clock=clock)
+    timer = SecondOrStepTimer(every_secs=5, owner="x", clock=clock)
     assert not timer.due(1)
     clock.now = 5
     assert timer.due(1)
@@ -35,7 +35,7 @@ def test_seconds_are_due_after_the_last_time() -> None:
 
 def test_with_both_whichever_comes_first() -> None:
     clock = FakeClock()
-    timer = Timer(every_steps=10, every_secs=5, owner="x", clock=clock)
+    timer = SecondOrStepTimer(every_steps=10, every_secs=5, owner="x", clock=clock)
     assert not timer.due(9)
     assert timer.due(10)
     clock.now = 6
@@ -45,4 +45,4 @@ def test_with_both_whichever_comes_first() -> None:
 @pytest.mark.parametrize("arguments", [{}, {"every_steps": 0}, {"every_secs": 0}, {"every_secs": -1.0}])
 def test_wrong_frequency_is_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"^hooks\.mine"):
-        Timer(**arguments, owner="hooks.mine")
+        SecondOrStepTimer(**arguments, owner="hooks.mine")

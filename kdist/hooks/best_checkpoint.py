@@ -1,0 +1,71 @@
+"""`BestCheckpoint`: keeps the values that validated best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kdist import console
+from kdist.folders import write_whole
+from kdist.hooks.base import Hook
+from kdist.hooks.monitor import Monitor
+
+if TYPE_CHECKING:
+    from kdist.checkpoint import Checkpoints
+    from kdist.session import TrainSession
+
+_FOLDER, _RECORD = "best", "validation.json"
+
+
+class BestCheckpoint(Hook):
+    """Saves a checkpoint to `best/` in the run dir whenever a validation metric is the best so far.
+
+    A run that is resumed knows the best value of the runs before it. Best after Estimator's `BestExporter`.
+
+    Args:
+        metric: `loss`, or the name of a metric; `val_` before it is left out.
+        mode: `min`, `max`, or `auto` for what the metric says of itself.
+
+    Raises:
+        ConfigError: a value out of range; from `after_validation`: no such metric.
+        CheckpointError: from `after_validation`: it cannot be written.
+    """
+
+    def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
+        self._arguments = (metric, mode, 0.0, "BestCheckpoint")
+        self._monitor = Monitor(*self._arguments)
+
+    def begin(self, session: TrainSession) -> None:
+        self._monitor = Monitor(*self._arguments)
+
+    def after_create_session(self, session: TrainSession) -> None:
+        record = session.run_dir / _FOLDER / _RECORD
+        if not record.exists():
+            return
+        known = json.loads(record.read_text())
+        if session.global_step:
+            self._monitor.best = self._monitor.value(known["validation"])
+        else:
+            # It is of another run that was in this folder.
+            _best(session).set_aside()
+
+    def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:
+        if not self._monitor.is_better(session, logs):
+            return
+        step, checkpoints = session.global_step, _best(session)
+        path = checkpoints.save(step, session.values())
+        checkpoints.keep_only(step)
+        record = {"global_step": step, "validation": dict(logs)}
+        write_whole(session.run_dir / _FOLDER / _RECORD, json.dumps(record, indent=2) + "\n")
+        session.print_line(console.save_line(step, session.last_step, path))
+
+    def idle_in(self, step: int) -> int | None:
+        return None
+
+
+def _best(session: TrainSession) -> Checkpoints:
+    # Not above: configs are checked before TensorFlow is imported.
+    from kdist.checkpoint import Checkpoints
+
+    return Checkpoints(session.run_dir / _FOLDER)

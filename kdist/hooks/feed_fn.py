@@ -1,0 +1,49 @@
+"""`FeedFn`: values from outside for each step. After `tf.compat.v1.train.FeedFnHook`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import check_whole_number
+from kdist.hooks.base import Hook, RunContext, RunValues
+
+if TYPE_CHECKING:
+    from kdist.session import TrainSession
+
+
+class FeedFn(Hook):
+    """Sets values before steps run: what TF1 fed to a placeholder is a non-trainable variable of the model here.
+
+    Args:
+        feed_fn: `global step -> {name: value}`, with the names and shapes of a checkpoint, such as
+            `state/gate/temperature`; `learning_rate` is short for that of the optimizer.
+        every_steps: called before every so many steps; 1, as in TF1, costs a call of the chief for each.
+
+    Raises:
+        ConfigError: from `before_run`: there is no such value, or it has another shape.
+    """
+
+    def __init__(self, feed_fn: Callable[[int], Mapping[str, Any]], every_steps: int = 1) -> None:
+        check_whole_number("FeedFn.every_steps", every_steps)
+        self._feed_fn = feed_fn
+        self._every_steps = every_steps
+        self._next_step = 0
+
+    def after_create_session(self, session: TrainSession) -> None:
+        self._next_step = session.global_step
+
+    def before_run(self, context: RunContext) -> None:
+        if context.global_step >= self._next_step:
+            context.session.write(self._feed_fn(context.global_step))
+            self._next_step = context.global_step + self._every_steps
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        """Nothing: it acts before the next run."""
+
+    def due_in(self, step: int) -> int | None:
+        # Asked before `before_run`, too: then it acts at once, and not before `every_steps` more.
+        return self._next_step - step if self._next_step > step else self._every_steps
+
+    def idle_in(self, step: int) -> int | None:
+        return self.due_in(step)

@@ -1,0 +1,80 @@
+"""`Monitor`: whether a validation value got better. After `keras.callbacks.MonitorCallback`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kdist.session import TrainSession
+
+_MODES = ("auto", "min", "max")
+
+
+class Monitor:
+    """Remembers the best value of one validation metric.
+
+    Args:
+        metric: `loss`, or the name of a metric as validation reports it.
+        mode: `min` or `max`: which values are better; `auto` asks the metric.
+        min_delta: what must be gained to count as better; at least 0.
+        owner: named in errors, as `EarlyStopping`.
+
+    Attributes:
+        best: the best value so far; None before the first.
+
+    Raises:
+        ConfigError: a value out of range; from `is_better`: no such metric, or one that does not say what is better.
+    """
+
+    def __init__(self, metric: str, mode: str, min_delta: float, owner: str) -> None:
+        if mode not in _MODES:
+            raise ConfigError(f"{owner}.mode={mode}: choose one of {', '.join(_MODES)}")
+        if not min_delta >= 0:
+            raise ConfigError(f"{owner}.min_delta={min_delta}: must be at least 0")
+        self._metric = metric
+        self._mode = mode
+        self._min_delta = min_delta
+        self._owner = owner
+        self.best: float | None = None
+
+    def value(self, logs: Mapping[str, float]) -> float:
+        """The metric's value in validation logs."""
+        name = self._metric.removeprefix("val_")
+        if name not in logs:
+            raise ConfigError(f"{self._owner}.metric={self._metric}: validation reports {', '.join(logs)}")
+        return logs[name]
+
+    def is_better(self, session: TrainSession, logs: Mapping[str, float]) -> bool:
+        """Whether the value is better than the best so far, by `min_delta`; if so, it is the best now."""
+        value = self.value(logs)
+        sign = self._sign(session)
+        is_gain = self.best is None or sign * (value - self.best) > self._min_delta
+        if math.isnan(value) or not is_gain:
+            return False
+        self.best = value
+        return True
+
+    def _sign(self, session: TrainSession) -> int:
+        if self._mode != "auto":
+            return 1 if self._mode == "max" else -1
+        name = self._metric.removeprefix("val_")
+        if name == "loss" or name.endswith("_loss"):
+            return -1
+        direction = directions(session).get(name)
+        if direction is None:
+            raise ConfigError(f"{self._owner}.metric={self._metric}: say which values are better: mode=min or mode=max")
+        return 1 if direction == "up" else -1
+
+
+def directions(session: TrainSession) -> dict[str, str]:
+    """For each metric of the model that says so whether it goes `up` or `down` when the model gets better."""
+    found: dict[str, str] = {}
+    for metric in getattr(session.program.model, "metrics", []):
+        for each in getattr(metric, "metrics", None) or [metric]:
+            if (direction := getattr(each, "_direction", None)) is not None:
+                found[each.name] = direction
+    return found

@@ -1,0 +1,130 @@
+"""`Profiler`: what the tasks do with their time. After `tf.compat.v1.train.ProfilerHook`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.timer import SecondOrStepTimer
+from kdist.warn import warn
+
+if TYPE_CHECKING:
+    from kdist.session import TrainSession
+
+_ANSWER_SECS = 30.0
+
+
+class Profiler(Hook):
+    """Traces the chief and every task of the cluster for a moment, now and then, with TensorFlow's profiler.
+
+    TensorBoard shows the traces under Profile, if its plugin `tensorboard-plugin-profile` is installed. The first trace
+    is taken when steps are prepared already; it is not for measuring speed.
+
+    Args:
+        every_steps: steps between two traces.
+        every_secs: seconds between two traces.
+        output_dir: folder for the traces; `tb/train` in the run dir if None.
+        duration_ms: how long a trace is, at least; at least 1.
+        clock: seconds from any start; a test's own.
+
+    Raises:
+        ConfigError: neither `every_steps` nor `every_secs` is given, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+        output_dir: str | None = None,
+        duration_ms: int = 500,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if duration_ms < 1:
+            raise ConfigError(f"Profiler.duration_ms={duration_ms}: must be at least 1")
+        self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="Profiler", clock=clock)
+        self._output_dir = output_dir
+        self._duration_ms = duration_ms
+        self._clock = clock
+        self._trace: _Trace | None = None
+        self._ends_at = 0.0
+
+    def after_create_session(self, session: TrainSession) -> None:
+        self.close()
+        self._timer.start(session.global_step)
+
+    def before_run(self, context: RunContext) -> None:
+        if self._trace is None and self._timer.due(context.global_step):
+            session = context.session
+            folder = Path(self._output_dir) if self._output_dir else session.run_dir / "tb" / "train"
+            self._trace = _Trace(folder, session.strategy.addresses, self._duration_ms)
+            self._ends_at = self._clock() + self._duration_ms / 1000
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        if self._trace is not None and self._clock() >= self._ends_at:
+            self.close()
+            self._timer.restart(values.global_step)
+
+    def end(self, session: TrainSession) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._trace is not None:
+            self._trace.end()
+            self._trace = None
+
+    def due_in(self, step: int) -> int | None:
+        return self._timer.due_in(step)
+
+    def idle_in(self, step: int) -> int | None:
+        return None
+
+
+class _Trace:
+    """One trace, from now on."""
+
+    def __init__(self, folder: Path, addresses: Collection[str], duration_ms: int) -> None:
+        import tensorflow as tf
+
+        self._profiler = tf.profiler.experimental
+        self._others: threading.Thread | None = None
+        self._is_on = True
+        try:
+            self._profiler.start(str(folder))
+        except tf.errors.OpError as error:
+            # Somebody else is tracing this process.
+            self._is_on = False
+            _warn(error)
+            return
+        if addresses:
+            services = ",".join(f"grpc://{address}" for address in addresses)
+            self._others = threading.Thread(target=self._trace_others, args=[services, str(folder), duration_ms])
+            self._others.daemon = True
+            self._others.start()
+
+    def _trace_others(self, services: str, folder: str, duration_ms: int) -> None:
+        import tensorflow as tf
+
+        try:
+            self._profiler.client.trace(services, folder, duration_ms)
+        except tf.errors.OpError as error:
+            _warn(error)
+
+    def end(self) -> None:
+        import tensorflow as tf
+
+        if self._others is not None:
+            self._others.join(_ANSWER_SECS)
+        if self._is_on:
+            try:
+                self._profiler.stop()
+            except tf.errors.OpError as error:
+                _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    warn(f"Profiler: no trace: {str(error).splitlines()[0]}")

@@ -1,0 +1,112 @@
+"""Under every strategy, what Keras callbacks change in the chief's model reaches the tasks."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+from helpers import toy_data
+
+import kdist
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
+
+callbacks = keras.callbacks
+STRATEGIES = {
+    "parameter_server": ("2ps2w", {}),
+    "sync_replicas": ("2ps2w", {}),
+    "mirrored": ("local", {"devices": 2}),
+    "multi_worker_mirrored": ("2w", {}),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_callbacks_change_reaches_the_tasks_and_what_they_know_comes_back(strategy: str, tmp_path: Path) -> None:
+    x, y = toy_data(512)
+    cluster, options = STRATEGIES[strategy]
+    trainer = kdist.Trainer(models.mlp, cluster, strategy, run_dir=tmp_path / "run", **options)
+    before = trainer.model.get_weights()
+    # Never good enough.
+    stop = callbacks.EarlyStopping("loss", patience=3, baseline=-1.0)
+    history = trainer.fit(
+        x,
+        y,
+        batch_size=16,
+        epochs=9,
+        validation_data=(x, y),
+        verbose=0,
+        callbacks=[
+            callbacks.LearningRateScheduler(lambda epoch, rate: 0.0 if epoch else rate),
+            callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
+            callbacks.CSVLogger(tmp_path / "log.csv"),
+            stop,
+        ],
+    )
+    assert (stop.stopped_epoch, stop.wait) == (2, 3)
+    assert trainer.result.stopped_by == "stop_training"
+    assert trainer.result.global_step == 3 * 512 // 16 // (1 if strategy == "parameter_server" else 2)
+    assert history.epoch == [0, 1, 2]
+    assert history.history["learning_rate"][1:] == [0.0, 0.0]
+    assert len(list(csv.DictReader((tmp_path / "log.csv").open()))) == 3
+    # From the second epoch on nothing moved, on no task.
+    first, third = (keras.saving.load_model(tmp_path / f"{epoch}.keras").get_weights() for epoch in (1, 3))
+    for was, after_first, after_third, ours in zip(before, first, third, trainer.model.get_weights()):
+        assert not np.array_equal(was, after_first)
+        np.testing.assert_array_equal(after_third, after_first)
+        np.testing.assert_array_equal(ours, after_first)
+
+
+class Zeroes(callbacks.Callback):
+    """Sets the last bias to ten in the middle of the second epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations) == 6:
+            bias = self.model.layers[-1].bias
+            bias.assign(np.full(bias.shape, 10.0))
+
+
+def test_a_batch_event_sees_each_step_and_can_set_weights(tmp_path: Path) -> None:
+    x, y = toy_data(64)
+    trainer = kdist.Trainer(models.mlp, "1ps2w", run_dir=tmp_path)
+    trainer.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[Zeroes()])
+    assert trainer.result.global_step == 8
+    assert trainer.result.gradients.applied == 8
+    assert abs(trainer.model.layers[-1].bias.numpy() - 10).max() < 1
+
+
+def test_hooks_feed_workers_that_begin_one_after_the_other(tmp_path: Path) -> None:
+    x, y = toy_data(512)
+    seen: dict[int, float] = {}
+
+    class Looks(kdist.hooks.Hook):
+        def after_run(self, context: Any, values: Any) -> None:
+            seen[values.global_step] = float(context.session.read()["optimizer/learning_rate"])
+
+    hooks = kdist.hooks
+    trainer = kdist.Trainer(
+        models.mlp,
+        "1ps2w",
+        run_dir=tmp_path,
+        steps_per_call=4,
+        hooks=[
+            hooks.FeedFn(lambda step: {"learning_rate": 0.1 / (1 + step // 20)}, every_steps=20),
+            hooks.GlobalStepWaiter(20),
+            hooks.Profiler(every_steps=40, duration_ms=100),
+            hooks.Export(),
+            hooks.BestCheckpoint(),
+            Looks(),
+        ],
+    )
+    trainer.fit(x, y, batch_size=16, steps=80, validation_data=(x, y), validation_every_steps=40, verbose=0)
+    for step, rate in seen.items():
+        assert rate == pytest.approx(0.1 / (1 + (step - 1) // 20)), step
+    logs = [(tmp_path / "logs" / f"worker-{i}.log").exists() for i in (0, 1)]
+    assert logs == [True, True]
+    # The chief's trace and those of the three tasks.
+    assert len(list((tmp_path / "tb" / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) >= 4
+    served = keras.layers.TFSMLayer(tmp_path / "saved_model", call_endpoint="serve")
+    np.testing.assert_allclose(served(x[:8]), trainer.predict(x[:8]), rtol=1e-5, atol=1e-6)
+    assert (tmp_path / "best" / "validation.json").exists()
