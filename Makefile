@@ -22,7 +22,7 @@ test: lint
 # The longest first, so that the others run beside it.
 drills: $(READY)
 	$(BIN)/python -m pytest tests/drills/test_endurance.py tests/drills \
-		--numprocesses 3 --dist loadfile -o faulthandler_timeout=1500
+		--numprocesses 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1500
 
 lint: $(READY)
 	$(BIN)/ruff check .

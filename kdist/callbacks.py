@@ -59,10 +59,11 @@ class Callbacks:
         self, callbacks: Sequence[Callback], model: keras.Model, *, epochs: int | None = None, steps: int | None = None
     ) -> None:
         self._model = model
-        self.looks_at_model = any(not isinstance(callback, _LOGS_ONLY) for callback in callbacks)
+        self.looks_at_model = any(type(callback) not in _LOGS_ONLY for callback in callbacks)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
         self._seen: dict[str, np.ndarray] = {}
+        self._has_ended = False
 
     def begin(self, session: TrainSession, epoch: int) -> None:
         """Training begins, at `epoch`."""
@@ -74,6 +75,10 @@ class Callbacks:
     def begin_again(self, session: TrainSession, epoch: int) -> None:
         """Training goes on at `epoch`, after the cluster failed."""
         self._pull(session)
+        if self._has_ended:
+            # It failed before the end was saved; for callbacks that have closed their files training begins anew.
+            self.list.on_train_begin()
+            self._has_ended = False
         self._begin_epoch(session, epoch)
 
     def begin_batch(self, session: TrainSession, batch: int) -> None:
@@ -101,6 +106,7 @@ class Callbacks:
         """Training has ended."""
         self._pull(session)
         self.list.on_train_end(dict(logs))
+        self._has_ended = True
         self._push(session)
 
     def _begin_epoch(self, session: TrainSession, epoch: int) -> None:

@@ -56,12 +56,14 @@ class EpochRecorder(Hook):
 
     def after_create_session(self, session: TrainSession) -> None:
         self._epoch = self._epoch_at(session.global_step)
-        self._forget_later_epochs()
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
-        begin = self._callbacks.begin_again if self._has_begun else self._callbacks.begin
-        begin(session, self._epoch)
-        self._has_begun = True
+        if not self._has_begun:
+            self._has_begun = True
+            self._callbacks.begin(session, self._epoch)
+        else:
+            self._callbacks.begin_again(session, self._epoch)
+            self._forget_later_epochs()
 
     def before_run(self, context: RunContext) -> None:
         if self._callbacks.wants_batches:
@@ -130,12 +132,10 @@ class EpochRecorder(Hook):
 
     def _forget_later_epochs(self) -> None:
         """Takes back what training lost and will do again, when the cluster failed and it begins at a checkpoint."""
-        kept = [(epoch, logs) for epoch, logs in self._finished if epoch < self._epoch]
-        if len(kept) < len(self._finished):
-            self._finished = kept
-            self._history.epoch, self._history.history = [], {}
-            for epoch, logs in kept:
-                self._history.on_epoch_end(epoch, logs)
+        self._finished = [(epoch, logs) for epoch, logs in self._finished if epoch < self._epoch]
+        self._history.epoch, self._history.history = [], {}
+        for epoch, logs in self._finished:
+            self._history.on_epoch_end(epoch, logs)
 
     def _run_validation(self, session: TrainSession) -> bool:
         if self._validate is None or session.interrupted:

@@ -43,6 +43,7 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
     started = time.time()
+    trainer = None
     try:
         trainer = _trainer(config, run_dir)
         trainer.run_dir_is_locked = True
@@ -63,7 +64,8 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
         )
     except BaseException as error:
         # What fails before training leaves its result, too.
-        if run_dir is not None and not RunDir(run_dir, config.run.name).has_result_since(started):
+        is_said = trainer is not None and trainer.result.error is not None
+        if run_dir is not None and not is_said and not RunDir(run_dir, config.run.name).has_result_since(started):
             result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
             RunDir(run_dir, config.run.name).write_result(result)
         raise

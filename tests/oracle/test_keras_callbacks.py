@@ -13,7 +13,7 @@ import pytest
 from helpers import tags_of, toy_data
 
 import kdist
-from kdist.errors import ConfigError
+from kdist.errors import ClusterError, ConfigError
 
 BATCH, STEPS, EPOCHS = 16, 4, 5
 callbacks = keras.callbacks
@@ -211,3 +211,34 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
             use()
         for words in said:
             assert words in str(error.value)
+
+
+def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_is_saved(tmp_path: Path) -> None:
+    class FailsOnce(kdist.hooks.Hook):
+        has_failed = False
+
+        def end(self, session: Any) -> None:
+            if session.global_step == EPOCHS * STEPS and not self.has_failed and session.checkpoints.steps():
+                self.has_failed = True
+                raise ClusterError("ps:0 is lost")
+
+    class Last(kdist.hooks.CheckpointSaver):
+        """Comes behind the callbacks, as every saver."""
+
+        def __init__(self) -> None:
+            super().__init__(every_steps=7)
+            self._fails = FailsOnce()
+
+        def end(self, session: Any) -> None:
+            self._fails.end(session)
+            super().end(session)
+
+    noted = EveryEvent()
+    trainer = kdist.Trainer(build, run_dir=tmp_path, hooks=[Last()])
+    with pytest.warns(UserWarning, match=r"ps:0 is lost; the cluster is started again from checkpoints/ckpt-14"):
+        history = trainer.fit(**data(), callbacks=[noted, callbacks.CSVLogger(tmp_path / "log.csv")])
+    assert trainer.result.global_step == EPOCHS * STEPS
+    assert history.epoch == list(range(EPOCHS))
+    told = [event[0] for event in noted.events]
+    assert (told.count("on_train_begin"), told.count("on_train_end")) == (2, 2)
+    assert (tmp_path / "log.csv").read_text().startswith("epoch,")

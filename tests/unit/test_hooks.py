@@ -33,6 +33,7 @@ from kdist.hooks import (
     StopAtStep,
     SummarySaver,
 )
+from kdist.strategies.base import Strategy
 
 HOOKS: dict[str, Callable[[], Hook]] = {
     "BestCheckpoint": BestCheckpoint,
@@ -228,6 +229,16 @@ def test_workers_begin_one_after_the_other() -> None:
     assert {number for step, number in seen if step < 20} == {1}
     assert {number for step, number in seen if 20 <= step < 40} == {2}
     assert {number for step, number in seen if step >= 40} == {3}
+
+
+def test_where_a_step_needs_all_workers_none_can_begin_later() -> None:
+    class AllTogether(CountingStrategy):
+        employ = Strategy.employ
+
+    strategy = AllTogether()
+    strategy.num_replicas = 2
+    with pytest.raises(ConfigError, match=r"strategy=counting: every step needs all workers"):
+        run_all(make_session([GlobalStepWaiter(20), StopAtStep(last_step=100)], strategy))
 
 
 def test_early_stopping_waits_for_so_many_validations_without_a_gain() -> None:
