@@ -294,6 +294,23 @@ def test_the_best_checkpoint_is_kept_and_known_to_the_next_run(tmp_path: Path) -
     assert run(0.9, 0.8, last_step=20) == 20
 
 
+def test_the_best_checkpoint_survives_a_cluster_that_goes_back_to_its_beginning(tmp_path: Path) -> None:
+    checkpoints = RestorableCheckpoints(folder=tmp_path / "checkpoints")
+    hooks = [Validates(0.5, 0.3, 0.4), BestCheckpoint(), CheckpointSaver(), StopAtStep(last_step=30)]
+    with pytest.warns(UserWarning, match="started again from checkpoints/ckpt-0"):
+        run_all(make_session(hooks, FailingOnce(), checkpoints=checkpoints, max_restarts=1))
+    assert Checkpoints(tmp_path / "best").steps() == [20]
+    assert not list(tmp_path.glob("best-before-*"))
+
+
+def test_a_best_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "best").write_text("a file is in the way")
+    hooks = [Validates(0.5, 0.4), BestCheckpoint(), StopAtStep(last_step=20)]
+    with pytest.warns(UserWarning, match=r"kdist: BestCheckpoint: step 20 could not be saved .*; training goes on"):
+        session = run_all(make_session(hooks, checkpoints=in_folder(tmp_path)))
+    assert session.global_step == 20
+
+
 def test_a_profile_is_taken_when_it_is_due_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, taken = FakeClock(), []
 
