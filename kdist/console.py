@@ -61,7 +61,9 @@ def last_lines(session: TrainSession, logs: Mapping[str, float], seconds: float)
     """What became of each worker's gradients, if updates are synchronous, what was lost, and the line at the end."""
     lost = lost_lines(session.restarts, session.account.extra_steps)
     done = done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
-    return [*contributions_lines(session.account.gradients.by_worker), *lost, done]
+    # With asynchronous updates every gradient is accepted.
+    by_worker = {} if session.is_asynchronous else session.account.gradients.by_worker
+    return [*contributions_lines(by_worker), *lost, done]
 
 
 def lost_lines(restarts: Mapping[str, int], extra_steps: int) -> list[str]:

@@ -92,6 +92,7 @@ class LocalFit:
         try:
             with signals, session:
                 trainer.files.write_plan(session.strategy.plan)
+                trainer.files.describe(session.summaries, session.global_step)
                 yield session
                 write_to_model(trainer.model, session.read())
             if trainer.model.optimizer.use_ema and not session.interrupted:

@@ -68,7 +68,7 @@ class Gradients:
         dropped: how many were computed in vain.
         staleness_mean, staleness_max: over the applied ones, how many others were applied between the pull of the
             parameters and the push of the gradient.
-        by_worker: with synchronous updates what became of each worker's gradients, by its name (`worker:0`).
+        by_worker: what became of each worker's gradients, by its name (`worker:0`); empty without servers.
     """
 
     applied: int = 0

@@ -89,6 +89,17 @@ class RunDir:
                     path.unlink(missing_ok=True)
             warn(f"{table}: cannot be written: {error.strerror or error}")
 
+    def describe(self, summaries: Summaries, step: int) -> None:
+        """Shows in TensorBoard what the run is: its config, and where its variables live."""
+        config, table, picture = (self.path / n for n in (".hydra/config.yaml", "placement.txt", "placement.png"))
+        for tag, path in (("config", config), ("placement", table)):
+            if path.exists():
+                # Indented, Markdown leaves it as it is.
+                lines = [f"    {line}" for line in path.read_text().splitlines()]
+                summaries.text("train", tag, "\n".join(lines), step)
+        if picture.exists():
+            summaries.picture("train", "placement/picture", picture, step)
+
     def write_model(self, model: keras.Model) -> None:
         """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form.
 

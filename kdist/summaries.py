@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,8 +14,12 @@ from pathlib import Path
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kdist.warn import warn
@@ -44,6 +49,22 @@ class Summaries:
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
         """Writes the distribution of `values`."""
         self._write(split, [histogram_pb(tag, values)], step)
+
+    def text(self, split: str, tag: str, text: str, step: int) -> None:
+        """Writes Markdown."""
+        self._write(split, [text_pb(tag, text)], step)
+
+    def picture(self, split: str, tag: str, png: Path, step: int) -> None:
+        """Writes the picture in a PNG file."""
+        content = png.read_bytes()
+        # The header of a PNG begins with its width and height, in pixels.
+        size = [str(number).encode() for number in struct.unpack(">II", content[16:24])]
+        tensor = TensorProto(dtype=DT_STRING, string_val=[*size, content])
+        tensor.tensor_shape.dim.add(size=3)
+        summary = Summary()
+        metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
+        summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
+        self._write(split, [summary], step)
 
     def close(self) -> None:
         for file in self._files.values():

@@ -63,7 +63,7 @@ class RunValues:
         warming_up: whether functions were traced meanwhile, so that `seconds` says nothing about speed.
         totals: loss and metrics over its steps; `totals.logs` are their values, and totals of several runs add up.
         staleness: int array `[num_steps]`, for each update how many others came between its pull and its push.
-        contributions: with synchronous updates what became of each worker's gradients, by worker index.
+        contributions: what became of each worker's gradients, by worker index; empty without workers.
     """
 
     global_step: int

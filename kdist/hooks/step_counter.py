@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.timer import SecondOrStepTimer
+from kdist.result import Contributions, add_contributions
 
 if TYPE_CHECKING:
     from kdist.session import TrainSession
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 class StepCounter(Hook):
     """Writes `perf/steps_per_sec` and `perf/examples_per_sec` to TensorBoard.
+
+    With parameter servers also `perf/gradients_per_sec/worker_0` and so on: how many gradients of each worker were part
+    of an update.
 
     Args:
         every_steps: steps between two values; 100 if neither is given, as in TF1.
@@ -33,6 +37,7 @@ class StepCounter(Hook):
         self._timer = SecondOrStepTimer(
             every_steps=every_steps, every_secs=every_secs, owner="hooks.step_counter", clock=clock
         )
+        self._contributions: dict[int, Contributions] = {}
         self._restart()
 
     def after_create_session(self, session: TrainSession) -> None:
@@ -44,9 +49,13 @@ class StepCounter(Hook):
             self._num_steps += values.num_steps
             self._num_examples += values.num_examples
             self._seconds += values.seconds
+            self._contributions = add_contributions(self._contributions, values.contributions)
         if self._timer.due(values.global_step):
             if self._seconds > 0:
                 self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
+                for worker, counts in self._contributions.items():
+                    rate = {f"perf/gradients_per_sec/worker_{worker}": counts.accepted / self._seconds}
+                    context.session.summaries.scalars("train", rate, values.global_step)
             self._timer.restart(values.global_step)
             self._restart()
 
@@ -65,3 +74,4 @@ class StepCounter(Hook):
         self._num_steps = 0
         self._num_examples = 0
         self._seconds = 0.0
+        self._contributions = {}

@@ -78,8 +78,9 @@ class SummarySaver(Hook):
         session.summaries.scalars("train", {**self._totals.logs, "learning_rate": session.learning_rate()}, step)
         if session.is_asynchronous:
             session.summaries.histogram("train", "async/staleness", np.concatenate(self._staleness), step)
-        for worker, counts in self._contributions.items():
-            by_tag = {f"sync/{what}/worker_{worker}": count for what, count in asdict(counts).items()}
-            session.summaries.scalars("train", by_tag, step)
+        else:
+            for worker, counts in self._contributions.items():
+                by_tag = {f"sync/{what}/worker_{worker}": count for what, count in asdict(counts).items()}
+                session.summaries.scalars("train", by_tag, step)
         self._totals, self._staleness, self._contributions = None, [], {}
         self._timer.restart(step)

@@ -32,8 +32,7 @@ class StepLogs:
         staleness: int array `[num_steps]`; for each update how many others were applied between its pull and its
             push.
         metrics: loss and metrics of each step.
-        contributions: for each step what became of the workers' gradients, by worker index; empty where all are
-            applied.
+        contributions: for each step what became of the workers' gradients, by worker index; empty without workers.
     """
 
     num_examples: np.ndarray

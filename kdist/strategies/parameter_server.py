@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import tensorflow as tf
 from kdist.cluster.coordinator import fetch, iterator_spec
 from kdist.cluster.lanes import Finished
 from kdist.cluster.spec import Task
+from kdist.result import Contributions
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
 from kdist.strategies.on_servers import OnServers
@@ -104,7 +106,9 @@ class ParameterServer(OnServers):
         # A worker that gets the first call of a size prepares it, which takes longer than tracing it.
         self._warming_up |= self._ended[size] < self._shape.num_workers
         self._ended[size] += 1
-        return self._calls.logs(finished.outcome.result())
+        # Every gradient is applied.
+        by_worker = ({finished.worker: Contributions(accepted=1)},) * size
+        return replace(self._calls.logs(finished.outcome.result()), contributions=by_worker)
 
     def _forget_in_flight(self) -> None:
         self._in_flight.clear()

@@ -111,7 +111,11 @@ def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, cap
         "epoch_accuracy",
         "perf/steps_per_sec",
         "perf/examples_per_sec",
+        "perf/gradients_per_sec/worker_0",
+        "perf/gradients_per_sec/worker_1",
         "async/staleness",
+        "placement",
+        "placement/picture",
     }
     assert tags_of(run_dir / "tb" / "validation") == {"loss", "accuracy", "epoch_loss", "epoch_accuracy"}
     loaded = keras.saving.load_model(run_dir / "model.keras")

@@ -143,6 +143,9 @@ class FakeSummaries:
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
         self.written.append((split, step, (tag,)))
 
+    def text(self, split: str, tag: str, text: str, step: int) -> None:
+        self.written.append((split, step, (tag,)))
+
     def close(self) -> None:
         self.closed = True
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kdist import summaries
 from kdist.summaries import Summaries
@@ -25,6 +26,23 @@ def test_values_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     assert tags_of(tmp_path / "train") == {"loss", "accuracy", "async/staleness"}
     assert not (tmp_path / "validation").exists()
     written.close()
+
+
+def test_text_and_pictures_are_what_tensorboard_shows(tmp_path: Path) -> None:
+    png = tmp_path / "picture.png"
+    tf.io.write_file(str(png), tf.io.encode_png(tf.zeros([5, 7, 3], tf.uint8)))
+    written = Summaries(tmp_path)
+    written.text("train", "config", "    a: 1", 2)
+    written.picture("train", "placement/picture", png, 2)
+    written.close()
+    events = EventAccumulator(str(tmp_path / "train")).Reload()
+    assert set(events.Tags()["tensors"]) == {"config", "placement/picture"}
+    (text,), (picture,) = events.Tensors("config"), events.Tensors("placement/picture")
+    assert (text.step, text.tensor_proto.string_val[0]) == (2, b"    a: 1")
+    width, height, content = picture.tensor_proto.string_val
+    assert (width, height, content) == (b"7", b"5", png.read_bytes())
+    plugins = {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in events.Tags()["tensors"]}
+    assert plugins == {"config": "text", "placement/picture": "images"}
 
 
 def test_a_disk_that_is_full_for_a_while_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
