@@ -123,7 +123,7 @@ class DrillRun:
         os.kill(pid, number)
         return pid
 
-    def end(self, timeout: float = 60.0) -> Ended:
+    def end(self, timeout: float = 120.0) -> Ended:
         """Waits for its end, and that nothing of it is left 5 s later."""
         try:
             code = self.process.wait(timeout)

@@ -108,7 +108,7 @@ def test_an_address_that_is_taken_is_said(drill: Drill) -> None:
         run = drill.start(
             *MINE, "cluster=hosts", f"cluster.ps=[{address}]", "cluster.worker=[127.0.0.1:1]", "cluster.job=ps"
         )
-        ended = run.end(30)
+        ended = run.end()
     assert ended.code == 75
     assert f"kdist: error: ps:0 cannot serve at {address}: the address is in use" in ended.console
     drill.report(24, "a port that is taken", "named", ended)
