@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.errors import CheckpointError, NonFiniteError, reason
+from kdist.folders import write_whole
 from kdist.parameters.names import SEED
 from kdist.warn import warn
 
@@ -189,9 +190,7 @@ class Checkpoints:
         """Writes the `checkpoint` file, in which TensorFlow's own tools look for the newest; kdist does not need it."""
         lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}"]
         lines += [f"all_model_checkpoint_paths: {json.dumps(name)}" for name in kept]
-        unfinished = self.folder / ".checkpoint"
-        unfinished.write_text("\n".join(lines) + "\n")
-        unfinished.replace(self.folder / "checkpoint")
+        write_whole(self.folder / "checkpoint", "\n".join(lines) + "\n")
 
     def _delete(self, step: int) -> None:
         # The index goes first: what is half deleted is no checkpoint any more.

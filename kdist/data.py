@@ -1,8 +1,4 @@
-"""What each worker reads: arrays, `tf.data.Dataset`s and dataset functions become one dataset per worker.
-
-Every worker repeats its data without end and draws full batches from it, so that a step always sees `batch_size`
-examples and only the session decides when to stop. With each batch comes a fresh random seed for Dropout and the like,
-drawn from `seed` and the worker's index, so nothing random is shared over a parameter server.
+"""What `fit` is given to train with: arrays, `tf.data.Dataset`s and dataset functions, each read by several workers.
 
 A resumed run goes on in the place of the data where it stopped: arrays are shuffled by the seed and the number of the
 pass alone, so that any place of any pass is found at once; a dataset is read up to its place in a pass.
@@ -21,18 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.dataset_graph import dataset_graph, dataset_of_graph
 from kdist.errors import ConfigError
-
-# Ops that exist in the user's process only: Python functions, and state that lives in it.
-_OPS_THAT_CANNOT_TRAVEL = {
-    "PyFunc": "a Python function",
-    "PyFuncStateless": "a Python function",
-    "EagerPyFunc": "a Python function",
-    "GeneratorDataset": "a Python generator",
-    "VarHandleOp": "a variable",
-    "HashTableV2": "a lookup table",
-    "MutableHashTableV2": "a lookup table",
-}
 
 
 @dataclass(frozen=True)
@@ -245,72 +231,6 @@ class _ClassWeighted(TrainingData):
         return self._data.dataset(context, *arguments).map(add_weight)
 
 
-def worker_dataset(
-    data: TrainingData,
-    *,
-    num_workers: int,
-    batch_size: int | None,
-    num_seeds: int,
-    seed: int,
-) -> tf.types.experimental.ConcreteFunction:
-    """Traces the function that makes one worker's dataset of `(batch, seeds)`.
-
-    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch.
-
-    Args:
-        seed: where the random states start; different workers and steps never share one.
-
-    Returns:
-        A concrete function of what `worker_arguments` returns.
-    """
-
-    def make(
-        worker_index: tf.Tensor, first_step: tf.Tensor, first_batch: tf.Tensor, *arguments: tf.Tensor
-    ) -> tf.data.Dataset:
-        batches = data.dataset(DataContext(worker_index, num_workers, batch_size, first_batch), *arguments)
-
-        def seeds(count: tf.Tensor) -> tf.Tensor:
-            stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])
-            return tf.random.stateless_uniform([num_seeds, 2], stream, minval=None, maxval=None, dtype=tf.uint32)
-
-        dataset = tf.data.Dataset.zip((batches, tf.data.Dataset.counter().map(seeds))).prefetch(2)
-        # The thread that tunes a pipeline may sleep through the end of its iterator: TensorFlow wakes it before it
-        # marks it as cancelled. Ending a run then took as long again as the run had, up to a minute. Without the
-        # tuner, AUTOTUNE means as many parallel calls as there are cores.
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        return dataset.with_options(options)
-
-    specs = [tf.TensorSpec([], tf.int64)] * 3
-    for argument in data.arguments(0, num_workers):
-        # Shards differ in length by one.
-        shape = argument.shape if argument.shape.rank == 0 else [None, *argument.shape[1:]]
-        specs.append(tf.TensorSpec(shape, argument.dtype))
-    return tf.function(make, input_signature=specs).get_concrete_function()
-
-
-def worker_arguments(
-    data: TrainingData, worker_index: int, num_workers: int, first_step: int, first_batch: int = 0
-) -> tuple[Any, ...]:
-    """Arguments of the function that `worker_dataset` traced, for one worker.
-
-    Args:
-        first_step: the global step that the run starts at, so that a resumed run does not repeat its random states.
-        first_batch: how many batches the worker has read by then.
-    """
-    numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
-    return (*numbers, *data.arguments(worker_index, num_workers))
-
-
-def next_of(iterator: Any) -> Any:
-    """The next element of a dataset iterator, while a function is traced.
-
-    TensorFlow takes more than 32 of these in one function for a Python loop that should have been a graph's.
-    """
-    iterator._get_next_call_count = 0
-    return next(iterator)
-
-
 def _is_iterable_only(x: Any) -> bool:
     return hasattr(x, "__iter__") and not hasattr(x, "__array__") and not isinstance(x, (list, tuple, Mapping))
 
@@ -373,35 +293,3 @@ def _check_takes_context(function: Callable[..., Any]) -> None:
             f"the dataset function {getattr(function, '__name__', function)!s} must take one argument, the context: "
             f"(context) -> tf.data.Dataset ({error})"
         ) from error
-
-
-def dataset_graph(dataset: tf.data.Dataset) -> tf.Tensor:
-    """The dataset's graph as a scalar string tensor.
-
-    Raises:
-        ConfigError: the dataset needs something that exists in this process only, or is too large.
-    """
-    try:
-        with tf.device("CPU:0"):
-            serialized = dataset._as_serialized_graph(
-                external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE
-            )
-    except (tf.errors.OpError, ValueError) as error:
-        raise ConfigError(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
-    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    for node in nodes:
-        if node.op in _OPS_THAT_CANNOT_TRAVEL:
-            raise ConfigError(
-                f"the dataset cannot travel to the workers: it uses {_OPS_THAT_CANNOT_TRAVEL[node.op]} ({node.op}), "
-                f"which exists in this process only; {_INSTEAD}"
-            )
-    return serialized
-
-
-def dataset_of_graph(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
-    """Undoes `dataset_graph`."""
-    return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
-
-
-_INSTEAD = "give arrays, or a function (context) -> tf.data.Dataset that makes the dataset of TensorFlow ops"

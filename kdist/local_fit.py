@@ -14,6 +14,7 @@ from kdist import console
 from kdist.callbacks import Callbacks, as_hooks
 from kdist.cluster import isolate
 from kdist.epochs import EpochRecorder, last_step_of
+from kdist.errors import ConfigError
 from kdist.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
 from kdist.parameters.local import write_to_model
@@ -61,6 +62,9 @@ class LocalFit:
             [*others, history], trainer.model, epochs=arguments.epochs, steps=arguments.steps_per_epoch
         )
         validate = Validator(trainer.model, arguments, callbacks.list)
+        for hook in hooks:
+            if hook.needs_validation and not validate.has_data:
+                raise ConfigError(f"{type(hook).__name__}: needs validation data; give validation_data")
         recorder = EpochRecorder(
             history,
             callbacks,

@@ -238,7 +238,7 @@ class _Pickler(cloudpickle.Pickler):
         import tensorflow as tf
 
         if isinstance(obj, tf.data.Dataset):
-            from kdist.data import dataset_graph
+            from kdist.dataset_graph import dataset_graph
 
             return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
         return super().reducer_override(obj)
@@ -247,7 +247,7 @@ class _Pickler(cloudpickle.Pickler):
 def _dataset(graph: bytes, element_spec: Any) -> Any:
     import tensorflow as tf
 
-    from kdist.data import dataset_of_graph
+    from kdist.dataset_graph import dataset_of_graph
 
     return dataset_of_graph(tf.constant(graph), element_spec)
 

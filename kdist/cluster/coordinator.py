@@ -23,6 +23,7 @@ from tensorflow.python.eager import context
 
 from kdist.cluster.connection import connect, disconnect, reconnect
 from kdist.cluster.lanes import OUT_OF_REACH, Call, Calls, Finished, Lane, QuietExecutor, may_be_lost
+from kdist.cluster.signs_of_life import ask
 from kdist.cluster.spec import Task
 from kdist.cluster.supervisor import Supervisor, describe_lost
 from kdist.errors import ClusterError
@@ -315,32 +316,9 @@ class Coordinator:
         warn(f"{names} {what} and {'is' if len(silent) == 1 else 'are'} killed")
 
     def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
-        """Asks every connected task for a sign of life.
-
-        Returns:
-            Those that say nothing within `timeout` seconds, and those that are not there or are other processes.
-        """
-        tasks = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
-        tasks |= {Task("worker", worker) for worker in self._calls.connected}
-        answers: queue.SimpleQueue[tuple[Task, bool]] = queue.SimpleQueue()
-
-        def ask(task: Task) -> None:
-            try:
-                with context.executor_scope(QuietExecutor()), tf.device(task.device):
-                    tf.identity(0).numpy()
-                answers.put((task, True))
-            except tf.errors.OpError:
-                answers.put((task, False))
-
-        for task in tasks:
-            threading.Thread(target=ask, args=[task], daemon=True).start()
-        deadline = time.monotonic() + timeout
-        answered: dict[Task, bool] = {}
-        with suppress(queue.Empty):
-            while len(answered) < len(tasks):
-                task, is_well = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-                answered[task] = is_well
-        return tasks - set(answered), {task for task, is_well in answered.items() if not is_well}
+        """Asks every connected task for a sign of life; see `ask`."""
+        servers = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
+        return ask(servers | {Task("worker", worker) for worker in self._calls.connected}, timeout)
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Parts with a worker whose call failed, if it is lost; otherwise lets it try again.

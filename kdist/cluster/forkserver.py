@@ -28,6 +28,7 @@ from kdist.cluster.server import ServerOptions, serve
 
 _REPORT_SECS = 0.05
 _CLOSE_SECS = 2.0
+_SEND_SECS = 60.0
 _MAX_MESSAGE = 1 << 16
 
 
@@ -109,6 +110,8 @@ class ForkServer:
         self._tasks: dict[int, ForkedTask] = {}
         # It keeps messages apart, and takes file descriptors along.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A process that is stopped takes no orders; that its task does not serve is found by who waits for that.
+        self._socket.settimeout(_SEND_SECS)
         # Several threads ask whether a task lives.
         self._lock = threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)

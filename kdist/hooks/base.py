@@ -85,6 +85,9 @@ class Hook:
     #: Whether only the chief runs this hook. The other tasks of kdist know nothing of hooks so far.
     chief_only = True
 
+    #: Whether it does nothing without validation data, so that a fit without any is refused.
+    needs_validation = False
+
     def begin(self, session: TrainSession) -> None:
         """Called once, before anything is restored."""
 

@@ -31,8 +31,10 @@ class BestCheckpoint(Hook):
         mode: `min`, `max`, or `auto` for what the metric says of itself.
 
     Raises:
-        ConfigError: a value out of range; from `after_validation`: no such metric.
+        ConfigError: a value out of range, or a fit without validation data; from `after_validation`: no such metric.
     """
+
+    needs_validation = True
 
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
         self._arguments = (metric, mode, 0.0, "BestCheckpoint")

@@ -23,8 +23,10 @@ class EarlyStopping(Hook):
         mode: `min`, `max`, or `auto` for what the metric says of itself.
 
     Raises:
-        ConfigError: a value out of range; from `after_validation`: no such metric.
+        ConfigError: a value out of range, or a fit without validation data; from `after_validation`: no such metric.
     """
+
+    needs_validation = True
 
     def __init__(self, metric: str = "loss", patience: int = 0, min_delta: float = 0.0, mode: str = "auto") -> None:
         check_whole_number("EarlyStopping.patience", patience, at_least=0)

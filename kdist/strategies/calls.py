@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.data import next_of
 from kdist.metrics import MetricReader, MetricRows
 from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaOutput, ReplicaStep
 from kdist.result import Contributions
 from kdist.strategies.local_steps import Compute, LocalSteps
+from kdist.worker_data import next_of
 
 # A call should take long against the few ms that dispatching it costs, and be short against a person's patience.
 _AUTO_CALL_SECS = 1.0

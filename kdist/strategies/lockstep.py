@@ -13,11 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.cluster.spec import Task
-from kdist.data import next_of
 from kdist.parameters.contributions import Contributions
 from kdist.parameters.store import ParameterStore
 from kdist.replica import ReplicaStep, batch_size_of
 from kdist.strategies.calls import CallLogs
+from kdist.worker_data import next_of
 
 
 class LockstepCalls:

@@ -13,7 +13,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.data import worker_arguments, worker_dataset
 from kdist.parameters.apply import is_elementwise, leaves_other_rows_alone, optimizer_state
 from kdist.parameters.blocks import Trainable
 from kdist.parameters.names import variable_names
@@ -23,6 +22,7 @@ from kdist.parameters.transport import Wire
 from kdist.replica import ReplicaStep
 from kdist.strategies.base import Program, Strategy
 from kdist.strategies.calls import CallSizer, StepLogs, UnrolledCalls
+from kdist.worker_data import worker_arguments, worker_dataset
 
 
 class StoredStrategy(Strategy):

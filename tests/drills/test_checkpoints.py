@@ -319,8 +319,8 @@ def touched(run_dir: Path) -> dict[Path, int]:
 
 
 def test_a_second_chief_is_refused_and_a_killed_one_keeps_nobody_out(drill: Drill) -> None:
-    first = drill.start(*MINE, "train.steps=1000000")
-    first.wait_for(r"save  \| step")
+    first = drill.start(*MINE, "cluster=1ps1w", "train.steps=1000000")
+    first.wait_for(r"train \| step +100")
     other = drill.cwd / "other"
     other.mkdir()
     (other / "D").symlink_to(first.run_dir)

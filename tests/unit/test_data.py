@@ -7,8 +7,9 @@ import pytest
 import tensorflow as tf
 from kdist.recipes.mnist import load_data
 
-from kdist.data import DataContext, split_validation, training_data, worker_arguments, worker_dataset
+from kdist.data import DataContext, split_validation, training_data
 from kdist.errors import ConfigError
+from kdist.worker_data import worker_arguments, worker_dataset
 
 
 def batches(

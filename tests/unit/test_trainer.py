@@ -315,3 +315,10 @@ def test_ctrl_c_ends_a_validation_and_saves(run_dir: Path) -> None:
     assert trainer.result.status == "preempted"
     assert trainer.result.metrics["validation"] == {}
     assert Checkpoints(run_dir / "checkpoints").steps()[-1] == trainer.result.global_step == 4
+
+
+@pytest.mark.parametrize("hook", [kdist.hooks.EarlyStopping(), kdist.hooks.BestCheckpoint()])
+def test_a_hook_that_waits_for_validations_is_refused_without_any(hook: kdist.hooks.Hook, run_dir: Path) -> None:
+    x, y = toy_data()
+    with pytest.raises(kdist.ConfigError, match=rf"{type(hook).__name__}: needs validation data"):
+        kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[hook]).fit(x, y, steps=2, verbose=0)
