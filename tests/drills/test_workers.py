@@ -10,6 +10,7 @@ pytestmark = pytest.mark.cluster
 CALLS = ("train.steps_per_call=16", "hooks.checkpoint.every_steps=1000")
 
 
+@pytest.mark.long
 def test_a_killed_worker_that_is_not_started_again_is_done_without(drill: Drill) -> None:
     run = drill.start(*MINE, *CALLS, "cluster=1ps3w", "train.steps=4000", "cluster.max_worker_restarts=0")
     run.wait_for(r"train \| step +100")
