@@ -144,10 +144,16 @@ class Coordinator:
         """Whether a call of `start_on` failed because its worker is lost."""
         return may_be_lost(finished.outcome.exception())
 
-    def retire(self, worker: int) -> None:
-        """Gives no more calls to a worker, which has nothing to do, until it is another process."""
+    def retire(self, worker: int) -> bool:
+        """Gives no more calls to a worker, which has nothing to do, until it is another process.
+
+        Returns:
+            Whether that is new: it may have begun another call meanwhile.
+        """
         self._calls.rest(worker)
+        is_new = worker not in self._retired
         self._retired.add(worker)
+        return is_new
 
     def employ(self, workers: Collection[int]) -> None:
         """Gives calls to these workers only, from now on; the others finish what they have begun."""

@@ -120,11 +120,11 @@ class ParameterServer(OnServers):
             tf.errors.OutOfRangeError: none of them has any.
         """
         coordinator = self._running()
-        coordinator.retire(finished.worker)
+        is_new = coordinator.retire(finished.worker)
         if not coordinator.present:
             finished.outcome.result()
-        worker = Task("worker", finished.worker)
-        warn(f"{worker} has no data; training goes on without it")
+        if is_new:
+            warn(f"{Task('worker', finished.worker)} has no data; training goes on without it")
         coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
 
     def _worker_is_back(self, worker: int) -> None:
