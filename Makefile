@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test drills lint bench
+.PHONY: help mnist test drills lint bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
 	@echo "make lint    ruff and mypy only"
+	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
 
 mnist: $(READY)
@@ -28,6 +29,13 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/ready-for-docs
+	$(BIN)/python -m mkdocs build --strict
+
+$(VENV)/ready-for-docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
 
 bench: $(VENV)/ready-for-bench
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)

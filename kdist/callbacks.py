@@ -35,6 +35,7 @@ _LOGS_ONLY = (
     keras.callbacks.RemoteMonitor,
 )
 _BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
 #: What callbacks of Keras that could act on every batch are told if they need not.
 _FREQUENCIES = ("save_freq", "update_freq")
 
@@ -53,6 +54,7 @@ class Callbacks:
     Attributes:
         looks_at_model: whether some callback may look at the model, or change it.
         wants_batches: whether some callback acts on every batch; training then returns to the chief after every step.
+        acts_on_test_batches: whether some callback acts on every batch of a validation, which the chief then does.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Callbacks:
         self._model = model
         self.looks_at_model = any(type(callback) not in _LOGS_ONLY for callback in callbacks)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
+        self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
         self._seen: dict[str, np.ndarray] = {}
         self._has_ended = False
@@ -192,4 +195,8 @@ def _can_travel(value: Any) -> bool:
 def _acts_on_batches(callback: Callback) -> bool:
     if any(getattr(callback, name, None) == "epoch" for name in _FREQUENCIES):
         return False
-    return not all(keras.src.utils.is_default(getattr(callback, event)) for event in _BATCH_EVENTS)
+    return _overrides(callback, _BATCH_EVENTS)
+
+
+def _overrides(callback: Callback, events: Sequence[str]) -> bool:
+    return not all(keras.src.utils.is_default(getattr(callback, event)) for event in events)

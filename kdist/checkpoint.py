@@ -113,13 +113,11 @@ class Checkpoints:
         for step in reversed(found):
             path = self.path(step)
             try:
-                reader = tf.train.load_checkpoint(str(path))
-                values = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+                values = _values_of(path)
             except _DAMAGE_ERRORS as error:
                 why = type(error).__name__ if step in self.steps() else "its index is missing"
                 warn(f"{path} is damaged and left out ({why})")
                 continue
-            values.pop(SEED, None)
             _check_fits(path, values, shapes)
             return path, values
         if found:
@@ -127,6 +125,12 @@ class Checkpoints:
                 f"every checkpoint in {self.folder} is damaged; move the folder away or set run.resume=never to start "
                 "anew"
             )
+        return None
+
+    def read(self, step: int) -> dict[str, np.ndarray] | None:
+        """The values of the checkpoint of a step; None if it is not there, or damaged."""
+        with suppress(*_DAMAGE_ERRORS):
+            return _values_of(self.path(step))
         return None
 
     def seed(self) -> int | None:
@@ -196,6 +200,12 @@ class Checkpoints:
         # The index goes first: what is half deleted is no checkpoint any more.
         for suffix in (_INDEX_SUFFIX, _DATA_SUFFIX):
             Path(f"{self.path(step)}{suffix}").unlink(missing_ok=True)
+
+
+def _values_of(path: Path) -> dict[str, np.ndarray]:
+    """What a checkpoint holds of a model, all of it."""
+    reader = tf.train.load_checkpoint(str(path))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name != SEED}
 
 
 def _in_a_line(error: tf.errors.OpError | OSError) -> str:

@@ -6,13 +6,16 @@ TensorFlow is imported only once the config is known to be right.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import traceback
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +24,7 @@ from kdist import trusted
 from kdist.cli_help import help_text, nearest_key
 from kdist.cluster import isolate
 from kdist.errors import ClusterError, ConfigError, KdistError
+from kdist.folders import relative
 from kdist.native_log import keep_python_stderr, native_log
 from kdist.run_lock import RunLock
 from kdist.version import __version__
@@ -78,11 +82,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _run_hydra(arguments: list[str]) -> None:
-    """Runs the job, or with `-m` all jobs of a sweep; then raises the first error that a job ended with."""
-    from hydra import main as hydra_main
+    """Runs the job, or with `-m` all jobs of a sweep."""
     from hydra._internal.utils import get_args_parser
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     from kdist.cluster.membership import membership_of
     from kdist.config_sources import register
@@ -100,21 +101,53 @@ def _run_hydra(arguments: list[str]) -> None:
             _take_part(checked, membership)
             return
         RunLock(Path(checked.run.dir)).check()
-    elif only_run or parsed.multirun:
+    elif parsed.multirun:
+        _run_sweep(_check_hydra(parsed), parsed, arguments)
+        return
+    elif only_run:
         _check_hydra(parsed)
     failures: list[Exception] = []
 
-    def job(config: DictConfig) -> float | None:
-        # Hydra would print a traceback of its own, and end a sweep at its first failure.
+    def job(config: DictConfig) -> None:
+        # Hydra would print a traceback of its own.
         try:
-            if parsed.multirun:
-                _print_job_line()
-            return _job(config, parsed)
+            _job(config, parsed)
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
-            if parsed.multirun:
-                _print_error(error)
-            return None
+
+    _call_hydra(job, arguments)
+    if failures:
+        raise failures[0]
+
+
+def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> None:
+    """Runs the jobs of a sweep that are not done; says at the end what all of them came to."""
+    from kdist.sweep import Sweep, SweepFailedError, SweepJob
+
+    # Known here, and not only where jobs run: `now` is another second there.
+    folder = str(config.hydra.sweep.dir)
+    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+    place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
+    try:
+        _call_hydra(
+            SweepJob(partial(_job, parsed=parsed), _print_error),
+            [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
+        )
+    finally:
+        sweep = Sweep(Path(folder), config.sweep.metric, config.sweep.mode)
+        if sweep.jobs:
+            print(f"\nsweep | {len(sweep.jobs)} jobs | {folder}      tensorboard --logdir {shlex.quote(folder)}")
+            print("\n".join(sweep.table()), flush=True)
+            sweep.write()
+    if sweep.failed:
+        raise SweepFailedError(sweep.failed, len(sweep.jobs))
+
+
+def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
+    """Has Hydra compose the config, make the folders and call `job`."""
+    from hydra import main as hydra_main
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     # Hydra would print its own errors itself and exit with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -125,8 +158,6 @@ def _run_hydra(arguments: list[str]) -> None:
         raise _explained(error) from None
     except OSError as error:
         raise ConfigError(f"run.dir: cannot be made: {error}") from None
-    if failures:
-        raise failures[0]
 
 
 def _take_part(config: Config, membership: Membership) -> None:
@@ -170,8 +201,8 @@ def _check(parsed: Namespace) -> Config:
         raise _explained(error) from None
 
 
-def _check_hydra(parsed: Namespace) -> None:
-    """Checks Hydra's own part of the config, composed as Hydra will, before it acts on it."""
+def _check_hydra(parsed: Namespace) -> DictConfig:
+    """The config, composed as Hydra will, its own part of it checked before it acts on that."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_automatic_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
@@ -189,16 +220,9 @@ def _check_hydra(parsed: Namespace) -> None:
     try:
         config = loader.load_configuration(parsed.config_name or "config", parsed.overrides, mode)
         trusted.check_hydra(config, parsed.overrides)
+        return config
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explained(error) from None
-
-
-def _print_job_line() -> None:
-    """Says which job of a sweep begins, and what it has that the others have not."""
-    from hydra.core.hydra_config import HydraConfig
-
-    job = HydraConfig.get().job
-    print(f"\njob {job.num} | {job.override_dirname.replace(',', ' ')}", flush=True)
 
 
 def _checked(config: DictConfig, parsed: Namespace) -> Config:
@@ -249,7 +273,7 @@ def _unknown_key(key: str) -> str:
     return f"{key}: there is no such key; {hint}"
 
 
-def _job(config: DictConfig, parsed: Namespace) -> float | None:
+def _job(config: DictConfig, parsed: Namespace) -> None:
     """One run, in the run dir that Hydra made for it."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -262,10 +286,8 @@ def _job(config: DictConfig, parsed: Namespace) -> float | None:
         raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
     if membership is not None and not membership.is_chief:
         _take_part(checked, membership)
-        return None
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-
+        return
+    run_dir = relative(Path(HydraConfig.get().runtime.output_dir))
     log = run_dir / "logs" / "chief-0.log"
     if checked.run.log_device_placement:
         # TensorFlow reads it when it is imported.
@@ -276,7 +298,7 @@ def _job(config: DictConfig, parsed: Namespace) -> float | None:
 
         signals.exit_at_once = os._exit
         try:
-            return run_experiment(checked, run_dir)
+            run_experiment(checked, run_dir)
         except ClusterError as error:
             raise ClusterError(f"{error}\n  {_way_on(run_dir)}    logs: {run_dir / 'logs'}") from error
         except KdistError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,12 +28,19 @@ def event_line(event: str, step: int, last_step: int | None, *columns: str) -> s
 
 def train_line(step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None) -> str:
     """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
+    return _line("train", train_columns(step, last_step, logs, steps_per_second))
+
+
+def train_columns(
+    step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None
+) -> list[str]:
+    """Where training is, what it came to, how fast it is and how long it will take."""
     columns = [_step(step, last_step), *_metrics(logs)]
     if steps_per_second:
         columns.append(f"{steps_per_second:6.1f} steps/s")
         if last_step is not None:
             columns.append(f"ETA {duration((last_step - step) / steps_per_second)}")
-    return _line("train", columns)
+    return columns
 
 
 def validation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
@@ -41,9 +48,19 @@ def validation_line(step: int, last_step: int | None, logs: Mapping[str, float])
     return _line("valid", [_step(step, last_step), *_metrics(logs)])
 
 
+def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
+    """`eval  | step    500/2000 | loss 0.1902 | accuracy 0.9431`, of a checkpoint, by the evaluator."""
+    return _line("eval", [_step(step, last_step), *_metrics(logs)])
+
+
 def save_line(step: int, last_step: int | None, path: Path) -> str:
     """`save  | step    500      | checkpoints/ckpt-500`"""
     return _line("save", [_step(step).ljust(len(_step(step, last_step))), _short(path)])
+
+
+def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
+    """`task  | worker:0 | pid   4711 | logs/worker-0.log`, one line a task: its name, process id and log."""
+    return [_line("task", [f"{name:<8}", f"pid {pid:>6}", _short(log)]) for name, pid, log in tasks]
 
 
 def resume_line(step: int, last_step: int | None, path: Path) -> str:

@@ -182,7 +182,7 @@ def training_data(
     data: TrainingData
     if isinstance(x, TrainingData):
         return x
-    if isinstance(x, tf.data.Dataset) or is_dataset_function(x):
+    if is_whole(x):
         if y is not None or sample_weight is not None:
             raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
         if isinstance(x, tf.data.Dataset):
@@ -196,7 +196,7 @@ def training_data(
             "tf.data.Dataset or a function (context) -> tf.data.Dataset"
         )
     else:
-        arrays = keras.utils.pack_x_y_sample_weight(*map(_as_tuples, (x, y, sample_weight)))
+        arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
         if not isinstance(arrays, tuple):
             arrays = (arrays,)
         data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
@@ -240,6 +240,11 @@ def is_dataset_function(x: Any) -> bool:
     return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
 
 
+def is_whole(x: Any) -> bool:
+    """Whether `x` brings labels and weights with it, if it has any: a dataset, or a function that makes one."""
+    return isinstance(x, tf.data.Dataset) or is_dataset_function(x)
+
+
 def read_locally(x: Any, batch_size: int | None) -> Any:
     """`x` for a local Keras model: a dataset function is called for the one reader there is."""
     return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
@@ -254,7 +259,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     Raises:
         ConfigError: the data is not arrays, or a part would be empty.
     """
-    if isinstance(x, tf.data.Dataset) or is_dataset_function(x):
+    if is_whole(x):
         raise ConfigError("validation_split works with arrays only; give validation_data")
     num_examples = len(tf.nest.flatten(x)[0])
     split = math.floor(num_examples * (1.0 - validation_split))
@@ -270,12 +275,12 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     return part(slice(0, split)), part(slice(split, None))
 
 
-def _as_tuples(tree: Any) -> Any:
+def as_tuples(tree: Any) -> Any:
     """Lists of arrays as tuples, which tf.data keeps apart; a list of numbers stays one."""
     if isinstance(tree, Mapping):
-        return {key: _as_tuples(item) for key, item in tree.items()}
+        return {key: as_tuples(item) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)) and any(hasattr(item, "__array__") or isinstance(item, dict) for item in tree):
-        return tuple(_as_tuples(item) for item in tree)
+        return tuple(as_tuples(item) for item in tree)
     return tree
 
 

@@ -11,6 +11,7 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:
+    from kdist.best_values import BestValues
     from kdist.callbacks import Callbacks
     from kdist.metrics import MetricTotals
     from kdist.session import TrainSession
@@ -25,6 +26,7 @@ class EpochRecorder(Hook):
         steps_per_epoch: steps of an epoch; None makes the whole run one epoch.
         first_step, first_epoch: the global step at which epoch `first_epoch` begins.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
+        best: gets the validation values.
         validation_freq: validate every so many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: validate at multiples of this step as well.
     """
@@ -38,6 +40,7 @@ class EpochRecorder(Hook):
         first_step: int = 0,
         first_epoch: int = 0,
         validate: Callable[[TrainSession], Mapping[str, float]] | None,
+        best: BestValues,
         validation_freq: int | Collection[int] = 1,
         validation_every_steps: int | None = None,
     ) -> None:
@@ -47,6 +50,7 @@ class EpochRecorder(Hook):
         self._first_step = first_step
         self._first_epoch = first_epoch
         self._validate = validate
+        self._best = best
         self._validation_freq = validation_freq
         self._validation_every_steps = validation_every_steps
         self._finished: list[tuple[int, dict[str, float]]] = []
@@ -146,6 +150,7 @@ class EpochRecorder(Hook):
                 # It has not seen all of the data.
                 return False
             self.validation_logs = logs
+            self._best.add(session.global_step, logs)
             self._validated_step = session.global_step
             session.publish_validation(self.validation_logs)
             epoch_logs = {f"epoch_{name}": value for name, value in self.validation_logs.items()}

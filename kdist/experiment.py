@@ -6,29 +6,29 @@ import importlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist import trusted
 from kdist.errors import ConfigError
+from kdist.hparams import CHOSEN, hparams_of
 from kdist.schema import Config, OptimizerConfig
 
 if TYPE_CHECKING:
     import keras
 
+    from kdist.strategies.base import Strategy
     from kdist.trainer import Trainer
 
 
-def run_experiment(config: Config, run_dir: Path | None) -> float | None:
+def run_experiment(config: Config, run_dir: Path | None) -> None:
     """Trains as `config` says, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
         run_dir: where everything goes, locked by the caller; None in a process that writes nothing.
-
-    Returns:
-        The final validation loss, which a sweeper minimises; None without validation.
     """
     import keras
     import tensorflow as tf
@@ -52,7 +52,7 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
         data = _data_arguments(config)
         if config.run.plan_only:
             print(trainer.plan(data["x"], data.get("y"), config.train.batch_size).table(), end="", flush=True)
-            return None
+            return
         trainer.fit(
             **data,
             batch_size=config.train.batch_size,
@@ -61,6 +61,7 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
             steps_per_epoch=config.train.steps_per_epoch,
             validation_every_steps=config.train.validation_every_steps,
             validate_with_ema=config.train.validate_with_ema,
+            verbose=config.run.verbose,
         )
     except BaseException as error:
         # What fails before training leaves its result, too.
@@ -69,7 +70,6 @@ def run_experiment(config: Config, run_dir: Path | None) -> float | None:
             result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
             RunDir(run_dir, config.run.name).write_result(result)
         raise
-    return trainer.result.metrics["validation"].get("loss")
 
 
 def _trainer(config: Config, run_dir: Path | None) -> Trainer:
@@ -78,7 +78,7 @@ def _trainer(config: Config, run_dir: Path | None) -> Trainer:
     return Trainer(
         partial(build_model, config),
         cluster=config.cluster,
-        strategy=config.strategy.name,
+        strategy=_strategy(config),
         run_dir=run_dir,
         hooks=[_call(key, hook, config.run.trust) for key, hook in _hook_nodes(config).items()],
         callbacks=[_call(key, node, config.run.trust) for key, node in _callback_nodes(config).items()],
@@ -89,8 +89,31 @@ def _trainer(config: Config, run_dir: Path | None) -> Trainer:
         max_restarts=config.train.max_restarts,
         grace_secs=config.run.grace_secs,
         use_default_hooks=False,
-        **{key: value for key, value in vars(config.strategy).items() if key != "name"},
+        hparams=_hparams(config),
+        **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},
     )
+
+
+def _strategy(config: Config) -> str | type[Strategy]:
+    """The name of the strategy, or the class that the config names."""
+    from kdist.strategies.base import Strategy
+
+    target = config.strategy._target_
+    if target is None:
+        return config.strategy.name
+    found: Any = _resolve("strategy", target, config.run.trust)
+    if not (inspect.isclass(found) and issubclass(found, Strategy)):
+        raise ConfigError(
+            f"strategy._target_={target}: must be a class derived from that of strategy={config.strategy.name}"
+        )
+    return found
+
+
+def _hparams(config: Config) -> dict[str, Any]:
+    from hydra.core.hydra_config import HydraConfig
+
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return hparams_of(asdict(config), overrides, [*CHOSEN, *config.run.hparams])
 
 
 def check_targets(config: Config) -> None:
@@ -101,6 +124,9 @@ def check_targets(config: Config) -> None:
     """
     nodes = {"model": config.model, "data": config.data}
     nodes |= _hook_nodes(config) | _callback_nodes(config)
+    if config.strategy._target_ is not None:
+        trusted.check("strategy", vars(config.strategy), config.run.trust)
+        _strategy(config)
     others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
     for key, node in (nodes | others).items():
         trusted.check(key, node, config.run.trust)

@@ -11,6 +11,7 @@ import keras
 from kdist import callbacks
 from kdist.data import TrainingData, training_data
 from kdist.errors import ConfigError, check_whole_number
+from kdist.schema import VERBOSE
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,25 @@ class FitArguments:
             "validation_every_steps",
         ):
             check_whole_number(key, getattr(self, key))
+        if self.verbose not in VERBOSE:
+            raise ConfigError(f"verbose={self.verbose}: choose one of {', '.join(map(str, VERBOSE))}")
         callbacks.checked(self.callbacks)
         check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is to be printed."""
+        return self.verbose == 0
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a terminal shows a line that changes."""
+        return self.verbose in (1, "auto")
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether it is printed which tasks there are, and where variables live."""
+        return self.verbose == 3
 
     def training_data(self, seed: int | None) -> TrainingData:
         """What the workers read.

@@ -14,6 +14,11 @@ def make_private(path: Path) -> None:
     path.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
 
 
+def relative(path: Path) -> Path:
+    """A path as a person would say it: from the working directory, if it is in there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that is complete or absent.
 

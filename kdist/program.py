@@ -116,7 +116,7 @@ class ProgramTasks:
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when the chief had saved.
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
-            (Path(folder) / "program").write_bytes(_pickled(program))
+            (Path(folder) / "program").write_bytes(pickled(program))
             processes = self._launch(folder)
             signals = _ForwardedSignals(processes[0])
             relay = threading.Thread(target=self._relay, args=[processes[0]], daemon=True)
@@ -252,7 +252,12 @@ def _dataset(graph: bytes, element_spec: Any) -> Any:
     return dataset_of_graph(tf.constant(graph), element_spec)
 
 
-def _pickled(program: Mapping[str, Any]) -> bytes:
+def pickled(program: Mapping[str, Any]) -> bytes:
+    """A program as it travels.
+
+    Raises:
+        ConfigError: something in it cannot.
+    """
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(dict(program))
@@ -263,6 +268,12 @@ def _pickled(program: Mapping[str, Any]) -> bytes:
             f"the model, data or hooks cannot travel to the processes that train: {type(error).__name__}: {error}"
         ) from error
     return buffer.getvalue()
+
+
+def unpickled(packed: bytes) -> dict[str, Any]:
+    """Undoes `pickled`; for what the chief sent."""
+    program: dict[str, Any] = pickle.loads(packed)
+    return program
 
 
 def main(options: ProgramOptions) -> NoReturn:
@@ -304,7 +315,7 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
         # Before the program is read: models and tensors in it run TensorFlow's first ops.
         join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()
-    program = pickle.loads((folder / "program").read_bytes())
+    program = unpickled((folder / "program").read_bytes())
     from kdist import signals
     from kdist.remote_fit import run_program
 

@@ -19,6 +19,7 @@ from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
 from kdist.parameters.apply import check_optimizer, is_elementwise
+from kdist.parameters.names import is_seed
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class ReplicaStep:
         self.model = model
         self.trainable: list[keras.Variable] = model.trainable_variables
         others = model.non_trainable_variables
-        self.state = [v for v in others if not _is_seed(v)]
+        self.state = [v for v in others if not is_seed(v)]
         # The last is the one that keras.random draws from when it is given no seed.
-        self.seeds = [*(v for v in others if _is_seed(v)), global_seed_generator().state]
+        self.seeds = [*(v for v in others if is_seed(v)), global_seed_generator().state]
         self.metrics: list[keras.Variable] = model.metrics_variables
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
@@ -261,7 +262,3 @@ def batch_size_of(batch: Any) -> tf.Tensor | int:
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:
     return tf.TensorSpec(variable.shape, variable.dtype)
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return variable.name == "seed_generator_state"

@@ -92,6 +92,7 @@ class Result:
         seconds: of the whole run.
         examples: how many training examples this run saw.
         metrics: `train`: loss and metrics of the last epoch; `validation`: those of the final parameters.
+        best: the best value of each validation metric, by name: `value`, `step` and `mode` (`min` or `max`).
         gradients: see `Gradients`.
         restarts: restarted `worker`s, and restarts of the whole `cluster`.
         extra_steps: steps beyond those asked for, repeated after the loss of a worker.
@@ -110,6 +111,7 @@ class Result:
     seconds: float = 0.0
     examples: int = 0
     metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"train": {}, "validation": {}})
+    best: dict[str, dict[str, Any]] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=Gradients)
     restarts: dict[str, int] = field(default_factory=lambda: {"worker": 0, "cluster": 0})
     extra_steps: int = 0

@@ -89,8 +89,8 @@ class RunDir:
                     path.unlink(missing_ok=True)
             warn(f"{table}: cannot be written: {error.strerror or error}")
 
-    def describe(self, summaries: Summaries, step: int) -> None:
-        """Shows in TensorBoard what the run is: its config, and where its variables live."""
+    def describe(self, summaries: Summaries, model: keras.Model, step: int) -> None:
+        """Shows in TensorBoard what the run is: its config, the layers of its model, where its variables live."""
         config, table, picture = (self.path / n for n in (".hydra/config.yaml", "placement.txt", "placement.png"))
         for tag, path in (("config", config), ("placement", table)):
             if path.exists():
@@ -99,6 +99,9 @@ class RunDir:
                 summaries.text("train", tag, "\n".join(lines), step)
         if picture.exists():
             summaries.picture("train", "placement/picture", picture, step)
+        # A model without get_config has no graph of layers.
+        with suppress(NotImplementedError, TypeError, ValueError):
+            summaries.keras_graph(model.to_json(), step)
 
     def write_model(self, model: keras.Model) -> None:
         """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form.
@@ -128,6 +131,14 @@ class RunDir:
         """Whether `result.json` was written at `time` or later, in seconds since the epoch."""
         path = self.path / "result.json"
         return path.exists() and path.stat().st_mtime >= time
+
+    def read_result(self) -> dict[str, Any]:
+        """What `result.json` says; nothing if there is none, or none that can be read."""
+        try:
+            found = json.loads((self.path / "result.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def write_result(self, result: Result) -> None:
         """Writes `result.json`. If the run failed, that this fails as well is only a warning.

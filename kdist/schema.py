@@ -16,6 +16,8 @@ from kdist.parameters.placement import PARTITION_MIN_BYTES, POLICIES
 from kdist.trusted import check_packages
 
 RESUME_MODES = ("auto", "never", "must")
+#: How much a run prints, as in Keras; 3 is kdist's own.
+VERBOSE = ("auto", 0, 1, 2, 3)
 
 
 @dataclass
@@ -123,6 +125,12 @@ class StrategyConfig:
 
     wire_dtype: Optional[str] = None
     """On servers: `bfloat16` halves the bytes of values and gradients while they travel; null leaves them as is."""
+
+    _target_: Optional[str] = None
+    """A class of yours, derived from that of the strategy; see docs/extending.md. null is kdist's own."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that class, beside those of the strategy."""
 
     devices: Optional[int] = None
     """mirrored: GPUs to use (null: all), or on a machine without any, logical CPU devices to make; at least 2."""
@@ -234,6 +242,22 @@ class TrainConfig:
 
 
 @dataclass
+class SweepConfig:
+    """What the jobs of a sweep (-m) are compared by."""
+
+    metric: Optional[str] = None
+    """Validation metric whose best value a job returns, `steps_per_second`, `examples_per_second` or `seconds`; null is
+    the loss."""
+
+    mode: Optional[str] = None
+    """Which of its values are better, `min` or `max`; null asks the metric."""
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            _one_of("sweep.mode", self.mode, ("min", "max"))
+
+
+@dataclass
 class RunConfig:
     """One run."""
 
@@ -261,11 +285,20 @@ class RunConfig:
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""
 
+    verbose: Any = "auto"
+    """0 prints nothing but warnings and errors; 1 and `auto` also keep a live line on a terminal; 2 prints lines only;
+    3 tells which tasks there are as well, and where variables live."""
+
+    hparams: list[str] = field(default_factory=list)
+    """Keys to show in TensorBoard's HParams tab, beside those that the command line gives and a few that all have."""
+
     trust: list[str] = field(default_factory=list)
     """Packages that `_target_` may name beside Keras and kdist, for example [my_code]; on the command line only."""
 
     def __post_init__(self) -> None:
         _one_of("run.resume", self.resume, RESUME_MODES)
+        if self.verbose not in VERBOSE or isinstance(self.verbose, bool):
+            raise ConfigError(f"run.verbose={self.verbose}: choose one of {', '.join(map(str, VERBOSE))}")
         _more_than_zero("run.grace_secs", self.grace_secs)
         check_packages("run.trust", self.trust)
         if self.seed is not None and not 0 <= self.seed < 2**32:
@@ -309,6 +342,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long and in what portions."""
 
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """What the jobs of a sweep are compared by."""
+
     run: RunConfig = field(default_factory=RunConfig)
     """Where, and how to begin."""
 
@@ -327,17 +363,21 @@ class Config:
             _check_target("drill", self.drill)
 
 
-def strategy_config(name: str, options: dict[str, Any]) -> StrategyConfig:
+def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
     """The config of strategy `name` with `options` by their names.
+
+    Args:
+        custom: the class of the strategy, if it is not kdist's own.
 
     Raises:
         ConfigError: there is no such option, or a value is not allowed.
     """
-    known = {item.name for item in fields(StrategyConfig)} - {"name"}
+    known = {item.name for item in fields(StrategyConfig)} - {"name", "_target_"}
     for option in options:
         if option not in known:
             raise ConfigError(f"Trainer({option}=...): there is no such argument; strategies take {', '.join(known)}")
-    return StrategyConfig(name, **options)
+    target = None if custom is None else f"{custom.__module__}.{custom.__qualname__}"
+    return StrategyConfig(name, **options, _target_=target)
 
 
 def checked_steps_per_call(key: str, value: int | str) -> int | None:

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.hparams.api_pb2 import Status
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -65,6 +69,42 @@ class Summaries:
         metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
         summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
         self._write(split, [summary], step)
+
+    def hparams(
+        self, hparams: Mapping[str, bool | int | float | str], metrics: Mapping[str, float], *, began: float, ok: bool
+    ) -> None:
+        """Writes a row of the HParams tab, to `hparams`.
+
+        Args:
+            hparams: what was chosen, by key.
+            metrics: what came of it, by tag.
+            began: when, in seconds since the epoch.
+            ok: whether the run ended well.
+        """
+        self.scalars("hparams", metrics, 0)
+        status = Status.STATUS_SUCCESS if ok else Status.STATUS_FAILURE
+        end = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=time.time()))
+        # TensorBoard's own function for it makes one of TensorFlow's messages.
+        ended = Summary()
+        metadata = hparams_metadata.create_summary_metadata(end)
+        ended.value.add(
+            tag=hparams_metadata.SESSION_END_INFO_TAG, metadata=metadata, tensor=hparams_metadata.NULL_TENSOR
+        )
+        self._write("hparams", [hparams_pb(dict(hparams), start_time_secs=began), ended], 0)
+
+    def keras_graph(self, model_json: str, step: int) -> None:
+        """Writes the conceptual graph of a Keras model: its layers, as the Graphs tab shows them.
+
+        Args:
+            model_json: of `keras.Model.to_json`.
+        """
+        tensor = TensorProto(dtype=DT_STRING, string_val=[model_json.encode()])
+        summary = Summary()
+        metadata = SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
+        )
+        summary.value.add(tag="keras", metadata=metadata, tensor=tensor)
+        self._write("train", [summary], step)
 
     def close(self) -> None:
         for file in self._files.values():

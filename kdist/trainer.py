@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kdist import strategies
 from kdist.callbacks import checked
@@ -20,7 +21,9 @@ from kdist.data import TrainingData, read_locally, split_validation
 from kdist.errors import ConfigError
 from kdist.fit_arguments import FitArguments
 from kdist.hooks import Hook, with_defaults
+from kdist.hparams import plain
 from kdist.local_fit import LocalFit
+from kdist.parameters.local import read_from_model
 from kdist.parameters.placement import Plan
 from kdist.remote_fit import fit_in_processes, take_part
 from kdist.replica import check_model
@@ -31,6 +34,7 @@ from kdist.schema import ClusterConfig, checked_steps_per_call, strategy_config
 from kdist.session import TrainSession
 from kdist.strategies.base import Program, Strategy
 from kdist.strategies.multi_worker_mirrored import join
+from kdist.strategies.on_workers import EvaluationJob, PredictionJob, WorkerJob, can_evaluate, can_predict, parts_of
 from kdist.strategies.stored import Placement, prepare
 from kdist.validation import evaluate
 
@@ -44,7 +48,7 @@ class Trainer:
             workers alone; `local` is this process; `tf_config` is what the environment variable TF_CONFIG says. Or a
             `kdist.schema.ClusterConfig`, for what the config group `cluster` can say.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
-            pick by the cluster.
+            pick by the cluster. Or a class of yours, derived from that of one of these; `arguments` are its own.
         run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A folder
             with checkpoints is resumed.
         hooks: beside the default hooks, or instead of the one of the same class.
@@ -62,6 +66,7 @@ class Trainer:
         grace_secs: after SIGTERM or Ctrl-C, seconds to save and end in good order.
         use_default_hooks: whether the default hooks are there at all.
         membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
+        hparams: what was chosen for this run, by names of your own: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
             `on_lost_worker` and `worker_timeout` (`sync_replicas`),
@@ -76,7 +81,7 @@ class Trainer:
         self,
         build_model: Callable[[], keras.Model] | keras.Model,
         cluster: str | ClusterConfig = "local",
-        strategy: str = "auto",
+        strategy: str | type[Strategy] = "auto",
         *,
         run_dir: str | Path | None = None,
         hooks: Sequence[Hook] = (),
@@ -92,6 +97,7 @@ class Trainer:
         grace_secs: float = 30.0,
         use_default_hooks: bool = True,
         membership: Membership | None = None,
+        hparams: Mapping[str, Any] | None = None,
         **strategy_options: Any,
     ) -> None:
         if isinstance(cluster, str):
@@ -99,7 +105,9 @@ class Trainer:
         self.cluster_config = cluster
         self.membership = membership or membership_of(cluster, os.environ)
         self.shape = shape_of(cluster, self.membership)
-        self._strategy_config = strategy_config(strategy, strategy_options)
+        self._strategy_class = None if isinstance(strategy, str) else strategy
+        name_of_strategy = strategy if isinstance(strategy, str) else strategy.name
+        self._strategy_config = strategy_config(name_of_strategy, strategy_options, custom=self._strategy_class)
         self.strategy = strategies.resolve(self._strategy_config, self.shape)
         if self.membership is None and not self.shape.is_local:
             isolate.require(cluster.isolate)
@@ -110,7 +118,8 @@ class Trainer:
         self.files = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
-        self._build_model = build_model
+        self.hparams = plain(hparams or {})
+        self.build_model = build_model
         self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self.max_restarts = max_restarts
@@ -137,7 +146,7 @@ class Trainer:
     def model(self) -> keras.Model:
         """The model: an ordinary local Keras model, with the trained values as soon as `fit` returns."""
         if self._model is None:
-            self._model = self._checked(self._build_model())
+            self._model = self._checked(self.build_model())
         return self._model
 
     def fit(
@@ -176,7 +185,8 @@ class Trainer:
                 filled up from the next.
             epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. A run that
                 is resumed from a checkpoint goes on to the end of epoch `epochs` and counts from where it stopped.
-            verbose: 0 prints nothing.
+            verbose: 0 prints nothing; 1 and `auto` keep a live line on a terminal, below the others; 2 prints lines
+                only; 3 tells which tasks there are as well, and where variables live.
             callbacks: Keras's, beside those of the trainer; see `kdist.callbacks` for when they see what.
             validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras;
                 besides, the final parameters are always validated.
@@ -284,17 +294,20 @@ class Trainer:
 
     def make_strategy(self) -> Strategy:
         """A new strategy, not started."""
-        return strategies.create(self._strategy_config, self.cluster_config, self.shape, self.membership)
+        return strategies.create(
+            self._strategy_config, self.cluster_config, self.shape, self.membership, self._strategy_class
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that make another trainer like this one."""
-        options = {key: value for key, value in vars(self._strategy_config).items() if key != "name"}
+        options = {key: value for key, value in vars(self._strategy_config).items() if key not in ("name", "_target_")}
         return {
-            "build_model": self._build_model,
+            "build_model": self.build_model,
             "cluster": self.cluster_config,
-            "strategy": self._strategy_config.name,
+            "strategy": self._strategy_class or self._strategy_config.name,
             "run_dir": self.run_dir,
             "hooks": self.hooks,
+            "hparams": self.hparams,
             "name": self.name,
             "steps_per_call": self._steps_per_call or "auto",
             "resume": self.resume,
@@ -329,18 +342,58 @@ class Trainer:
         verbose: int | str = 0,
         sample_weight: Any = None,
         steps: int | None = None,
+        *,
+        on_workers: bool = False,
     ) -> dict[str, float]:
         """Loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)`.
 
         Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
+            on_workers: start the cluster for it, with parameter servers, and have each worker evaluate a part. That
+                pays where evaluating takes much longer than the seconds that a cluster needs to start. Data that cannot
+                be cut (functions, generators, or with `steps`) is evaluated here.
         """
+        if on_workers and steps is None and can_evaluate(self.model):
+            parts = parts_of(x, y, sample_weight, batch_size, self.shape.num_workers)
+            if parts is not None:
+                job = EvaluationJob(self.model, parts, self.shape.num_workers)
+                if (brought := self._on_workers(job)) is not None:
+                    return job.logs(brought)
         return evaluate(
             self.model, x, y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight, steps=steps
         )
 
-    def predict(self, x: Any, batch_size: int | None = None, verbose: int | str = 0, steps: int | None = None) -> Any:
-        """Outputs of the present parameters, as `keras.Model.predict`."""
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str = 0,
+        steps: int | None = None,
+        *,
+        on_workers: bool = False,
+    ) -> Any:
+        """Outputs of the present parameters, as `keras.Model.predict`, in the order of the data.
+
+        Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
+        """
+        if on_workers and steps is None and can_predict(self.model) and not isinstance(x, tf.data.Dataset):
+            parts = parts_of(x, None, None, batch_size, self.shape.num_workers)
+            if parts is not None:
+                job = PredictionJob(self.model, parts, self.shape.num_workers)
+                if (brought := self._on_workers(job)) is not None:
+                    return job.outputs(brought)
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+
+    def _on_workers(self, job: WorkerJob) -> list[Any] | None:
+        """What the workers of a cluster that is there for this alone bring; None without parameter servers."""
+        if not self.shape.num_ps or self.membership is not None:
+            return None
+        job.values = read_from_model(self.model)
+        strategy: Any = self.make_strategy()
+        try:
+            strategy.start_tasks(self.files.logs, self.grace_secs)
+            return strategy.on_workers(job)
+        finally:
+            strategy.stop()
 
     @property
     def _is_chief(self) -> bool:

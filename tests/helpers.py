@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,16 +97,3 @@ def environment() -> dict[str, str]:
     """This process's environment, for one that imports from `tests` as well."""
     path = os.pathsep.join(filter(None, [str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
-
-
-def kdist(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m kdist`."""
-    return subprocess.run(
-        [sys.executable, "-m", "kdist", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=environment(),
-    )

@@ -61,7 +61,7 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["TF_CPP_MIN_LOG_LEVEL"] = "1"
-    if task.job == "ps":
+    if task.job in ("ps", "evaluator"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if (visible := visible_devices(task, devices)) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from kdist.errors import ConfigError
 
-_SHAPE = re.compile(r"(?:(?P<ps>\d+)ps)?(?P<workers>\d+)w")
-_FORM = "NpsMw with N and M of at least 1 (2ps2w is 2 parameter servers and 2 workers), or local for one process"
+_SHAPE = re.compile(r"(?:(?P<ps>\d+)ps)?(?P<workers>\d+)w(?:(?P<evaluators>\d+)e)?")
+_FORM = (
+    "NpsMw with N and M of at least 1 (2ps2w is 2 parameter servers and 2 workers; 2ps2w1e has an evaluator as well), "
+    "or local for one process"
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,20 @@ CHIEF = Task("chief", 0)
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many tasks of each job a cluster has. `num_ps == num_workers == 0` is one local process."""
+    """How many tasks of each job a cluster has. `num_ps == num_workers == 0` is one local process.
+
+    Attributes:
+        num_ps, num_workers: of these jobs.
+        has_evaluator: whether a task beside them evaluates checkpoints.
+    """
 
     num_ps: int = 0
     num_workers: int = 0
+    has_evaluator: bool = False
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
-        """Reads `2ps2w`, `4w` or `local`.
+        """Reads `2ps2w`, `2ps2w1e`, `4w` or `local`.
 
         Raises:
             ConfigError: any other form, or a job without a task.
@@ -59,7 +68,10 @@ class ClusterShape:
             raise ConfigError(f"cluster={text}: no worker; the form is {_FORM}")
         if num_ps is not None and int(num_ps) < 1:
             raise ConfigError(f"cluster={text}: no parameter server; the form is {_FORM}")
-        return cls(int(num_ps or 0), num_workers)
+        num_evaluators = int(match["evaluators"] or 0)
+        if match["evaluators"] is not None and (num_evaluators != 1 or num_ps is None):
+            raise ConfigError(f"cluster={text}: there is one evaluator, beside parameter servers: as in 2ps2w1e")
+        return cls(int(num_ps or 0), num_workers, num_evaluators == 1)
 
     @property
     def is_local(self) -> bool:
@@ -68,14 +80,15 @@ class ClusterShape:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Every task beside the chief: parameter servers first, then workers."""
+        """Every task beside chief and evaluator: parameter servers first, then workers."""
         ps = [Task("ps", i) for i in range(self.num_ps)]
         return (*ps, *(Task("worker", i) for i in range(self.num_workers)))
 
     def __str__(self) -> str:
         if self.num_workers == 0:
             return "local"
-        return (f"{self.num_ps}ps" if self.num_ps else "") + f"{self.num_workers}w"
+        ps, evaluator = f"{self.num_ps}ps" if self.num_ps else "", "1e" if self.has_evaluator else ""
+        return f"{ps}{self.num_workers}w{evaluator}"
 
 
 @dataclass(frozen=True)

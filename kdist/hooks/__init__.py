@@ -13,9 +13,11 @@ from kdist.hooks.export import Export
 from kdist.hooks.feed_fn import FeedFn
 from kdist.hooks.final_ops import FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
+from kdist.hooks.histogram_saver import HistogramSaver
 from kdist.hooks.logging_tensor import LoggingTensor
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
+from kdist.hooks.progress import Progress
 from kdist.hooks.step_counter import StepCounter
 from kdist.hooks.stop_at_step import StopAtStep
 from kdist.hooks.summary_saver import SummarySaver
@@ -30,10 +32,12 @@ __all__ = [
     "FeedFn",
     "FinalOps",
     "GlobalStepWaiter",
+    "HistogramSaver",
     "Hook",
     "LoggingTensor",
     "NanTensor",
     "Profiler",
+    "Progress",
     "RunContext",
     "RunValues",
     "SecondOrStepTimer",

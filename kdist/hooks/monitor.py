@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kdist.best_values import mode_of
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,22 +60,12 @@ class Monitor:
         return True
 
     def _sign(self, session: TrainSession) -> int:
-        if self._mode != "auto":
-            return 1 if self._mode == "max" else -1
-        name = self._metric.removeprefix("val_")
-        if name == "loss" or name.endswith("_loss"):
-            return -1
-        direction = directions(session).get(name)
-        if direction is None:
-            raise ConfigError(f"{self._owner}.metric={self._metric}: say which values are better: mode=min or mode=max")
-        return 1 if direction == "up" else -1
-
-
-def directions(session: TrainSession) -> dict[str, str]:
-    """For each metric of the model that says so whether it goes `up` or `down` when the model gets better."""
-    found: dict[str, str] = {}
-    for metric in getattr(session.program.model, "metrics", []):
-        for each in getattr(metric, "metrics", None) or [metric]:
-            if (direction := getattr(each, "_direction", None)) is not None:
-                found[each.name] = direction
-    return found
+        mode = self._mode
+        if mode == "auto":
+            found = mode_of(session.program.model, self._metric.removeprefix("val_"))
+            if found is None:
+                raise ConfigError(
+                    f"{self._owner}.metric={self._metric}: say which values are better: mode=min or mode=max"
+                )
+            mode = found
+        return 1 if mode == "max" else -1

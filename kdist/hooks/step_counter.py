@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class StepCounter(Hook):
     """Writes `perf/steps_per_sec` and `perf/examples_per_sec` to TensorBoard.
 
-    With parameter servers also `perf/gradients_per_sec/worker_0` and so on: how many gradients of each worker were part
-    of an update.
+    With parameter servers also `perf/steps_per_sec/worker_0` and so on: the steps of each worker whose gradient was
+    part of an update, and their examples.
 
     Args:
         every_steps: steps between two values; 100 if neither is given, as in TF1.
@@ -53,9 +53,7 @@ class StepCounter(Hook):
         if self._timer.due(values.global_step):
             if self._seconds > 0:
                 self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
-                for worker, counts in self._contributions.items():
-                    rate = {f"perf/gradients_per_sec/worker_{worker}": counts.accepted / self._seconds}
-                    context.session.summaries.scalars("train", rate, values.global_step)
+                self._report_workers(context.session)
             self._timer.restart(values.global_step)
             self._restart()
 
@@ -63,6 +61,19 @@ class StepCounter(Hook):
         """Says how fast training is, over all replicas; tracing does not count."""
         scalars = {"perf/steps_per_sec": steps_per_sec, "perf/examples_per_sec": examples_per_sec}
         session.summaries.scalars("train", scalars, session.global_step)
+
+    def _report_workers(self, session: TrainSession) -> None:
+        num_all = max(1, sum(counts.accepted for counts in self._contributions.values()))
+        for worker, counts in self._contributions.items():
+            # All steps have full batches, of the same size.
+            rates = {
+                f"perf/steps_per_sec/worker_{worker}": counts.accepted / self._seconds,
+                f"perf/examples_per_sec/worker_{worker}": self._num_examples
+                * counts.accepted
+                / num_all
+                / self._seconds,
+            }
+            session.summaries.scalars("train", rates, session.global_step)
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)

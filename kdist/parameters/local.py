@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from kdist.parameters.apply import optimizer_state
-from kdist.parameters.names import variable_names
+from kdist.parameters.names import is_seed, variable_names
 
 
 def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:
@@ -27,6 +27,12 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
         # The states of random seeds are each worker's own and are not stored.
         if name in values:
             variable.assign(values[name])
+
+
+def parameter_names(model: keras.Model) -> dict[str, keras.Variable]:
+    """What a model computes with, by the names in a checkpoint: parameters and state, but for seeds."""
+    wanted = ("parameters/", "state/")
+    return {n: v for n, v in _named_variables(model).items() if n.startswith(wanted) and not is_seed(v)}
 
 
 def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:

@@ -34,6 +34,11 @@ def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> l
     return names
 
 
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a random seed: each worker has its own, and none is stored."""
+    return variable.name == "seed_generator_state"
+
+
 def _process_independent_names(model: keras.Model) -> dict[str, str]:
     renamed: dict[str, str] = {}
     counts: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
         ConfigError: an unknown name, a cluster that the strategy cannot use, or options that cannot be met.
     """
     name = config.name
+    if config.arguments and config._target_ is None:
+        raise ConfigError("strategy.arguments: are those of a class of yours; name it by strategy._target_")
     if name not in NAMES:
         raise ConfigError(f"strategy={name}: there is no such strategy; choose one of {', '.join(NAMES)}")
     if name == "auto":
@@ -63,62 +66,55 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
 
 
 def create(
-    config: StrategyConfig, cluster: ClusterConfig, shape: ClusterShape, membership: Membership | None = None
+    config: StrategyConfig,
+    cluster: ClusterConfig,
+    shape: ClusterShape,
+    membership: Membership | None = None,
+    custom: type[Strategy] | None = None,
 ) -> Strategy:
     """Makes the strategy that `config` means on a cluster of `shape`.
 
     Args:
         membership: what this process is, if the tasks were started one by one.
+        custom: the class to make it of, derived from that of the strategy; it also gets `config.arguments`.
 
     Raises:
-        ConfigError: see `resolve`.
+        ConfigError: see `resolve`; or `custom` is of another kind, or takes no such arguments.
     """
     name = resolve(config, shape)
-    if name == "single":
-        from kdist.strategies.single import Single
-
-        return Single()
+    base = _class_of(name)
+    if custom is not None and not issubclass(custom, base):
+        raise ConfigError(f"strategy={name}: {custom.__name__} must be a subclass of {base.__module__}.{base.__name__}")
+    given: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}
     if name == "mirrored":
-        from kdist.strategies.mirrored import Mirrored
-
-        return Mirrored(config.devices)
-    if name == "multi_worker_mirrored":
+        given = (config.devices,)
+    elif name == "multi_worker_mirrored":
         if membership is None:
             raise ValueError("multi_worker_mirrored runs in the workers' own processes")
-        from kdist.strategies.multi_worker_mirrored import MultiWorkerMirrored
+        given, options = (membership,), {"step_timeout": cluster.step_timeout}
+    elif name in _ON_SERVERS:
+        from kdist.strategies.stored import Placement
 
-        return MultiWorkerMirrored(membership, step_timeout=cluster.step_timeout)
-    from kdist.strategies.stored import Placement
+        given = (shape, partial(_cluster_on_servers, cluster, shape, membership))
+        options = {
+            "placement": Placement(config.placement, config.partition_min_bytes),
+            "step_timeout": cluster.step_timeout,
+            "max_worker_restarts": cluster.max_worker_restarts,
+            **{option: getattr(config, option) for option, (owners, _) in _OPTIONS_OF.items() if name in owners},
+        }
+    try:
+        return (custom or base)(*given, **options, **config.arguments)
+    except TypeError as error:
+        if custom is None:
+            raise
+        raise ConfigError(f"strategy.arguments: {error}") from error
 
-    placement = Placement(config.placement, config.partition_min_bytes)
-    make_cluster = partial(_cluster_on_servers, cluster, shape, membership)
-    if name == "parameter_server":
-        from kdist.strategies.parameter_server import ParameterServer
 
-        return ParameterServer(
-            shape,
-            make_cluster,
-            placement=placement,
-            step_timeout=cluster.step_timeout,
-            max_worker_restarts=cluster.max_worker_restarts,
-            wire_dtype=config.wire_dtype,
-            local_steps=config.local_steps,
-        )
-    from kdist.strategies.sync_replicas import SyncReplicas
-
-    return SyncReplicas(
-        shape,
-        make_cluster,
-        placement=placement,
-        step_timeout=cluster.step_timeout,
-        max_worker_restarts=cluster.max_worker_restarts,
-        wire_dtype=config.wire_dtype,
-        replicas_to_aggregate=config.replicas_to_aggregate,
-        backup_workers=config.backup_workers,
-        token_mode=config.token_mode,
-        on_lost_worker=config.on_lost_worker,
-        worker_timeout=config.worker_timeout,
-    )
+def _class_of(name: str) -> type[Any]:
+    """The class of a strategy; importing it imports TensorFlow."""
+    module = importlib.import_module(f"kdist.strategies.{name}")
+    return getattr(module, "".join(part.capitalize() for part in name.split("_")))
 
 
 def _cluster_on_servers(

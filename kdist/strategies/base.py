@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 import numpy as np
@@ -16,6 +16,9 @@ from kdist.data import TrainingData
 from kdist.errors import ConfigError
 from kdist.parameters.placement import Plan
 from kdist.strategies.calls import StepLogs
+
+if TYPE_CHECKING:
+    from kdist.strategies.on_workers import WorkerJob
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class Strategy(abc.ABC):
 
     #: Whether an update may be computed from parameters older than those it is applied to.
     is_asynchronous: ClassVar[bool] = False
+
+    #: Whether workers can be asked to do more than training, by `on_workers`.
+    has_workers: ClassVar[bool] = False
 
     #: How many replicas compute gradients.
     num_replicas: int = 1
@@ -150,6 +156,14 @@ class Strategy(abc.ABC):
         """
         if len(set(workers)) < self.num_replicas:
             raise ConfigError(f"strategy={self.name}: every step needs all workers; none can begin later")
+
+    def on_workers(self, job: WorkerJob) -> list[Any] | None:
+        """What the workers bring of each part of a job, in their order; None if there are none to ask.
+
+        Args:
+            job: may run many times; what it has put on the workers stays there.
+        """
+        return None
 
     @property
     def worker_restarts(self) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +23,7 @@ from kdist.parameters.apply import check_slots_only
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
+from kdist.strategies.on_workers import WorkerJob
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
 from kdist.warn import warn
 
@@ -29,6 +33,14 @@ T = TypeVar("T")
 _abandoned: list[Any] = []
 
 _WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
+
+
+@dataclass
+class _Traced:
+    """A job's functions, and its data on workers by worker and part."""
+
+    functions: Any
+    placed: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 class OnServers(StoredStrategy):
@@ -43,6 +55,8 @@ class OnServers(StoredStrategy):
         max_worker_restarts: how often each lost worker is started again.
         wire_dtype: what floating-point values and gradients are rounded to while they travel; None leaves them.
     """
+
+    has_workers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -64,24 +78,35 @@ class OnServers(StoredStrategy):
         self._cluster: Cluster | None = None
         self._supervisor: Supervisor | None = None
         self._coordinator: Coordinator | None = None
+        self._jobs: dict[WorkerJob, _Traced] = {}
 
     def start(self, program: Program) -> None:
-        self._cluster = self._make_cluster(program.log_dir)
-        self._cluster.launch()
+        cluster = self._launch(program.log_dir)
         # While the tasks come up, the chief builds the model.
         self._program = prepare(program, self._shape.num_workers)
         check_slots_only(program.model.optimizer, self._program.replica_step.trainable)
         self.plan = self._program.plan(self._shape.num_ps, self._placement)
-        self._cluster.wait()
+        self._connect(cluster, program.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
-        self._supervisor = Supervisor(self._cluster, self._max_worker_restarts)
         with self._explaining():
-            self._coordinator = Coordinator(
-                self._supervisor, timeout=self._step_timeout, patience=program.grace_secs / 2
-            )
-            self._coordinator.on_return = self._worker_is_back
             self._store = self._program.store(devices, self.plan, self._wire)
         self._make_dataset = self._program.trace_dataset()
+
+    def start_tasks(self, log_dir: Path, grace_secs: float) -> None:
+        """Brings up tasks without a program, for `on_workers` alone."""
+        self._connect(self._launch(log_dir), grace_secs)
+
+    def _launch(self, log_dir: Path) -> Cluster:
+        self._cluster = self._make_cluster(log_dir)
+        self._cluster.launch()
+        return self._cluster
+
+    def _connect(self, cluster: Cluster, grace_secs: float) -> None:
+        cluster.wait()
+        self._supervisor = Supervisor(cluster, self._max_worker_restarts)
+        with self._explaining():
+            self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, patience=grace_secs / 2)
+            self._coordinator.on_return = self._has_returned
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._explaining():
@@ -125,7 +150,8 @@ class OnServers(StoredStrategy):
             is_dead = self._cluster.kill()
         # Whatever stands for something on the tasks goes first, while they are there.
         names = ("_program", "_store", "_make_dataset", *self._held_on_tasks())
-        held = [vars(self).pop(name, None) for name in names]
+        held = [vars(self).pop(name, None) for name in names] + [list(self._jobs.values())]
+        self._jobs.clear()
         if not is_dead:
             _abandoned.append((held, self._coordinator))
         elif self._coordinator is not None:
@@ -146,6 +172,49 @@ class OnServers(StoredStrategy):
     @property
     def pids(self) -> Mapping[Task, int]:
         return {} if self._cluster is None else self._cluster.pids
+
+    def on_workers(self, job: WorkerJob) -> list[Any] | None:
+        self.settle()
+        with self._explaining():
+            try:
+                self._set_calls_aside()
+                return self._brought(job)
+            except CallsGivenUp:
+                self._give_up_calls()
+                return None
+
+    def _brought(self, job: WorkerJob) -> list[Any]:
+        coordinator = self._running()
+        if job not in self._jobs:
+            coordinator.before_tracing()
+            self._jobs[job] = _Traced(job.trace())
+        traced = self._jobs[job]
+
+        def call(part: int, worker: int) -> Any:
+            if (worker, part) not in traced.placed:
+                traced.placed[worker, part] = job.place(traced.functions, part)
+            return job.run(traced.functions, traced.placed[worker, part])
+
+        # A part stays with its worker, where its data is; unless that is lost.
+        workers = coordinator.present
+        for part in range(job.num_parts):
+            coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)
+        outcomes: dict[int, Future[Any]] = {}
+        while len(outcomes) < job.num_parts:
+            finished = coordinator.next_finished()
+            if coordinator.is_lost(finished):
+                coordinator.submit(partial(call, finished.tag), tag=finished.tag)
+            else:
+                outcomes[finished.tag] = finished.outcome
+        return [outcomes[part].result() for part in range(job.num_parts)]
+
+    def _has_returned(self, worker: int) -> None:
+        for traced in self._jobs.values():
+            traced.placed = {key: data for key, data in traced.placed.items() if key[0] != worker}
+        self._worker_is_back(worker)
+
+    def _set_calls_aside(self) -> None:
+        """Waits for calls in flight whose results nobody waits for."""
 
     def _worker_is_back(self, worker: int) -> None:
         """Forgets what stood for something on a worker that is a new process now."""

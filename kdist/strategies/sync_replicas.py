@@ -109,6 +109,8 @@ class SyncReplicas(OnServers):
         self._iterators: dict[int, Any] = {}
         #: Workers with a call in flight, and the step it was begun at.
         self._busy: dict[int, int] = {}
+        #: What became of gradients that nobody waited for, since the last update.
+        self._late: dict[int, Counts] = {}
         #: Workers that have no more data.
         self._finished: set[int] = set()
         #: Lost workers that nobody waits for any more.
@@ -215,7 +217,7 @@ class SyncReplicas(OnServers):
         compute = self._compute()
         accepted: list[tuple[int, _Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
-        counts: dict[int, Counts] = {}
+        counts, self._late = self._late, {}
         while len(accepted) < self._needed():
             self._hand_out(step, given, compute)
             finished = self._running().next_finished()
@@ -324,6 +326,14 @@ class SyncReplicas(OnServers):
         self._in_lockstep = False
         if not self._watched(self._store.is_whole):
             raise ClusterError("training was interrupted in the middle of an update")
+
+    def _set_calls_aside(self) -> None:
+        while self._busy:
+            finished = self._running().next_finished()
+            del self._busy[finished.worker]
+            if self._gradient_of(finished) is not None:
+                late = self._late.get(finished.worker, Counts())
+                self._late[finished.worker] = late + Counts(dropped=1, stale=1)
 
     def _worker_is_back(self, worker: int) -> None:
         # Its data starts over.

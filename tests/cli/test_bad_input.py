@@ -6,7 +6,8 @@ from pathlib import Path
 
 import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
-from helpers import kdist, result_of
+from commands import kdist
+from helpers import result_of
 
 from kdist.cli import help_text, run
 

@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from commands import Command
 from helpers import environment, result_of, tasks_running, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -30,21 +29,17 @@ class Tasks:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Command] = {}
         #: Servers of chiefs that were killed.
         self._servers: set[int] = set()
 
     def start(self, task: str, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
         self.folder(task).mkdir()
-        with self._console(task).open("wb") as console:
-            self._processes[task] = subprocess.Popen(
-                [sys.executable, "-m", "kdist", *MINE, *arguments],
-                cwd=self.folder(task),
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                env={**environment(), **(variables or {})},
-            )
+        self._console(task).touch()
+        environ = {**environment(), **(variables or {})}
+        self._processes[task] = Command(
+            *MINE, *arguments, cwd=self.folder(task), stdout=self._console(task), env=environ
+        )
 
     def folder(self, task: str) -> Path:
         return self._path / task.replace(":", "-")
@@ -59,12 +54,12 @@ class Tasks:
         """The exit code of a task, once there is one."""
         process = self._processes[task]
         wait_until(lambda: process.poll() is not None, timeout, f"{task} ends")
-        return process.returncode
+        return process.wait()
 
     def codes(self, timeout: float = PATIENCE) -> dict[str, int]:
         """The exit codes of all, once all have ended."""
         wait_until(self.have_ended, timeout, "all tasks end")
-        return {task: process.returncode for task, process in self._processes.items()}
+        return {task: process.wait() for task, process in self._processes.items()}
 
     def that_wrote(self) -> list[str]:
         """The tasks with anything in their folders."""

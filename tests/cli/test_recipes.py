@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import REPO, kdist, result_of
+from commands import kdist
+from helpers import REPO, result_of
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import keras
 import pytest
-from helpers import REPO, environment, kdist, result_of, tasks_running, wait_until
+from commands import Command, kdist
+from helpers import REPO, environment, result_of, tasks_running, wait_until
 
 from kdist.cluster.isolate import network_line
 
@@ -101,14 +102,9 @@ class Run:
 
     def __init__(self, cwd: Path, *arguments: str) -> None:
         self.log = cwd / "console.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kdist", *MINE, "cluster=1ps2w", "train.steps=1000000", "run.dir=D", *arguments],
-                cwd=cwd,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-            )
+        self.log.touch()
+        keys = ("cluster=1ps2w", "train.steps=1000000", "run.dir=D")
+        self.process = Command(*MINE, *keys, *arguments, cwd=cwd, stdout=self.log)
         wait_until(lambda: "train | step" in self.log.read_text(), 60, "the run trains")
         self.tasks = tasks_running(under=self.process.pid)
         assert len(self.tasks) == 3

@@ -1,0 +1,161 @@
+"""The evaluator: a task beside the cluster that evaluates each new checkpoint while training goes on.
+
+After Estimator's evaluator. It reads checkpoints and writes nothing: what it finds it says on its standard output, and
+the chief prints it and writes it to TensorBoard. This is the chief's side; `kdist.evaluator_task` is the task.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kdist import console
+from kdist.best_values import BestValues
+from kdist.cluster.process import end_children, how_it_ended, task_environment
+from kdist.cluster.spec import Task
+from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.program import pickled
+from kdist.warn import warn
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.fit_arguments import FitArguments
+    from kdist.session import TrainSession
+
+NAME = "evaluator"
+_TASK = Task(NAME, 0)
+_POLL_SECS = 0.1
+_STOP_SECS = 5.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the evaluator found: loss and metrics of the checkpoint of a step."""
+
+    step: int
+    logs: Mapping[str, float]
+
+
+class Evaluator(Hook):
+    """Runs the evaluator as long as a session, and tells what it finds.
+
+    Args:
+        build_model: what the trainer was given: a function, or a model.
+        arguments: of the fit; its validation data is what is evaluated.
+        log_dir: folder for the evaluator's log.
+        best: gets what it finds.
+        max_restarts: how often it is started again when it is lost.
+        last_secs: seconds for which the end of training waits for it.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[], keras.Model] | keras.Model,
+        arguments: FitArguments,
+        log_dir: Path,
+        best: BestValues,
+        *,
+        max_restarts: int,
+        last_secs: float,
+    ) -> None:
+        self._program = {"build_model": build_model, "arguments": arguments}
+        self._log = log_dir / f"{NAME}-0.log"
+        self._best = best
+        self._restarts_left = max_restarts
+        self._last_secs = last_secs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._last_step = -1
+
+    def begin(self, session: TrainSession) -> None:
+        self._packed = pickled(self._program)
+
+    def after_create_session(self, session: TrainSession) -> None:
+        if self._process is None:
+            self._start(session)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._tell(context.session)
+
+    def end(self, session: TrainSession) -> None:
+        """Waits for the last checkpoint, which was saved before."""
+        steps = session.checkpoints.steps()
+        deadline = time.monotonic() + self._last_secs
+        while self._process is not None and steps and self._last_step < steps[-1] and not session.interrupted:
+            if time.monotonic() > deadline:
+                warn(f"{NAME}: did not evaluate step {steps[-1]} within {self._last_secs:g} s (cluster.step_timeout)")
+                return
+            time.sleep(_POLL_SECS)
+            self._tell(session)
+
+    def close(self) -> None:
+        if self._process is not None:
+            end_children([self._process], _STOP_SECS)
+            self._process = None
+
+    def idle_in(self, step: int) -> int | None:
+        return None
+
+    def _start(self, session: TrainSession) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        options = {
+            "checkpoints": str(session.checkpoints.folder.absolute()),
+            "after": self._last_step,
+            "path": sys.path,
+        }
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kdist.evaluator_task", json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=task_environment(_TASK),
+                # Ctrl-C goes to the chief alone, which ends its tasks.
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        # That it has ended is seen by `_tell`.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(len(self._packed).to_bytes(8, "big") + self._packed)
+            self._process.stdin.flush()
+
+    def _tell(self, session: TrainSession) -> None:
+        for found in self._new_evaluations():
+            self._last_step = found.step
+            self._best.add(found.step, found.logs)
+            session.print_line(console.evaluation_line(found.step, session.last_step, found.logs))
+            both = {**found.logs, **{f"epoch_{name}": value for name, value in found.logs.items()}}
+            session.summaries.scalars(NAME, both, found.step)
+        if self._process is not None and (code := self._process.poll()) is not None:
+            self._is_lost(session, code)
+
+    def _new_evaluations(self) -> list[Evaluation]:
+        if self._process is None or self._process.stdout is None:
+            return []
+        while new := self._process.stdout.read(1 << 16):
+            self._unread += new
+        *lines, self._unread = self._unread.split(b"\n")
+        return [Evaluation(**json.loads(line)) for line in lines]
+
+    def _is_lost(self, session: TrainSession, code: int) -> None:
+        self.close()
+        how = f"{NAME} is lost ({how_it_ended(code)}); log: {self._log}"
+        # Its own error would come again.
+        if code < 0 and self._restarts_left > 0:
+            self._restarts_left -= 1
+            warn(f"{how}; it is started again")
+            self._unread = b""
+            self._start(session)
+        else:
+            warn(f"{how}; training goes on without it")

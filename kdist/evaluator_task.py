@@ -1,0 +1,78 @@
+"""The evaluator's process: reads each new checkpoint, evaluates it, and says what it found.
+
+`python -m kdist.evaluator_task '<options as JSON>'`, with the program on standard input: its length in 8 bytes, then
+what `kdist.program.pickled` made. A line of JSON for each checkpoint goes to standard output. It ends when its standard
+input closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kdist.cluster.process import end_with_parent
+from kdist.program import unpickled
+
+_POLL_SECS = 0.5
+
+
+def main(options: Mapping[str, Any]) -> NoReturn:
+    """Evaluates until the chief is gone; ends the process."""
+    length = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    packed = sys.stdin.buffer.read(length)
+    end_with_parent()
+    sys.path[:] = options["path"]
+    # What a model prints when it is built is no evaluation.
+    said = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    code = 0
+    try:
+        _evaluate(unpickled(packed), Path(options["checkpoints"]), options["after"], said)
+    except BaseException:  # noqa: BLE001 - the chief says where the log is
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _evaluate(program: Mapping[str, Any], folder: Path, after: int, said: Any) -> None:
+    import keras
+    import tensorflow as tf
+
+    from kdist.checkpoint import Checkpoints
+    from kdist.strategies.base import Program
+    from kdist.strategies.stored import prepare
+    from kdist.validation import Validator
+
+    # Workers have the cores.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    build_model, arguments = program["build_model"], program["arguments"]
+    model = build_model if isinstance(build_model, keras.Model) else build_model()
+    # Builds the model.
+    prepare(Program(model, arguments.training_data(0), arguments.batch_size, None, 0, Path()), 1)
+    validate = Validator(model, arguments)
+    checkpoints = Checkpoints(folder)
+    while True:
+        newest = max(checkpoints.steps(), default=-1)
+        if newest <= after:
+            time.sleep(_POLL_SECS)
+            continue
+        values = checkpoints.read(newest)
+        if values is None:
+            # It was deleted, or it is damaged, which is for the chief to say; a newer one will come.
+            time.sleep(_POLL_SECS)
+            continue
+        logs = validate.of_values(values)
+        print(json.dumps({"step": newest, "logs": logs}), file=said, flush=True)
+        after = newest
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

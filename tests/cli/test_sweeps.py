@@ -1,0 +1,117 @@
+"""Sweeps by the command line: grids, resumed ones, and those of Hydra's plugins."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from commands import Command, kdist
+from helpers import result_of, tasks_running, wait_until
+
+pytestmark = pytest.mark.cluster
+
+MINE = ["model._target_=user_code.build", "data._target_=user_code.keras_form", "run.trust=[user_code]"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def rows(console: str) -> list[list[str]]:
+    """The cells of the table at the end, without its head."""
+    _, _, table = console.partition("\nsweep | ")
+    lines = [line for line in table.splitlines() if "|" in line and not line.startswith("job ")]
+    return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+
+
+def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        *MINE,
+        "cluster=local,1ps1w",
+        "optimizer.learning_rate=0.1,1e-6",
+        "train.steps=30",
+        "hydra.sweep.dir=S",
+    ]
+    done = kdist(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sweep = tmp_path / "S"
+    assert [folder.stat().st_mode & 0o777 for folder in (sweep, sweep / "0", sweep / "3")] == [0o700] * 3
+    assert [result_of(sweep / str(number))["cluster"] for number in range(4)] == ["local", "local", "1ps1w", "1ps1w"]
+    assert not tasks_running(under=os.getpid())
+    table = rows(done.stdout)
+    assert [float(row[2]) for row in table] == [0.1, 0.1, 1e-6, 1e-6]
+    losses = [float(row[3]) for row in table]
+    assert losses == sorted(losses)
+    assert (sweep / "sweep.png").read_bytes().startswith(PNG)
+    assert "tensorboard --logdir S" in done.stdout
+    # Again: nothing is left to do.
+    written = [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)]
+    again = kdist(*command, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("it is done already") == 4
+    assert rows(again.stdout) == table
+    assert [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)] == written
+    # Another sweep has no place there.
+    other = kdist("-m", *MINE, "optimizer.learning_rate=0.2,0.3", "train.steps=30", "hydra.sweep.dir=S", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "holds a job with" in other.stderr
+    assert [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)] == written
+
+
+def test_a_failed_job_does_not_end_a_sweep(tmp_path: Path) -> None:
+    command = ["-m", *MINE, "data._target_=user_code.data", "+data.scale=1e38,1", "train.steps=20", "hydra.sweep.dir=S"]
+    done = kdist(*command, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "kdist: error: 1 of 2 jobs failed: 0" in done.stderr
+    assert [row[-1] for row in rows(done.stdout)] == ["done", "failed"]
+    assert "job 0 failed: NanTensor: " in done.stdout
+    assert json.loads((tmp_path / "S" / "0" / "job.json").read_text())["status"] == "failed"
+
+
+def test_a_wrong_metric_ends_a_sweep_after_its_first_job(tmp_path: Path) -> None:
+    command = ["-m", *MINE, "cluster=local", "optimizer.learning_rate=0.1,0.2", "train.steps=5", "hydra.sweep.dir=S"]
+    done = kdist(*command, "sweep.metric=auc", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("kdist: error: sweep.metric=auc: a run reports loss, ") == 1
+    assert (tmp_path / "S" / "0" / "result.json").exists()
+    assert not (tmp_path / "S" / "1" / "result.json").exists()
+
+
+def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    command = [
+        "-m", *MINE, "cluster=local", "train.steps=20,100000", "hooks.checkpoint.every_steps=100", "hydra.sweep.dir=S",
+    ]  # fmt: skip
+    console = tmp_path / "console"
+    console.touch()
+    sweep = Command(*command, cwd=tmp_path, stdout=console)
+    checkpoints = tmp_path / "S" / "1" / "checkpoints"
+    wait_until((checkpoints / "ckpt-300.index").exists, 60, "the second job has saved")
+    sweep.kill()
+    sweep.wait(10)
+    assert result_of(tmp_path / "S" / "0")["status"] == "done"
+    again = Command(*command, cwd=tmp_path, stdout=console)
+    wait_until(lambda: "load  | step" in console.read_text(), 60, "the second job goes on")
+    again.kill()
+    again.wait(10)
+    said = console.read_text()
+    assert said.count("it is done already") == 1
+    assert int(said.partition("load  | step")[2].split()[0]) >= 300
+
+
+@pytest.mark.parametrize(
+    ("plugin", "keys"),
+    [
+        (
+            "hydra/sweeper=optuna",
+            [
+                "optimizer.learning_rate=tag(log,interval(0.0001,1))", "hydra.sweeper.n_trials=4",
+                "hydra.sweeper.sampler.seed=1",
+            ],
+        ),
+        ("hydra/launcher=joblib", ["optimizer.learning_rate=0.1,0.2", "hydra.launcher.n_jobs=2"]),
+    ],
+)  # fmt: skip
+def test_plugins_of_hydra_sweep(plugin: str, keys: list[str], tmp_path: Path) -> None:
+    done = kdist("-m", *MINE, "cluster=local", "train.steps=20", "hydra.sweep.dir=S", plugin, *keys, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert [row[-1] for row in table] == ["done"] * (4 if "optuna" in plugin else 2)
+    assert not tasks_running(under=os.getpid())

@@ -1,0 +1,60 @@
+"""The commands in the documentation: right as they stand; the long test runs them, shortened."""
+
+import re
+import shlex
+from pathlib import Path
+
+import keras  # noqa: F401 - it changes the environment, which no test may do
+import pytest
+from helpers import REPO
+from hydra._internal.utils import get_args_parser
+
+from kdist.cli import _check
+from kdist.config_sources import register
+
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+MY_CODE = re.search(r'title="my_code.py"\n(.*?)```', (REPO / "docs/howto/model.md").read_text(), re.DOTALL)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """The `python -m kdist` commands in blocks of bash, with their pages."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                # What is for a shell on several machines is tried by the tests of such clusters.
+                if words[:3] == ["python", "-m", "kdist"] and "$H" not in words:
+                    found.append((page.relative_to(REPO).as_posix(), words[3:]))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_my_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MY_CODE is not None
+    (tmp_path / "my_code.py").write_text(MY_CODE[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands())
+def test_commands_of_the_docs_are_right(page: str, arguments: list[str]) -> None:
+    if "-m" in arguments:
+        # The first job that there could be.
+        arguments = [a.split(",")[0] if "(" not in a else a.split("=")[0] + "=0.01" for a in arguments if a != "-m"]
+        arguments = [a for a in arguments if not a.startswith(("hydra/", "hydra.sweeper", "hydra.launcher"))]
+    register()
+    _check(get_args_parser().parse_args(arguments))
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.parametrize(("page", "arguments"), commands())
+def test_commands_of_the_docs_run(page: str, arguments: list[str], tmp_path: Path) -> None:
+    from commands import kdist
+
+    shorter = ["train.steps=60"] if not any(a.startswith(("train.steps=", "train.epochs=")) for a in arguments) else []
+    part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
+    shorter += [part] if any(a.startswith("+recipe=mnist") for a in arguments) else []
+    done = kdist(*arguments, *shorter, cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
