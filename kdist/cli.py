@@ -138,6 +138,8 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
         if sweep.jobs:
             print(f"\nsweep | {len(sweep.jobs)} jobs | {folder}      tensorboard --logdir {shlex.quote(folder)}")
             print("\n".join(sweep.table()), flush=True)
+            if not sweep.is_done:
+                print(f"the same command with hydra.sweep.dir={folder} does what is not done", flush=True)
             sweep.write()
     if sweep.failed:
         raise SweepFailedError(sweep.failed, len(sweep.jobs))

@@ -15,6 +15,7 @@ from kdist import trusted
 from kdist.errors import ConfigError
 from kdist.hparams import CHOSEN, hparams_of
 from kdist.schema import Config, OptimizerConfig
+from kdist.sweep import overrides_of_job
 
 if TYPE_CHECKING:
     import keras
@@ -112,7 +113,7 @@ def _strategy(config: Config) -> str | type[Strategy]:
 def _hparams(config: Config) -> dict[str, Any]:
     from hydra.core.hydra_config import HydraConfig
 
-    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    overrides = overrides_of_job() if HydraConfig.initialized() else []
     return hparams_of(asdict(config), overrides, [*CHOSEN, *config.run.hparams])
 
 

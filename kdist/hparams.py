@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kdist.result import Result
 
 #: Keys of a config that every run shows, beside those that it overrides.
-CHOSEN = ("strategy.name", "cluster.shape", "optimizer.learning_rate", "train.batch_size")
-_NOT_OF_TRAINING = ("run.", "hydra.", "sweep.", "drill")
+CHOSEN = ("cluster", "strategy", "optimizer.learning_rate", "train.batch_size")
+#: Keys that say nothing of what is trained.
+_NOT_OF_TRAINING = ("run.", "hydra.", "sweep.", "hooks", "callbacks", "drill")
+#: Where the name of a group's choice is.
+_NAMES = {"cluster": "cluster.shape", "strategy": "strategy.name"}
 
 
 def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequence[str] = CHOSEN) -> dict[str, Any]:
@@ -22,19 +26,17 @@ def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequ
         chosen: more keys.
 
     Returns:
-        Numbers, booleans and texts by their keys. A group that was chosen, `cluster=2ps2w`, is a text; what is None is
-        left out.
+        Numbers, booleans and texts by their keys. What a group has (`cluster=2ps2w`) is a text; what is None is left
+        out.
     """
     found: dict[str, Any] = {}
     for override in overrides:
         key, _, value = override.partition("=")
         key = key.lstrip("+")
-        if key.startswith(("~", *_NOT_OF_TRAINING)):
-            continue
-        present = _value_of(config, key)
-        # A config group's own name is in no config.
-        found[key] = value if present is None or isinstance(present, Mapping) else present
-    found |= {key: _value_of(config, key) for key in chosen if key not in found}
+        if not key.startswith(("~", *_NOT_OF_TRAINING)):
+            # As it was given: what it stands for, ${oc.env:PASSWORD}, may be a secret.
+            found[key] = _read(value)
+    found |= {key: _value_of(config, _NAMES.get(key, key)) for key in chosen if key not in found}
     return plain(found)
 
 
@@ -56,6 +58,16 @@ def final_metrics(result: Result) -> dict[str, float]:
     }
     found["final/examples_per_sec"] = result.examples_per_second or math.nan
     return {tag: value for tag, value in found.items() if math.isfinite(value)}
+
+
+def _read(text: str) -> bool | int | float | str:
+    """A number or a boolean, if the text is one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _value_of(config: Mapping[str, Any], key: str) -> Any:

@@ -246,8 +246,7 @@ class SweepConfig:
     """What the jobs of a sweep (-m) are compared by."""
 
     metric: Optional[str] = None
-    """Validation metric whose best value a job returns, `steps_per_second`, `examples_per_second` or `seconds`; null is
-    the loss."""
+    """Validation metric, whose best value a job returns, or `steps_per_second`, `examples_per_second`; null: loss."""
 
     mode: Optional[str] = None
     """Which of its values are better, `min` or `max`; null asks the metric."""
@@ -286,8 +285,7 @@ class RunConfig:
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""
 
     verbose: Any = "auto"
-    """0 prints nothing but warnings and errors; 1 and `auto` also keep a live line on a terminal; 2 prints lines only;
-    3 tells which tasks there are as well, and where variables live."""
+    """0: warnings and errors only; 1, auto: lines, a live one on a terminal; 2: lines; 3: tasks and placement too."""
 
     hparams: list[str] = field(default_factory=list)
     """Keys to show in TensorBoard's HParams tab, beside those that the command line gives and a few that all have."""

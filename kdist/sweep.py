@@ -7,7 +7,7 @@ ended, beside the `result.json` of its run. That is all that a sweep that is run
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,15 @@ class SweepFailedError(KdistError):
         self.exit_code = jobs[0].exit_code
 
 
+def overrides_of_job() -> list[str]:
+    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} stays what it is."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(overrides)
+
+
 def begin_job(folder: Path, overrides: Sequence[str]) -> Job:
     """The job that is to run in a folder, or that is done.
 
@@ -166,8 +175,9 @@ class SweepJob:
         if self._stopped_by is not None:
             raise self._stopped_by
         hydra = HydraConfig.get()
-        print(f"\njob {hydra.job.num} | {hydra.job.override_dirname.replace(',', ' ')}", flush=True)
-        job = begin_job(relative(Path(hydra.runtime.output_dir)), list(hydra.overrides.task))
+        overrides = overrides_of_job()
+        print(f"\njob {hydra.job.num} | {' '.join(overrides)}", flush=True)
+        job = begin_job(relative(Path(hydra.runtime.output_dir)), overrides)
         if job.status == "done":
             print("it is done already", flush=True)
         else:
@@ -229,6 +239,11 @@ class Sweep:
         keys = list(dict.fromkeys(key for job in self.jobs for key in job.overrides))
         return [key for key in keys if len(self.jobs) == 1 or len({job.overrides.get(key) for job in self.jobs}) > 1]
 
+    def values_of(self, key: str) -> list[str]:
+        """The values that a key has in the jobs: numbers in their order, others as they first came."""
+        values = list(dict.fromkeys(job.overrides[key] for job in self.jobs if key in job.overrides))
+        return sorted(values, key=float) if values and all(map(is_number, values)) else values
+
     def objective_of(self, job: Job) -> Objective | None:
         """What a job came to; None if it is not done."""
         return self._objectives.get(job.number)
@@ -237,6 +252,11 @@ class Sweep:
     def metric(self) -> str:
         """What the jobs are compared by."""
         return next((found.name for found in self._objectives.values() if found is not None), "objective")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every job that was begun is done."""
+        return all(job.status == "done" for job in self.jobs)
 
     def best_first(self) -> list[Job]:
         """The jobs, those that are not done last."""
@@ -303,9 +323,3 @@ def _number(value: float | None, form: str) -> str:
 def _split(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key.lstrip("+~"), value
-
-
-def common(jobs: Iterable[Job], key: str) -> list[str]:
-    """The values of a key, numbers in their order, others as they first came."""
-    values = list(dict.fromkeys(job.overrides[key] for job in jobs if key in job.overrides))
-    return sorted(values, key=float) if values and all(map(is_number, values)) else values

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kdist.sweep import common, is_number, staleness_of, workers_of
+from kdist.sweep import is_number, staleness_of, workers_of
 
 if TYPE_CHECKING:
     from kdist.sweep import Job, Sweep
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _PANEL_INCHES = (4.6, 3.6)
 _COLUMNS = 3
 #: From this ratio of the largest to the smallest value on, the axis is logarithmic.
-_LOG_RATIO = 50.0
+_LOG_RATIO = 10.0
 
 
 def draw_sweep(sweep: Sweep, path: Path) -> None:
@@ -54,7 +54,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
 
 def _draw_objective(sweep: Sweep, jobs: list[Job], key: str, axes: Axes) -> None:
     """A point a job, and a line through the best of each value."""
-    values = common(jobs, key)
+    values = [value for value in sweep.values_of(key) if any(job.overrides.get(key) == value for job in jobs)]
     are_numbers = bool(values) and all(map(is_number, values))
     places = {value: float(value) if are_numbers else float(i) for i, value in enumerate(values)}
     objectives = {job.number: found for job in jobs if (found := sweep.objective_of(job)) is not None}

@@ -252,8 +252,8 @@ class Trainer:
                 while not session.should_stop():
                     session.run()
 
-        Args: those of `fit`, but for `validation_split`. With neither `steps` nor `epochs`, only hooks
-            and the caller stop the session.
+        The arguments are those of `fit`, but for `validation_split`. With neither `steps` nor `epochs`, only hooks and
+        the caller stop the session.
 
         Yields:
             The session, started. When it ends `model` has the trained values, and `model.keras` and `result.json` are

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.timer import SecondOrStepTimer
-from kdist.parameters.local import write_to_model
 from kdist.parameters.names import variable_names
-from kdist.worker_data import worker_arguments, worker_dataset
 
 if TYPE_CHECKING:
     from kdist.session import TrainSession
@@ -58,6 +54,8 @@ class HistogramSaver(Hook):
         self._batches = None
 
     def _write(self, session: TrainSession) -> None:
+        from kdist.parameters.local import write_to_model
+
         values = session.read()
         for name, value in values.items():
             if name.startswith(_PARAMETERS):
@@ -70,6 +68,12 @@ class HistogramSaver(Hook):
                 session.summaries.histogram("train", f"gradients/{name}", gradient, session.global_step)
 
     def _gradients_of_a_batch(self, session: TrainSession) -> dict[str, np.ndarray]:
+        # What lists the hooks, as --help does, needs no TensorFlow.
+        import keras
+        import tensorflow as tf
+
+        from kdist.worker_data import worker_arguments, worker_dataset
+
         program = session.program
         if self._batches is None:
             make = worker_dataset(

@@ -56,14 +56,20 @@ def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> Non
     assert [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)] == written
 
 
-def test_a_failed_job_does_not_end_a_sweep(tmp_path: Path) -> None:
+def test_a_failed_job_does_not_end_a_sweep_and_no_secret_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ["-m", *MINE, "data._target_=user_code.data", "+data.scale=1e38,1", "train.steps=20", "hydra.sweep.dir=S"]
-    done = kdist(*command, cwd=tmp_path)
+    monkeypatch.setenv("DATABASE_PASSWORD", "correct-horse")
+    done = kdist(*command, "+data.password=${oc.env:DATABASE_PASSWORD}", cwd=tmp_path)
     assert done.returncode == 1
     assert "kdist: error: 1 of 2 jobs failed: 0" in done.stderr
     assert [row[-1] for row in rows(done.stdout)] == ["done", "failed"]
     assert "job 0 failed: NanTensor: " in done.stdout
     assert json.loads((tmp_path / "S" / "0" / "job.json").read_text())["status"] == "failed"
+    assert "correct-horse" not in done.stdout + done.stderr
+    files = [path for path in (tmp_path / "S").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"correct-horse" in path.read_bytes()]
 
 
 def test_a_wrong_metric_ends_a_sweep_after_its_first_job(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
@@ -11,7 +12,7 @@ from kdist.result import Result
 from kdist.summaries import Summaries
 
 CONFIG = {
-    "strategy": {"name": "auto"},
+    "strategy": {"name": "sync_replicas"},
     "cluster": {"shape": "2ps2w"},
     "optimizer": {"learning_rate": None},
     "train": {"batch_size": 64},
@@ -22,13 +23,16 @@ CONFIG = {
 
 def test_what_is_swept_and_chosen_is_shown() -> None:
     overrides = ["+recipe=mnist", "cluster=2ps2w", "model.units=[32,16]", "++model.bias=true", "run.seed=3", "~loss"]
-    assert hparams_of(CONFIG, overrides, ["strategy.name", "optimizer.learning_rate", "model.rate"]) == {
+    overrides += ["hooks.nan=null", "+data.password=${oc.env:PASSWORD}", "loss=null"]
+    assert hparams_of(CONFIG, overrides, ["strategy", "optimizer.learning_rate", "model.rate"]) == {
         "recipe": "mnist",
         "cluster": "2ps2w",
         # A list is a text; what is None is left out.
-        "model.units": "[32, 16]",
+        "model.units": "[32,16]",
+        # Not what it stands for.
+        "data.password": "${oc.env:PASSWORD}",
         "model.bias": True,
-        "strategy.name": "auto",
+        "strategy": "sync_replicas",
         "model.rate": 0.5,
     }
 
