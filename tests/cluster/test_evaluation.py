@@ -42,8 +42,7 @@ def build() -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
-@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+@pytest.mark.parametrize(("strategy", "kind"), [("parameter_server", "dataset"), ("sync_replicas", "arrays")])
 def test_workers_validate_what_keras_would(
     strategy: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,8 @@ def test_with_fewer_workers_than_gradients_the_run_fails_if_told_so(drill: Drill
     drill.report(15, "sync, fewer workers than gradients, fail", "ended with the name and the way on", ended)
 
 
-@pytest.mark.parametrize("backup_workers", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backup_workers", [0, 1])
 def test_a_worker_that_dies_between_token_and_push_comes_back(drill: Drill, backup_workers: int) -> None:
     # Steps of workers are slow, so that the signal comes in the middle of one.
     run = drill.start(
