@@ -84,11 +84,14 @@ class HistogramSaver(Hook):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = program.model
         # What a step would change beside gradients (statistics, seeds) stays as it is.
-        with tf.GradientTape() as tape, keras.StatelessScope(collect_losses=True):
+        variables = model.trainable_variables
+        mapping = [(v, tf.convert_to_tensor(v.value)) for v in [*variables, *model.non_trainable_variables]]
+        values = [value for _, value in mapping[: len(variables)]]
+        with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True):
+            tape.watch(values)
             y_pred = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        variables = model.trainable_variables
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        gradients = tape.gradient(loss, values)
         names = variable_names(model, [*variables, *model.non_trainable_variables])
         found: dict[str, np.ndarray] = {}
         for name, gradient in zip(names, gradients):

@@ -11,8 +11,9 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import tags_of, toy_data
 from keras.src.random.seed_generator import global_seed_generator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kdist
 from kdist.checkpoint import Checkpoints
@@ -322,3 +323,25 @@ def test_a_hook_that_waits_for_validations_is_refused_without_any(hook: kdist.ho
     x, y = toy_data()
     with pytest.raises(kdist.ConfigError, match=rf"{type(hook).__name__}: needs validation data"):
         kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[hook]).fit(x, y, steps=2, verbose=0)
+
+
+def test_histograms_and_hyperparameters_are_there_if_asked_for(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        models.batch_normalized,
+        run_dir=run_dir,
+        hooks=[kdist.hooks.HistogramSaver(every_steps=5)],
+        hparams={"units": 8, "sizes": [8, 3], "note": None},
+    )
+    trainer.fit(x, y, steps=10, verbose=0)
+    names = ("dense/kernel", "dense/bias", "batch_normalization/gamma", "batch_normalization/beta")
+    names += ("dense_1/kernel", "dense_1/bias")
+    events = EventAccumulator(str(run_dir / "tb" / "train")).Reload()
+    tags = {f"{kind}/{name}" for kind in ("weights", "gradients") for name in names}
+    assert tags <= set(events.Tags()["tensors"])
+    assert [event.step for event in events.Tensors("gradients/dense/kernel")] == [5, 10]
+    counts = tf.make_ndarray(events.Tensors("gradients/dense/kernel")[-1].tensor_proto)[:, 2]
+    assert counts.sum() == 6 * 8
+    # The chief's look at a batch is no step: what it computes with is put in and stays as it is.
+    assert int(trainer.model.optimizer.iterations) == 10
+    assert {"final/train_loss", "_hparams_/session_start_info"} <= tags_of(run_dir / "tb" / "hparams")
