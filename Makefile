@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test drills commands lint bench docs
+.PHONY: help mnist test drills long lint bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
-	@echo "make commands  every command of the documentation, run for real, about 12 minutes"
+	@echo "make long    other tests that take minutes, every command of the documentation among them, about 15 minutes"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
@@ -26,8 +26,8 @@ drills: $(READY)
 	$(BIN)/python -m pytest tests/drills/test_endurance.py tests/drills \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1500
 
-commands: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 tests/unit/test_docs.py -m long
+long: $(READY)
+	$(BIN)/python -m pytest --numprocesses 2 -m long --ignore tests/drills
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -260,7 +260,7 @@ def test_a_failing_run_says_whose_error_it_is_once(
     [
         (["+data.label_offset=9"], ["worker:", "label value"]),
         (["data._target_=user_code.raising_dataset"], ["KeyError", "no such column"]),
-        (["+data.scale=1e30"], ["NanTensor", "last good checkpoint"]),
+        pytest.param(["+data.scale=1e30"], ["NanTensor", "last good checkpoint"], marks=pytest.mark.long),
     ],
 )
 def test_a_failing_run_on_a_cluster_says_whose_error_it_is_once(

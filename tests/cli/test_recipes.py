@@ -34,6 +34,7 @@ def test_linear_finds_the_line(tmp_path: Path) -> None:
     assert bias == pytest.approx(10, abs=0.1)
 
 
+@pytest.mark.long
 def test_mnist_towers_writes_and_reads_tfrecords(tmp_path: Path) -> None:
     lines = run("mnist_towers", tmp_path, "train.steps=100", "train.validation_every_steps=null").splitlines()
     assert any(re.match(r"data      4 TFRecord files in data/mnist_tfrecords, 4 of them written now", x) for x in lines)
@@ -42,6 +43,7 @@ def test_mnist_towers_writes_and_reads_tfrecords(tmp_path: Path) -> None:
     assert result_of(tmp_path / "D")["workers"] == 2
 
 
+@pytest.mark.long
 def test_recommender_looks_rows_up(tmp_path: Path) -> None:
     small = ["model.num_users=3000", "model.num_items=1000", "data.num_ratings=60000", "data.num_validation=5000"]
     lines = run("recommender", tmp_path, *small, "train.steps=300", "train.batch_size=512").splitlines()

@@ -112,7 +112,11 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
                 "hydra.sweeper.sampler.seed=1",
             ],
         ),
-        ("hydra/launcher=joblib", ["optimizer.learning_rate=0.1,0.2", "hydra.launcher.n_jobs=2"]),
+        pytest.param(
+            "hydra/launcher=joblib",
+            ["optimizer.learning_rate=0.1,0.2", "hydra.launcher.n_jobs=2"],
+            marks=pytest.mark.long,
+        ),
     ],
 )  # fmt: skip
 def test_plugins_of_hydra_sweep(plugin: str, keys: list[str], tmp_path: Path) -> None:

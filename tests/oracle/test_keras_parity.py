@@ -108,7 +108,7 @@ def test_every_kind_of_model_is_trained_as_by_keras(name: str, run_dir: Path) ->
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("name", ["adamw", "global_clipnorm"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("global_clipnorm", marks=pytest.mark.long)])
 def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
     assert_same_as_keras(lambda: models.mlp(OPTIMIZERS[name]()), x, y, run_dir, "2ps1w")

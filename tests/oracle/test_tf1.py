@@ -31,7 +31,7 @@ def build(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [pytest.param(n, marks=[pytest.mark.long] * (n == "ftrl")) for n in OPTIMIZERS])
 def test_strict_sync_is_that_of_tf1_and_so_are_the_hooks(optimizer: str, tmp_path: Path) -> None:
     x, y = toy_data(256)
     learning_rate = 0.1

@@ -24,7 +24,8 @@ def commands() -> list[tuple[str, list[str]]]:
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 # What is for a shell on several machines is tried by the tests of such clusters.
-                if words[:3] == ["python", "-m", "kdist"] and "$H" not in words:
+                is_new = words[3:] not in [arguments for _, arguments in found]
+                if words[:3] == ["python", "-m", "kdist"] and "$H" not in words and is_new:
                     found.append((page.relative_to(REPO).as_posix(), words[3:]))
     return found
 
