@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
 
 from kdist.cluster.connection import connect, disconnect, reconnect
+from kdist.cluster.first_calls import FirstCalls
 from kdist.cluster.lanes import OUT_OF_REACH, Call, Calls, Finished, Lane, QuietExecutor, may_be_lost
 from kdist.cluster.signs_of_life import ask
 from kdist.cluster.spec import Task
@@ -88,6 +89,7 @@ class Coordinator:
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
         self._lanes: dict[int, Lane] = {}
         self._calls = Calls(self._workers)
+        self._first_calls = FirstCalls()
         #: Failures of a worker that is there, since its last result.
         self._failures = dict.fromkeys(self._workers, 0)
         self._last_check = time.monotonic()
@@ -106,19 +108,20 @@ class Coordinator:
         """Indices of the workers that take calls."""
         return [worker for worker in self._workers if worker in self._calls.present]
 
-    def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
+    def submit(self, function: Callable[[int], Any], *, kind: Hashable, tag: Any = None) -> None:
         """Has `function` called for the next free worker, and again for another one if that is lost meanwhile.
 
         Args:
             function: worker index -> anything.
+            kind: stands for the TensorFlow functions that it calls: a worker's first call of a kind runs alone.
             tag: comes back with the outcome.
         """
-        self._calls.put(Call(function, tag, is_shared=True))
+        self._calls.put(Call(function, tag, kind, is_shared=True))
         self._start_lanes()
 
-    def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
+    def start_on(self, worker: int, function: Callable[[int], Any], *, kind: Hashable, tag: Any = None) -> None:
         """Has `function` called for one worker; calls for one worker follow each other."""
-        self._calls.put(Call(function, tag, is_shared=False), worker)
+        self._calls.put(Call(function, tag, kind, is_shared=False), worker)
         self._start_lanes()
 
     def next_finished(self) -> Finished:
@@ -164,8 +167,11 @@ class Coordinator:
             elif worker in self._calls.connected and worker not in self._retired:
                 self._calls.welcome(worker)
 
-    def watch(self, function: Callable[[], T]) -> T:
+    def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
         """Runs what itself waits for tasks, watching them meanwhile; given up, it stays behind in its thread.
+
+        Args:
+            kind: as in `submit`; None waits for all calls that are under way.
 
         Raises:
             ClusterError: see the class.
@@ -175,7 +181,7 @@ class Coordinator:
 
         def work() -> None:
             try:
-                with context.executor_scope(QuietExecutor()):
+                with self._first_calls.call(kind), context.executor_scope(QuietExecutor()):
                     outcome.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
                 outcome.set_exception(error)
@@ -301,6 +307,8 @@ class Coordinator:
             self._supervisor.kill([Task("worker", worker) for worker in self._workers])
             self._calls.clear()
             self._finished = queue.SimpleQueue()
+            # Nobody waits for what is given up.
+            self._first_calls = FirstCalls()
             raise CallsGivenUp
 
     def _replace_silent(self) -> bool:
@@ -358,6 +366,7 @@ class Coordinator:
             self._reconnect(and_with=worker)
         except OUT_OF_REACH:
             return
+        self._first_calls.forget(worker)
         if self.on_return is not None:
             self.on_return(worker)
         self._calls.welcome(worker)
@@ -369,7 +378,7 @@ class Coordinator:
     def _start_lanes(self) -> None:
         for worker in self._workers:
             if worker not in self._lanes:
-                self._lanes[worker] = Lane(worker, self._calls, self._finished)
+                self._lanes[worker] = Lane(worker, self._calls, self._finished, self._first_calls)
 
 
 def fetch(tensor: tf.Tensor) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,17 +128,17 @@ class OnServers(StoredStrategy):
 
     def global_step(self) -> int:
         self.settle()
-        return self._watched(super().global_step)
+        return self._watched(super().global_step, "global_step")
 
     def read(self) -> dict[str, np.ndarray]:
         self.settle()
         # What is read is often used by Keras, which traces functions of its own.
         self._running().before_tracing()
-        return self._watched(super().read)
+        return self._watched(super().read, "read")
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.settle()
-        self._watched(lambda: super(OnServers, self).write(values))
+        self._watched(lambda: super(OnServers, self).write(values), ("write", *sorted(values)))
 
     def stop(self) -> None:
         if self._cluster is None:
@@ -198,12 +198,15 @@ class OnServers(StoredStrategy):
         # A part stays with its worker, where its data is; unless that is lost.
         workers = coordinator.present
         for part in range(job.num_parts):
-            coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)
+            if workers:
+                coordinator.start_on(workers[part % len(workers)], partial(call, part), kind=id(job), tag=part)
+            else:
+                coordinator.submit(partial(call, part), kind=id(job), tag=part)
         outcomes: dict[int, Future[Any]] = {}
         while len(outcomes) < job.num_parts:
             finished = coordinator.next_finished()
             if coordinator.is_lost(finished):
-                coordinator.submit(partial(call, finished.tag), tag=finished.tag)
+                coordinator.submit(partial(call, finished.tag), kind=id(job), tag=finished.tag)
             else:
                 outcomes[finished.tag] = finished.outcome
         return [outcomes[part].result() for part in range(job.num_parts)]
@@ -240,10 +243,10 @@ class OnServers(StoredStrategy):
             raise RuntimeError("used before start() or after stop()")
         return self._coordinator
 
-    def _watched(self, function: Callable[[], T]) -> T:
-        """What a function that talks to the servers returns."""
+    def _watched(self, function: Callable[[], T], kind: Hashable = None) -> T:
+        """What a function that talks to the servers returns; `kind` as in `Coordinator.watch`."""
         with self._explaining():
-            return self._running().watch(function)
+            return self._running().watch(function, kind)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -254,7 +254,7 @@ class SyncReplicas(OnServers):
             if may:
                 given[worker] += 1
                 self._busy[worker] = step
-                self._running().start_on(worker, partial(self._call, compute))
+                self._running().start_on(worker, partial(self._call, compute), kind="gradient")
 
     def _active(self) -> list[int]:
         """Workers that are there and have data."""
@@ -374,7 +374,7 @@ class SyncReplicas(OnServers):
             specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
             apply = tf.function(self._contributions.apply_mean, autograph=False)
             self._applies[size] = apply.get_concrete_function([specs] * size)
-        return int(self._watched(lambda: self._applies[size](contributions).numpy()))
+        return int(self._watched(lambda: self._applies[size](contributions).numpy(), ("apply", size)))
 
     def _iterator(self, worker: int) -> Any:
         """The iterator over a worker's data."""
