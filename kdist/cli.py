@@ -122,6 +122,8 @@ def _run_hydra(arguments: list[str]) -> None:
 
 def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> None:
     """Runs the jobs of a sweep that are not done; says at the end what all of them came to."""
+    from omegaconf import OmegaConf
+
     from kdist.sweep import Sweep, SweepFailedError, SweepJob
 
     # Known here, and not only where jobs run: `now` is another second there.
@@ -134,7 +136,9 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
             [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
         )
     finally:
-        sweep = Sweep(Path(folder), config.sweep.metric, config.sweep.mode)
+        # A config that is not derived from kdist's has no such part; each of its jobs says so.
+        metric, mode = (OmegaConf.select(config, f"sweep.{key}") for key in ("metric", "mode"))
+        sweep = Sweep(Path(folder), metric, mode)
         if sweep.jobs:
             print(f"\nsweep | {len(sweep.jobs)} jobs | {folder}      tensorboard --logdir {shlex.quote(folder)}")
             print("\n".join(sweep.table()), flush=True)

@@ -90,6 +90,19 @@ def register() -> None:
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
 
 
+def overrides_of_job() -> list[str]:
+    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} stays what it is.
+
+    None where Hydra runs nothing.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return []
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(overrides)
+
+
 def _run_name(*, _root_: DictConfig) -> str:
     from hydra.core.hydra_config import HydraConfig
 

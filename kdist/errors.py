@@ -6,7 +6,6 @@ On the command line an error becomes that message and its `exit_code`; in Python
 from __future__ import annotations
 
 import re
-from numbers import Integral
 from typing import Any
 
 # Lines in which TensorFlow says where in a graph an error happened; the reason stands before or after them.
@@ -26,17 +25,6 @@ class ConfigError(KdistError):
     """What was asked for cannot be done: a wrong key, value, model or data description (exit code 2)."""
 
     exit_code = 2
-
-
-def check_whole_number(key: str, value: object, at_least: int = 1) -> None:
-    """Refuses what is no whole number of at least `at_least`; None is not given and passes.
-
-    Raises:
-        ConfigError: names the key, the value and what is allowed.
-    """
-    if value is None or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least):
-        return
-    raise ConfigError(f"{key}={value}: must be a whole number, at least {at_least}")
 
 
 class ClusterError(KdistError):

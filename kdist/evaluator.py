@@ -10,9 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,28 +107,29 @@ class Evaluator(Hook):
 
     def _start(self, session: TrainSession) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        options = {
-            "checkpoints": str(session.checkpoints.folder.absolute()),
-            "after": self._last_step,
-            "path": sys.path,
-        }
-        with self._log.open("ab") as log:
+        # Not through a pipe, which a process that is stopped would leave full.
+        with tempfile.TemporaryFile() as program, self._log.open("ab") as log:
+            program.write(self._packed)
+            program.flush()
+            program.seek(0)
+            options = {
+                "program": program.fileno(),
+                "checkpoints": str(session.checkpoints.folder.absolute()),
+                "after": self._last_step,
+                "path": sys.path,
+            }
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kdist.evaluator_task", json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=task_environment(_TASK),
+                pass_fds=[program.fileno()],
                 # Ctrl-C goes to the chief alone, which ends its tasks.
                 start_new_session=True,
             )
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        # That it has ended is seen by `_tell`.
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(len(self._packed).to_bytes(8, "big") + self._packed)
-            self._process.stdin.flush()
 
     def _tell(self, session: TrainSession) -> None:
         for found in self._new_evaluations():

@@ -1,7 +1,7 @@
 """The evaluator's process: reads each new checkpoint, evaluates it, and says what it found.
 
-`python -m kdist.evaluator_task '<options as JSON>'`, with the program on standard input: its length in 8 bytes, then
-what `kdist.program.pickled` made. A line of JSON for each checkpoint goes to standard output. It ends when its standard
+`python -m kdist.evaluator_task '<options as JSON>'`; the option `program` is the descriptor of an open file with what
+`kdist.program.pickled` made. A line of JSON for each checkpoint goes to standard output. It ends when its standard
 input closes.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kdist.cluster.process import end_with_parent
+from kdist.cluster.process import end_with_parent, name_process
+from kdist.cluster.spec import Task
 from kdist.program import unpickled
 
 _POLL_SECS = 0.5
@@ -24,9 +25,10 @@ _POLL_SECS = 0.5
 
 def main(options: Mapping[str, Any]) -> NoReturn:
     """Evaluates until the chief is gone; ends the process."""
-    length = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    packed = sys.stdin.buffer.read(length)
     end_with_parent()
+    name_process(str(Task("evaluator", 0)))
+    with os.fdopen(options["program"], "rb") as file:
+        packed = file.read()
     sys.path[:] = options["path"]
     # What a model prints when it is built is no evaluation.
     said = os.fdopen(os.dup(1), "w", buffering=1)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist import trusted
+from kdist.config_sources import overrides_of_job
 from kdist.errors import ConfigError
 from kdist.hparams import CHOSEN, hparams_of
 from kdist.schema import Config, OptimizerConfig
-from kdist.sweep import overrides_of_job
 
 if TYPE_CHECKING:
     import keras
@@ -111,10 +111,7 @@ def _strategy(config: Config) -> str | type[Strategy]:
 
 
 def _hparams(config: Config) -> dict[str, Any]:
-    from hydra.core.hydra_config import HydraConfig
-
-    overrides = overrides_of_job() if HydraConfig.initialized() else []
-    return hparams_of(asdict(config), overrides, [*CHOSEN, *config.run.hparams])
+    return hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams])
 
 
 def check_targets(config: Config) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import keras
 
 from kdist import callbacks
+from kdist.checks import check_whole_number
 from kdist.data import TrainingData, training_data
-from kdist.errors import ConfigError, check_whole_number
+from kdist.errors import ConfigError
 from kdist.schema import VERBOSE
 
 

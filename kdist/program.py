@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 
 from kdist.cluster.local import available_cores, free_ports, thread_budget
-from kdist.cluster.process import end_children, end_with_parent, how_it_ended, task_environment
+from kdist.cluster.process import end_children, end_with_parent, how_it_ended, name_process, task_environment
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
 from kdist.signals import SAME_SIGNAL_SECS, leave
@@ -279,6 +279,7 @@ def unpickled(packed: bytes) -> dict[str, Any]:
 def main(options: ProgramOptions) -> NoReturn:
     """Runs the program as one of its workers; ends the process."""
     end_with_parent()
+    name_process(str(Task("worker", options.index)))
     signal.signal(signal.SIGTERM, _terminate)
     sys.path[:] = options.path
     if options.index == 0:

@@ -99,9 +99,12 @@ class RunDir:
                 summaries.text("train", tag, "\n".join(lines), step)
         if picture.exists():
             summaries.picture("train", "placement/picture", picture, step)
-        # A model without get_config has no graph of layers.
-        with suppress(NotImplementedError, TypeError, ValueError):
-            summaries.keras_graph(model.to_json(), step)
+        try:
+            layers = model.to_json()
+        except (NotImplementedError, TypeError, ValueError):
+            # A model without get_config has no graph of layers.
+            return
+        summaries.keras_graph(layers, step)
 
     def write_model(self, model: keras.Model) -> None:
         """Writes `model.keras`, for plain Keras to read; warns if the model cannot be written in that form.

@@ -6,12 +6,12 @@ imports TensorFlow, so that a wrong config is refused at once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
+from kdist.checks import check_more_than_zero, check_one_of, check_target, check_whole_number, checked_steps_per_call
 from kdist.cluster.isolate import MODES as ISOLATE_MODES
-from kdist.errors import ConfigError, check_whole_number
+from kdist.errors import ConfigError
 from kdist.parameters.placement import PARTITION_MIN_BYTES, POLICIES
 from kdist.trusted import check_packages
 
@@ -86,10 +86,10 @@ class ClusterConfig:
     """cluster=hosts, tf_config: accepts public addresses, at which anybody can run code; see docs/security.md."""
 
     def __post_init__(self) -> None:
-        _one_of("cluster.isolate", self.isolate, ISOLATE_MODES)
-        _more_than_zero("cluster.start_timeout", self.start_timeout)
-        _more_than_zero("cluster.step_timeout", self.step_timeout)
-        _whole_number("cluster.max_worker_restarts", self.max_worker_restarts)
+        check_one_of("cluster.isolate", self.isolate, ISOLATE_MODES)
+        check_more_than_zero("cluster.start_timeout", self.start_timeout)
+        check_more_than_zero("cluster.step_timeout", self.step_timeout)
+        check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
 
 
 @dataclass
@@ -136,18 +136,16 @@ class StrategyConfig:
     """mirrored: GPUs to use (null: all), or on a machine without any, logical CPU devices to make; at least 2."""
 
     def __post_init__(self) -> None:
-        _one_of("strategy.placement", self.placement, POLICIES)
-        _one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
+        check_one_of("strategy.placement", self.placement, POLICIES)
+        check_one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
         check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
         check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
-        _whole_number("strategy.backup_workers", self.backup_workers)
-        _one_of("strategy.on_lost_worker", self.on_lost_worker, ("lower", "fail"))
-        _more_than_zero("strategy.worker_timeout", self.worker_timeout)
-        if self.local_steps is None:
-            raise ConfigError("strategy.local_steps=None: must be a whole number, at least 1")
-        check_whole_number("strategy.local_steps", self.local_steps)
+        check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0, required=True)
+        check_one_of("strategy.on_lost_worker", self.on_lost_worker, ("lower", "fail"))
+        check_more_than_zero("strategy.worker_timeout", self.worker_timeout)
+        check_whole_number("strategy.local_steps", self.local_steps, required=True)
         if self.wire_dtype is not None:
-            _one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
+            check_one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
         check_whole_number("strategy.devices", self.devices)
 
 
@@ -199,7 +197,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.learning_rate, (int, float)):
-            _more_than_zero("optimizer.learning_rate", float(self.learning_rate))
+            check_more_than_zero("optimizer.learning_rate", float(self.learning_rate))
         elif isinstance(self.learning_rate, str):
             raise ConfigError(
                 f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)"
@@ -237,7 +235,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
             check_whole_number(f"train.{name}", getattr(self, name))
-        _whole_number("train.max_restarts", self.max_restarts)
+        check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
         checked_steps_per_call("train.steps_per_call", self.steps_per_call)
 
 
@@ -253,7 +251,7 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         if self.mode is not None:
-            _one_of("sweep.mode", self.mode, ("min", "max"))
+            check_one_of("sweep.mode", self.mode, ("min", "max"))
 
 
 @dataclass
@@ -294,10 +292,10 @@ class RunConfig:
     """Packages that `_target_` may name beside Keras and kdist, for example [my_code]; on the command line only."""
 
     def __post_init__(self) -> None:
-        _one_of("run.resume", self.resume, RESUME_MODES)
+        check_one_of("run.resume", self.resume, RESUME_MODES)
         if self.verbose not in VERBOSE or isinstance(self.verbose, bool):
             raise ConfigError(f"run.verbose={self.verbose}: choose one of {', '.join(map(str, VERBOSE))}")
-        _more_than_zero("run.grace_secs", self.grace_secs)
+        check_more_than_zero("run.grace_secs", self.grace_secs)
         check_packages("run.trust", self.trust)
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ConfigError(f"run.seed={self.seed}: must be at least 0 and less than 2**32")
@@ -352,13 +350,13 @@ class Config:
                 f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one, set the other to null"
             )
         for name in ("model", "data"):
-            _check_target(name, getattr(self, name))
+            check_target(name, getattr(self, name))
         for group in ("hooks", "callbacks"):
             for name, node in getattr(self, group).items():
                 if node is not None:
-                    _check_target(f"{group}.{name}", node)
+                    check_target(f"{group}.{name}", node)
         if self.drill is not None:
-            _check_target("drill", self.drill)
+            check_target("drill", self.drill)
 
 
 def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
@@ -376,35 +374,3 @@ def strategy_config(name: str, options: dict[str, Any], custom: type | None = No
             raise ConfigError(f"Trainer({option}=...): there is no such argument; strategies take {', '.join(known)}")
     target = None if custom is None else f"{custom.__module__}.{custom.__qualname__}"
     return StrategyConfig(name, **options, _target_=target)
-
-
-def checked_steps_per_call(key: str, value: int | str) -> int | None:
-    """The number, or None for `auto`."""
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key}={value}: must be at least 1, or auto")
-    return value
-
-
-def _check_target(key: str, node: Any) -> None:
-    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        hint = f"; or name a recipe (+recipe=mnist) or a {key} that ships" if key in ("model", "data") else ""
-        raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")
-
-
-def _more_than_zero(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
-
-
-def _whole_number(key: str, value: int | None) -> None:
-    """Refuses what is no whole number of at least 0, and null."""
-    if value is None:
-        raise ConfigError(f"{key}=None: must be a whole number, at least 0")
-    check_whole_number(key, value, at_least=0)
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")

@@ -92,15 +92,6 @@ class SweepFailedError(KdistError):
         self.exit_code = jobs[0].exit_code
 
 
-def overrides_of_job() -> list[str]:
-    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} stays what it is."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return list(overrides)
-
-
 def begin_job(folder: Path, overrides: Sequence[str]) -> Job:
     """The job that is to run in a folder, or that is done.
 
@@ -171,6 +162,8 @@ class SweepJob:
             ConfigError: the folder is that of another job, or the sweep's metric is wrong.
         """
         from hydra.core.hydra_config import HydraConfig
+
+        from kdist.config_sources import overrides_of_job
 
         if self._stopped_by is not None:
             raise self._stopped_by

@@ -10,33 +10,31 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from kdist import strategies
 from kdist.callbacks import checked
+from kdist.checks import checked_steps_per_call
 from kdist.cluster import isolate
 from kdist.cluster.membership import common_seed, membership_of, shape_of
 from kdist.cluster.spec import Membership
 from kdist.data import TrainingData, read_locally, split_validation
 from kdist.errors import ConfigError
+from kdist.evaluation import evaluate, evaluate_on_workers, predict_on_workers
 from kdist.fit_arguments import FitArguments
 from kdist.hooks import Hook, with_defaults
 from kdist.hparams import plain
 from kdist.local_fit import LocalFit
-from kdist.parameters.local import read_from_model
 from kdist.parameters.placement import Plan
 from kdist.remote_fit import fit_in_processes, take_part
 from kdist.replica import check_model
 from kdist.result import Result
 from kdist.run_dir import RunDir, name_of_program
 from kdist.run_lock import RunLock
-from kdist.schema import ClusterConfig, checked_steps_per_call, strategy_config
+from kdist.schema import ClusterConfig, strategy_config
 from kdist.session import TrainSession
 from kdist.strategies.base import Program, Strategy
 from kdist.strategies.multi_worker_mirrored import join
-from kdist.strategies.on_workers import EvaluationJob, PredictionJob, WorkerJob, can_evaluate, can_predict, parts_of
 from kdist.strategies.stored import Placement, prepare
-from kdist.validation import evaluate
 
 
 class Trainer:
@@ -352,12 +350,10 @@ class Trainer:
                 pays where evaluating takes much longer than the seconds that a cluster needs to start. Data that cannot
                 be cut (functions, generators, or with `steps`) is evaluated here.
         """
-        if on_workers and steps is None and can_evaluate(self.model):
-            parts = parts_of(x, y, sample_weight, batch_size, self.shape.num_workers)
-            if parts is not None:
-                job = EvaluationJob(self.model, parts, self.shape.num_workers)
-                if (brought := self._on_workers(job)) is not None:
-                    return job.logs(brought)
+        if on_workers and steps is None:
+            logs = evaluate_on_workers(self, x, y, sample_weight, batch_size)
+            if logs is not None:
+                return logs
         return evaluate(
             self.model, x, y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight, steps=steps
         )
@@ -375,25 +371,11 @@ class Trainer:
 
         Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
         """
-        if on_workers and steps is None and can_predict(self.model) and not isinstance(x, tf.data.Dataset):
-            parts = parts_of(x, None, None, batch_size, self.shape.num_workers)
-            if parts is not None:
-                job = PredictionJob(self.model, parts, self.shape.num_workers)
-                if (brought := self._on_workers(job)) is not None:
-                    return job.outputs(brought)
+        if on_workers and steps is None:
+            outputs = predict_on_workers(self, x, batch_size)
+            if outputs is not None:
+                return outputs
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
-
-    def _on_workers(self, job: WorkerJob) -> list[Any] | None:
-        """What the workers of a cluster that is there for this alone bring; None without parameter servers."""
-        if not self.shape.num_ps or self.membership is not None:
-            return None
-        job.values = read_from_model(self.model)
-        strategy: Any = self.make_strategy()
-        try:
-            strategy.start_tasks(self.files.logs, self.grace_secs)
-            return strategy.on_workers(job)
-        finally:
-            strategy.stop()
 
     @property
     def _is_chief(self) -> bool:

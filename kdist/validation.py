@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from kdist.data import is_whole, read_locally
+from kdist.data import is_whole
 from kdist.errors import ConfigError
+from kdist.evaluation import evaluate
 from kdist.parameters.local import read_from_model, write_to_model
 from kdist.strategies.on_workers import EvaluationJob, can_evaluate, parts_of
 
@@ -113,28 +114,3 @@ class Validator:
     def _data(self) -> tuple[Any, Any, Any]:
         data = self._arguments.validation_data
         return (data, None, None) if is_whole(data) else keras.utils.unpack_x_y_sample_weight(data)
-
-
-def evaluate(
-    model: keras.Model,
-    x: object,
-    y: object = None,
-    *,
-    batch_size: int | None = None,
-    verbose: int | str = 0,
-    sample_weight: object = None,
-    steps: int | None = None,
-    callbacks: object = None,
-) -> dict[str, float]:
-    """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
-    logs = model.evaluate(
-        read_locally(x, batch_size),
-        y,
-        batch_size=batch_size,
-        verbose=verbose,
-        sample_weight=sample_weight,
-        steps=steps,
-        callbacks=callbacks,
-        return_dict=True,
-    )
-    return {"loss": logs.pop("loss"), **logs}

@@ -1,4 +1,7 @@
-"""`python -m kdist` in processes that begin with TensorFlow imported, which costs more than most of what tests run."""
+"""`python -m kdist` in processes that begin with TensorFlow imported, which costs more than most of what tests run.
+
+So do the tasks of local clusters. Drills, and a few other tests, start everything as users do.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO, Any, NoReturn
 
 from helpers import environment
+
+from kdist.cluster import forkserver, local
 
 # They are forked, as Python's multiprocessing does it, from a process that has imported this and nothing else.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -92,6 +100,78 @@ def _run(
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = ["kdist", *arguments]
+    local.ForkServer = _ForkServer  # type: ignore[misc]
     from kdist.cli import main
 
     main()
+
+
+class _ForkServer(forkserver.ForkServer):
+    """Is a fork of the command itself, as long as TensorFlow is imported there and has not run anything."""
+
+    def _start(self, orders: int, log: IO[bytes]) -> Any:
+        from tensorflow.python.eager import context
+
+        if context.context_safe() is not None:
+            return super()._start(orders, log)
+
+        def become() -> NoReturn:
+            os.environ.clear()
+            os.environ.update(self._environment)
+            sys.argv = ["forkserver", str(orders)]
+            forkserver.main()
+
+        return _Fork(become, log, keep=orders)
+
+
+class _Fork:
+    """What `ForkServer` needs of `subprocess.Popen`, for a fork of this process.
+
+    Args:
+        become: what it does; never returns.
+        log: takes its output.
+        keep: the descriptor that it has beside the standard ones.
+    """
+
+    def __init__(self, become: Callable[[], NoReturn], log: IO[bytes], keep: int) -> None:
+        standard_input, ours = os.pipe()
+        self.stdin = os.fdopen(ours, "wb", buffering=0)
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                signal.set_wakeup_fd(-1)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+                os.setsid()
+                for target, descriptor in enumerate((standard_input, log.fileno(), log.fileno())):
+                    os.dup2(descriptor, target)
+                sys.stdout, sys.stderr = (
+                    os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2)
+                )
+                # Whoever waits for the end of the command, or for its lock, must not wait for this.
+                os.closerange(3, keep)
+                os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+                become()
+            except BaseException:  # noqa: BLE001 - the frames above are the command's
+                traceback.print_exc()
+            os._exit(1)
+        os.close(standard_input)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a fork server", timeout)
+            time.sleep(0.01)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)

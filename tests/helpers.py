@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from kdist.cluster.forkserver import NAME as FORK_SERVER
+
 REPO = Path(__file__).resolve().parents[1]
+
+_TASK = re.compile(r"(ps|worker|chief|evaluator):\d+")
 
 
 def toy_data(num_examples: int = 256, num_features: int = 6, num_classes: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -45,26 +50,35 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())
 
 
+def process_name(pid: int) -> str:
+    """What a process is called.
+
+    Raises:
+        OSError: it is gone.
+    """
+    return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+
+
 def tasks_running(under: int | None = None, *, and_fork_servers: bool = False) -> list[int]:
     """Process ids of kdist's tasks and of what forks them; with `under`, those of that process's tasks.
 
     Args:
         and_fork_servers: with `under`, also those of the processes that forked them.
     """
-    commands: dict[int, bytes] = {}
+    names: dict[int, str] = {}
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
-            commands[int(entry.name)] = (entry / "cmdline").read_bytes()
+            names[int(entry.name)] = process_name(int(entry.name))
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
             continue
-    found = [pid for pid, command in commands.items() if b"kdist.cluster." in command or b"kdist.program" in command]
+    found = [pid for pid, name in names.items() if name == FORK_SERVER or _TASK.fullmatch(name)]
     if under is None:
         return found
-    servers = {pid for pid in found if b"forkserver" in commands[pid] and parents[pid] == under}
+    servers = {pid for pid in found if names[pid] == FORK_SERVER and parents[pid] == under}
     return [pid for pid in found if parents[pid] in {under, *servers} and (and_fork_servers or pid not in servers)]
 
 

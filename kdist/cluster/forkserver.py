@@ -23,8 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from kdist.cluster.process import KILLED_SECS, end_with_parent
+from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process
 from kdist.cluster.server import ServerOptions, serve
+
+#: What the process is called.
+NAME = "kdist-forks"
 
 _REPORT_SECS = 0.05
 _CLOSE_SECS = 2.0
@@ -116,16 +119,7 @@ class ForkServer:
         self._lock = threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log.open("ab") as log_file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kdist.cluster.forkserver", str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=log_file,
-                stderr=log_file,
-                env=self._environment,
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
-                start_new_session=True,
-            )
+            self.process = self._start(theirs.fileno(), log_file)
 
     @property
     def is_alive(self) -> bool:
@@ -183,6 +177,18 @@ class ForkServer:
             self.process.kill()
             self.process.wait(KILLED_SECS)
         self.update(0.0)
+
+    def _start(self, orders: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kdist.cluster.forkserver", str(orders)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=self._environment,
+            pass_fds=[orders],
+            # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
+            start_new_session=True,
+        )
 
     def _can_read(self, timeout: float) -> bool:
         if self._socket.fileno() < 0:
@@ -286,6 +292,7 @@ class _Forks:
 
 def main() -> NoReturn:
     end_with_parent()
+    name_process(NAME)
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         # For all of them, once.
         import tensorflow  # noqa: F401

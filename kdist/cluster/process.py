@@ -23,7 +23,7 @@ _PARENT_CHECK_SECS = 1.0
 #: A process that was killed is gone long before; one that the kernel cannot end is not waited for without end.
 KILLED_SECS = 10.0
 # linux/prctl.h
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def end_with_parent() -> None:
@@ -35,6 +35,12 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+
+
+def name_process(name: str) -> None:
+    """Gives this process the name that `top` shows, on Linux: its first 15 bytes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def _end_with(parent: int) -> None:

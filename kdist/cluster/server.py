@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from kdist.cluster.process import end_with_parent
+from kdist.cluster.process import end_with_parent, name_process
 
 READY = b"ready\n"
 
@@ -51,6 +51,7 @@ def serve(options: ServerOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent is gone."""
     # From the first moment on: importing TensorFlow alone takes seconds.
     end_with_parent()
+    name_process(f"{options.job}:{options.index}")
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores)
     import tensorflow as tf

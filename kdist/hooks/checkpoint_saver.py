@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kdist.errors import CheckpointError, check_whole_number
+from kdist.checks import check_whole_number
+from kdist.errors import CheckpointError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.timer import SecondOrStepTimer
 from kdist.warn import warn

@@ -16,8 +16,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kdist.checks import check_whole_number
 from kdist.cluster.process import end_children
-from kdist.errors import ConfigError, check_whole_number
+from kdist.errors import ConfigError
 from kdist.hooks import slow
 from kdist.hooks.base import Hook, RunContext, RunValues
 

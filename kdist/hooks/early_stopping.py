@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kdist.errors import check_whole_number
+from kdist.checks import check_whole_number
 from kdist.hooks.base import Hook
 from kdist.hooks.monitor import Monitor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import check_whole_number
+from kdist.checks import check_whole_number
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:

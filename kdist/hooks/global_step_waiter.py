@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kdist.errors import check_whole_number
+from kdist.checks import check_whole_number
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kdist.errors import ConfigError, check_whole_number
+from kdist.checks import check_whole_number
+from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from numbers import Real
 
-from kdist.errors import ConfigError, check_whole_number
+from kdist.checks import check_whole_number
+from kdist.errors import ConfigError
 
 
 class SecondOrStepTimer:

@@ -32,39 +32,8 @@ from kdist.strategies.base import Program
 from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.lockstep import LockstepCalls
 from kdist.strategies.on_servers import OnServers
+from kdist.strategies.quorum import Quorum
 from kdist.warn import warn
-
-
-@dataclass(frozen=True)
-class Quorum:
-    """How many gradients make an update, and who may compute them.
-
-    Attributes:
-        replicas_to_aggregate: gradients of an update.
-        num_workers: workers there are.
-        shared_tokens: TF1's tokens: each step has as many as there are workers, or gradients if those are more, and
-            whoever is fast takes several. Otherwise every worker has its own share.
-    """
-
-    replicas_to_aggregate: int
-    num_workers: int
-    shared_tokens: bool = False
-
-    def share(self, worker: int) -> int:
-        """How many gradients of one step a worker may compute, if shares are its own."""
-        if self.replicas_to_aggregate <= self.num_workers:
-            return 1
-        return (self.replicas_to_aggregate + self.num_workers - 1 - worker) // self.num_workers
-
-    @property
-    def needs_everyone(self) -> bool:
-        """Whether each step takes all that all workers may compute, so that it does not matter who is first."""
-        return not self.shared_tokens and self.replicas_to_aggregate >= self.num_workers
-
-    @property
-    def tokens(self) -> int:
-        """How many gradients of one step all workers together may compute."""
-        return max(self.replicas_to_aggregate, self.num_workers)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import result_of, tags_of, toy_data
+from helpers import process_name, result_of, tags_of, toy_data
 
 import kdist
 from kdist.checkpoint import Checkpoints
@@ -54,10 +54,10 @@ class KillAWorker(Hook):
             if entry.name.isdecimal() and int(entry.name) != os.getpid():
                 try:
                     stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                    command = (entry / "cmdline").read_bytes()
+                    name = process_name(int(entry.name))
                 except OSError:
                     continue
-                if int(stat[1]) == parent and b"kdist.program" in command:
+                if int(stat[1]) == parent and name == "worker:1":
                     os.kill(int(entry.name), signal.SIGKILL)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import environment, result_of, wait_until
+from helpers import FORK_SERVER, environment, process_name, result_of, wait_until
 
 #: A small model of the tests' own; validated rarely, so that steps take the time.
 MINE = (
@@ -101,14 +101,14 @@ class DrillRun:
                 continue
             try:
                 log = os.readlink(entry / "fd" / "2")
-                command = (entry / "cmdline").read_bytes()
+                name = process_name(int(entry.name))
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
             if log.startswith(logs):
                 self._seen[int(entry.name)] = log
                 # What forks the tasks has the log of the first of them.
-                if b"forkserver" not in command or parent != self.process.pid:
+                if name != FORK_SERVER or parent != self.process.pid:
                     found[Path(log).stem.replace("-", ":")] = int(entry.name)
         return found
 

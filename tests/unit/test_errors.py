@@ -1,10 +1,8 @@
 """Errors are one message, without the traces of TensorFlow."""
 
-import numpy as np
-import pytest
 import tensorflow as tf
 
-from kdist.errors import ClusterError, ConfigError, KdistError, TaskError, check_whole_number
+from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
 
 GRAPH_ERROR = """Graph execution error:
 
@@ -50,11 +48,3 @@ def test_other_messages_are_said_whole() -> None:
 
 def test_exit_codes_tell_a_wrong_config_a_failed_run_and_a_failed_cluster_apart() -> None:
     assert (ConfigError.exit_code, KdistError.exit_code, TaskError.exit_code, ClusterError.exit_code) == (2, 1, 1, 75)
-
-
-def test_whole_numbers_may_be_those_of_numpy() -> None:
-    for fine in (None, 1, np.int64(3)):
-        check_whole_number("train.steps", fine)
-    for wrong in (0, -1, 1.0, True, "3", np.float32(2)):
-        with pytest.raises(ConfigError, match=rf"train\.steps={wrong}: must be a whole number, at least 1"):
-            check_whole_number("train.steps", wrong)

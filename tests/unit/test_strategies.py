@@ -12,7 +12,7 @@ from kdist.cluster.spec import ClusterShape
 from kdist.errors import ConfigError
 from kdist.schema import StrategyConfig
 from kdist.strategies import NAMES, resolve
-from kdist.strategies.sync_replicas import Quorum
+from kdist.strategies.quorum import Quorum
 
 
 def resolved(cluster: str, **options: Any) -> str:

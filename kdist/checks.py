@@ -1,0 +1,50 @@
+"""Checks of values that users give: each refuses with one message that names the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from kdist.errors import ConfigError
+
+
+def check_whole_number(key: str, value: object, at_least: int = 1, *, required: bool = False) -> None:
+    """Refuses what is no whole number of at least `at_least`; None is not given, and passes unless it is `required`.
+
+    Raises:
+        ConfigError: so does every other check here.
+    """
+    if value is None and not required:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < at_least:
+        raise ConfigError(f"{key}={value}: must be a whole number, at least {at_least}")
+
+
+def check_more_than_zero(key: str, value: float) -> None:
+    """Refuses what is not more than 0, and what is infinite."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
+
+
+def check_one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuses what is not among the allowed words."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")
+
+
+def check_target(key: str, node: Any) -> None:
+    """Refuses a part of a config that names nothing by `_target_`."""
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        hint = f"; or name a recipe (+recipe=mnist) or a {key} that ships" if key in ("model", "data") else ""
+        raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")
+
+
+def checked_steps_per_call(key: str, value: int | str) -> int | None:
+    """The number, or None for `auto`."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value}: must be at least 1, or auto")
+    return value
