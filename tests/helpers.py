@@ -71,9 +71,11 @@ def tasks_running(under: int | None = None, *, and_fork_servers: bool = False) -
         if not entry.name.isdecimal():
             continue
         try:
-            names[int(entry.name)] = process_name(int(entry.name))
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            # One that has ended and that nobody has asked how keeps its name.
+            if state != "Z":
+                names[int(entry.name)], parents[int(entry.name)] = process_name(int(entry.name)), int(parent)
+        except (OSError, ValueError):
             continue
     found = [pid for pid, name in names.items() if name == FORK_SERVER or _TASK.fullmatch(name)]
     if under is None:

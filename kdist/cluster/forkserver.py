@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process
+from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, without_keras
 from kdist.cluster.server import ServerOptions, serve
 
 #: What the process is called.
@@ -295,7 +295,8 @@ def main() -> NoReturn:
     name_process(NAME)
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         # For all of them, once.
-        import tensorflow  # noqa: F401
+        with without_keras():
+            import tensorflow  # noqa: F401
 
         _Forks(orders).run()
     os._exit(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kdist.cluster.process import visible_devices
+from kdist.cluster.process import visible_devices, without_keras
 from kdist.cluster.spec import Membership
 from kdist.errors import ClusterError
 from kdist.version import __version__
@@ -27,7 +27,8 @@ def serve_until_done(membership: Membership, config: ClusterConfig, *, log_devic
     visible = visible_devices(task, config.devices)
     if visible is not None or task.job == "ps":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""
-    import tensorflow as tf
+    with without_keras():
+        import tensorflow as tf
 
     from kdist.cluster.notice import chief_server, wait_for_chief
     from kdist.cluster.rendezvous import accepts_connections

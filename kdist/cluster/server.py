@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from kdist.cluster.process import end_with_parent, name_process
+from kdist.cluster.process import end_with_parent, name_process, without_keras
 
 READY = b"ready\n"
 
@@ -54,7 +54,8 @@ def serve(options: ServerOptions) -> NoReturn:
     name_process(f"{options.job}:{options.index}")
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores)
-    import tensorflow as tf
+    with without_keras():
+        import tensorflow as tf
 
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=options.intra_op_threads,

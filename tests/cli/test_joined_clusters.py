@@ -193,6 +193,7 @@ def test_a_server_that_never_comes_is_named_and_nobody_waits_on(tasks: Tasks) ->
     assert {codes["ps:0"], codes["worker:1"]} <= {0, 75}
 
 
+@pytest.mark.long
 def test_tasks_whose_chief_is_killed_end_by_themselves(tasks: Tasks) -> None:
     ps, worker_0, worker_1 = free_addresses(3)
     for task in ("ps:0", "worker:1", "worker:0"):

@@ -88,6 +88,7 @@ def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> No
     assert optimizer.clipnorm == 1.0
 
 
+@pytest.mark.long
 def test_multirun_runs_jobs_one_after_another_each_on_its_own_cluster(tmp_path: Path) -> None:
     done = kdist("-m", *MINE, "cluster=local,1ps1w", "train.steps=10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -155,6 +156,7 @@ def test_a_signal_before_training_ends_the_run_with_a_result(tmp_path: Path, num
     assert number.name in result["error"]
 
 
+@pytest.mark.long
 def test_the_python_of_the_readme_works_as_a_script_without_a_guard(tmp_path: Path) -> None:
     script = tmp_path / "train_mine.py"
     script.write_text(

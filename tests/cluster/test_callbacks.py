@@ -23,7 +23,16 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "parameter_server",
+        "sync_replicas",
+        "mirrored",
+        # As `mirrored`, in two processes.
+        pytest.param("multi_worker_mirrored", marks=pytest.mark.long),
+    ],
+)
 def test_what_callbacks_change_reaches_the_tasks_and_what_they_know_comes_back(strategy: str, tmp_path: Path) -> None:
     x, y = toy_data(512)
     cluster, options = STRATEGIES[strategy]

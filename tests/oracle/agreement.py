@@ -7,7 +7,7 @@ one worker of `multi_worker_mirrored` (with TF_CONFIG), and saves what it came t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
         assert np.linalg.norm(mine - others) <= 1e-5 * np.linalg.norm(others)
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, chosen: Sequence[str]) -> None:
     if kind == "mirrored":
         from kdist.strategies.mirrored import make_logical_cpus
 
@@ -83,10 +83,10 @@ def main(kind: str, folder: Path) -> None:
 
         # TensorFlow has to meet the other worker before it runs its first op.
         Trainer(lambda: build("sgd"), cluster=cluster)
-    for optimizer in optimizers():
+    for optimizer in chosen:
         weights = train(optimizer, folder / f"run-{optimizer}", cluster, 2, **options)
         np.savez(folder / f"{kind}-{optimizer}.npz", *weights)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -16,7 +16,11 @@ from helpers import environment
 import kdist
 from kdist.cluster.local import free_ports
 
-OPTIMIZERS = tuple(agreement.optimizers())
+#: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
+OPTIMIZERS = [
+    name if name in {"sgd", "adam", "adagrad"} else pytest.param(name, marks=pytest.mark.long)
+    for name in agreement.optimizers()
+]
 
 
 @cache
@@ -29,12 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("agreement")
 
 
-def programs(folder: Path, *kinds: str, environments: list[dict[str, str]]) -> None:
-    """Runs `agreement.py` once per kind, side by side."""
+def programs(request: pytest.FixtureRequest, folder: Path, *kinds: str, environments: list[dict[str, str]]) -> None:
+    """Runs `agreement.py` once per kind, side by side, with the optimizers of all tests that are to run."""
+    here = [item.callspec.params for item in request.session.items if item.path == request.path and "[" in item.name]
+    optimizers = sorted({str(params["optimizer"]) for params in here if "optimizer" in params})
     path = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
     running = [
         subprocess.Popen(
-            [sys.executable, agreement.__file__, kind, str(folder)],
+            [sys.executable, agreement.__file__, kind, str(folder), *optimizers],
             env={**environment(), **more, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
@@ -56,18 +62,18 @@ def saved(path: Path) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def mirrored(folder: Path) -> Path:
-    programs(folder, "mirrored", environments=[{}])
+def mirrored(request: pytest.FixtureRequest, folder: Path) -> Path:
+    programs(request, folder, "mirrored", environments=[{}])
     return folder
 
 
 @pytest.fixture(scope="module")
-def multi_worker(folder: Path) -> Path:
+def multi_worker(request: pytest.FixtureRequest, folder: Path) -> Path:
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     environments = [
         {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})} for index in (0, 1)
     ]
-    programs(folder, "worker-0", "worker-1", environments=environments)
+    programs(request, folder, "worker-0", "worker-1", environments=environments)
     return folder
 
 
