@@ -13,7 +13,7 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -131,10 +131,11 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
     try:
-        _call_hydra(
-            SweepJob(partial(_job, parsed=parsed), _print_error),
-            [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
-        )
+        with ExitStack() as until_all_have_ended:
+            _call_hydra(
+                SweepJob(partial(_job, parsed=parsed, until=until_all_have_ended), _print_error),
+                [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
+            )
     finally:
         # A config that is not derived from kdist's has no such part; each of its jobs says so.
         metric, mode = (OmegaConf.select(config, f"sweep.{key}") for key in ("metric", "mode"))
@@ -279,8 +280,12 @@ def _unknown_key(key: str) -> str:
     return f"{key}: there is no such key; {hint}"
 
 
-def _job(config: DictConfig, parsed: Namespace) -> None:
-    """One run, in the run dir that Hydra made for it."""
+def _job(config: DictConfig, parsed: Namespace, until: ExitStack | None = None) -> None:
+    """One run, in the run dir that Hydra made for it.
+
+    Args:
+        until: its end is the end of what tasks are forked from; None is the end of the run.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -298,7 +303,8 @@ def _job(config: DictConfig, parsed: Namespace) -> None:
     if checked.run.log_device_placement:
         # TensorFlow reads it when it is imported.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    with RunLock(run_dir), _tasks_prepared(checked, membership, log.parent), native_log(log):
+    with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
+        (end_of_run if until is None else until).enter_context(_tasks_prepared(checked, membership, log.parent))
         from kdist import signals
         from kdist.experiment import run_experiment
 
