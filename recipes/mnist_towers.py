@@ -19,7 +19,8 @@ import numpy as np
 from kdist.recipes import mnist
 
 from kdist import console
-from kdist.errors import ConfigError, check_whole_number
+from kdist.checks import check_whole_number
+from kdist.errors import ConfigError
 from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, StepCounter
 
 if TYPE_CHECKING:
