@@ -16,6 +16,7 @@ from kdist.errors import (
     NonFiniteError,
     TaskError,
 )
+from kdist.quick_import import quick_import
 from kdist.trusted import trust
 from kdist.version import __version__
 
@@ -50,10 +51,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"kdist.{name}")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    with quick_import():
+        if name in _MODULES:
+            return importlib.import_module(f"kdist.{name}")
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kdist' has no attribute {name!r}")
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import Task
 from kdist.program import unpickled
+from kdist.quick_import import quick_import
 
 _POLL_SECS = 0.5
 
@@ -35,7 +36,7 @@ def main(options: Mapping[str, Any]) -> NoReturn:
     os.dup2(2, 1)
     code = 0
     try:
-        _evaluate(unpickled(packed), Path(options["checkpoints"]), options["after"], said)
+        _evaluate(packed, Path(options["checkpoints"]), options["after"], said)
     except BaseException:  # noqa: BLE001 - the chief says where the log is
         traceback.print_exc()
         code = 1
@@ -43,18 +44,20 @@ def main(options: Mapping[str, Any]) -> NoReturn:
     os._exit(code)
 
 
-def _evaluate(program: Mapping[str, Any], folder: Path, after: int, said: Any) -> None:
-    import keras
-    import tensorflow as tf
+def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
+    with quick_import():
+        import keras
+        import tensorflow as tf
 
-    from kdist.checkpoint import Checkpoints
-    from kdist.strategies.base import Program
-    from kdist.strategies.stored import prepare
-    from kdist.validation import Validator
+        from kdist.checkpoint import Checkpoints
+        from kdist.strategies.base import Program
+        from kdist.strategies.stored import prepare
+        from kdist.validation import Validator
 
     # Workers have the cores.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
+    program = unpickled(packed)
     build_model, arguments = program["build_model"], program["arguments"]
     model = build_model if isinstance(build_model, keras.Model) else build_model()
     # Builds the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import time
@@ -15,6 +16,7 @@ from kdist import trusted
 from kdist.config_sources import overrides_of_job
 from kdist.errors import ConfigError
 from kdist.hparams import CHOSEN, hparams_of
+from kdist.quick_import import quick_import
 from kdist.schema import Config, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -31,12 +33,15 @@ def run_experiment(config: Config, run_dir: Path | None) -> None:
         config: checked by `check_targets`.
         run_dir: where everything goes, locked by the caller; None in a process that writes nothing.
     """
-    import keras
-    import tensorflow as tf
+    with quick_import():
+        import keras
+        import tensorflow as tf
 
-    from kdist.result import Result, describe
-    from kdist.run_dir import RunDir
+        from kdist.result import Result, describe
+        from kdist.run_dir import RunDir
 
+    # In this process, all that is there now stays.
+    gc.freeze()
     tf.debugging.set_log_device_placement(config.run.log_device_placement)
     tf.config.set_soft_device_placement(config.run.soft_device_placement)
     # Names of layers count from the start in every run of a sweep.

@@ -7,6 +7,7 @@ appears here, and what it comes to (history, values, result) comes back in a fil
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -31,6 +32,7 @@ from kdist.cluster.local import available_cores, free_ports, thread_budget
 from kdist.cluster.process import end_children, end_with_parent, how_it_ended, name_process, task_environment
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
+from kdist.quick_import import quick_import
 from kdist.signals import SAME_SIGNAL_SECS, leave
 from kdist.warn import warn
 
@@ -300,8 +302,12 @@ def main(options: ProgramOptions) -> NoReturn:
 
 
 def _run(options: ProgramOptions, folder: Path) -> Any:
-    import tensorflow as tf
+    with quick_import():
+        import tensorflow as tf
 
+        from kdist import remote_fit, signals
+
+    gc.freeze()
     tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
     tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
     membership = None
@@ -317,11 +323,8 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
         join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()
     program = unpickled((folder / "program").read_bytes())
-    from kdist import signals
-    from kdist.remote_fit import run_program
-
     signals.exit_at_once = os._exit
-    return run_program(program, membership)
+    return remote_fit.run_program(program, membership)
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,6 +1,7 @@
 """What every test shares: quiet TensorFlow, and a check that no task and no environment variable is left behind."""
 
 import fcntl
+import gc
 import os
 import signal
 import tempfile
@@ -52,6 +53,12 @@ def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # A process that has just been started has no command line yet.
         wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Spares Python to look again and again whether what was imported is garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,6 +6,7 @@ It ends when its socket closes, or with its parent; its tasks end with it. The c
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -23,8 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, without_keras
+from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process
 from kdist.cluster.server import ServerOptions, serve
+from kdist.quick_import import quick_import
 
 #: What the process is called.
 NAME = "kdist-forks"
@@ -295,9 +297,11 @@ def main() -> NoReturn:
     name_process(NAME)
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         # For all of them, once.
-        with without_keras():
+        with quick_import(keras=False):
             import tensorflow  # noqa: F401
 
+        # Tasks share its memory for as long as nobody writes there, as the collector does when it looks at an object.
+        gc.freeze()
         _Forks(orders).run()
     os._exit(0)
 

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -42,24 +41,6 @@ def name_process(name: str) -> None:
     """Gives this process the name that `top` shows, on Linux: its first 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-
-
-@contextmanager
-def without_keras() -> Iterator[None]:
-    """Within it, importing TensorFlow does not import Keras.
-
-    A task that only serves has no use for it; with Matplotlib, which Keras imports, it is a quarter of the time that
-    importing TensorFlow takes.
-    """
-    modules: dict[str, Any] = sys.modules
-    is_there = "keras" in modules
-    # What Python takes for a module that there is not; TensorFlow goes on without it.
-    modules.setdefault("keras", None)
-    try:
-        yield
-    finally:
-        if not is_there:
-            del modules["keras"]
 
 
 def _end_with(parent: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kdist.cluster.process import visible_devices, without_keras
+from kdist.cluster.process import visible_devices
 from kdist.cluster.spec import Membership
 from kdist.errors import ClusterError
+from kdist.quick_import import quick_import
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def serve_until_done(membership: Membership, config: ClusterConfig, *, log_devic
     visible = visible_devices(task, config.devices)
     if visible is not None or task.job == "ps":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""
-    with without_keras():
+    with quick_import(keras=False):
         import tensorflow as tf
 
     from kdist.cluster.notice import chief_server, wait_for_chief

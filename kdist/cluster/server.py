@@ -14,7 +14,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from kdist.cluster.process import end_with_parent, name_process, without_keras
+from kdist.cluster.process import end_with_parent, name_process
+from kdist.quick_import import quick_import
 
 READY = b"ready\n"
 
@@ -54,7 +55,7 @@ def serve(options: ServerOptions) -> NoReturn:
     name_process(f"{options.job}:{options.index}")
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores)
-    with without_keras():
+    with quick_import(keras=False):
         import tensorflow as tf
 
     config = tf.compat.v1.ConfigProto(

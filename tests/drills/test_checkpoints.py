@@ -318,6 +318,7 @@ def touched(run_dir: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in files if path != run_dir}
 
 
+@pytest.mark.long
 def test_a_second_chief_is_refused_and_a_killed_one_keeps_nobody_out(drill: Drill) -> None:
     first = drill.start(*MINE, "cluster=1ps1w", "train.steps=1000000")
     first.wait_for(r"train \| step +100")
