@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test drills long lint bench docs
+.PHONY: help mnist test short drills long lint bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
@@ -18,7 +18,11 @@ help:
 mnist: $(READY)
 	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
 
-test: lint
+# Side by side: lint is done long before the tests are.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint short
+
+short: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not long"
 
 # The longest first, so that the others run beside it.

@@ -72,6 +72,7 @@ def test_a_signal_while_a_worker_does_not_answer_ends_the_run_in_time(
     drill.report(10, f"{number.name} while a worker is stopped", "its call given up, saved, ended in time", ended)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), _SIGNALS)
 def test_a_second_signal_ends_the_run_at_once(drill: Drill, number: signal.Signals, code: int) -> None:
     run = drill.start(*LONG)

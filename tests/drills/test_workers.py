@@ -50,6 +50,7 @@ def test_a_killed_worker_is_started_again_on_its_port(drill: Drill) -> None:
     drill.report(3, "an async worker killed three times", "started again each time", ended)
 
 
+@pytest.mark.long
 def test_all_workers_killed_come_back(drill: Drill) -> None:
     run = drill.start(*MINE, *CALLS, "cluster=1ps2w", "train.steps=3000")
     run.wait_for(r"train \| step +500")
