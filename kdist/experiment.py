@@ -40,8 +40,9 @@ def run_experiment(config: Config, run_dir: Path | None) -> None:
         from kdist.result import Result, describe
         from kdist.run_dir import RunDir
 
-    # In this process, all that is there now stays.
-    gc.freeze()
+    # All that is there before the first job stays. Before the next ones it would keep what is left of those before.
+    if not gc.get_freeze_count():
+        gc.freeze()
     tf.debugging.set_log_device_placement(config.run.log_device_placement)
     tf.config.set_soft_device_placement(config.run.soft_device_placement)
     # Names of layers count from the start in every run of a sweep.

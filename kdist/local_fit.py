@@ -218,7 +218,8 @@ class LocalFit:
         )
         trainer.files.write_result(trainer.result)
         if trainer.hparams:
-            summaries = trainer.files.summaries()
+            # The session's: what it could not write was said once.
+            summaries = session.summaries
             metrics = final_metrics(trainer.result)
             summaries.hparams(trainer.hparams, metrics, began=time.time() - trainer.result.seconds, ok=status == "done")
             summaries.close()

@@ -22,7 +22,7 @@ from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
 
 from kdist.cluster.connection import connect, disconnect, reconnect
-from kdist.cluster.first_calls import FirstCalls
+from kdist.cluster.first_calls import first_calls
 from kdist.cluster.lanes import OUT_OF_REACH, Call, Calls, Finished, Lane, QuietExecutor, may_be_lost
 from kdist.cluster.signs_of_life import ask
 from kdist.cluster.spec import Task
@@ -89,7 +89,6 @@ class Coordinator:
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
         self._lanes: dict[int, Lane] = {}
         self._calls = Calls(self._workers)
-        self._first_calls = FirstCalls()
         #: Failures of a worker that is there, since its last result.
         self._failures = dict.fromkeys(self._workers, 0)
         self._last_check = time.monotonic()
@@ -97,6 +96,7 @@ class Coordinator:
         os.environ.update(_ENVIRONMENT)
         # Functions that are garbage already would be looked for on every task, which knows nothing of them.
         gc.collect()
+        first_calls.forget()
         try:
             connect(self._spec)
         except BaseException:
@@ -108,20 +108,19 @@ class Coordinator:
         """Indices of the workers that take calls."""
         return [worker for worker in self._workers if worker in self._calls.present]
 
-    def submit(self, function: Callable[[int], Any], *, kind: Hashable, tag: Any = None) -> None:
+    def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
         """Has `function` called for the next free worker, and again for another one if that is lost meanwhile.
 
         Args:
             function: worker index -> anything.
-            kind: stands for the TensorFlow functions that it calls: a worker's first call of a kind runs alone.
             tag: comes back with the outcome.
         """
-        self._calls.put(Call(function, tag, kind, is_shared=True))
+        self._calls.put(Call(function, tag, is_shared=True))
         self._start_lanes()
 
-    def start_on(self, worker: int, function: Callable[[int], Any], *, kind: Hashable, tag: Any = None) -> None:
+    def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
         """Has `function` called for one worker; calls for one worker follow each other."""
-        self._calls.put(Call(function, tag, kind, is_shared=False), worker)
+        self._calls.put(Call(function, tag, is_shared=False), worker)
         self._start_lanes()
 
     def next_finished(self) -> Finished:
@@ -171,7 +170,7 @@ class Coordinator:
         """Runs what itself waits for tasks, watching them meanwhile; given up, it stays behind in its thread.
 
         Args:
-            kind: as in `submit`; None waits for all calls that are under way.
+            kind: stands for the TensorFlow functions that it calls; see `FirstCalls`.
 
         Raises:
             ClusterError: see the class.
@@ -181,7 +180,7 @@ class Coordinator:
 
         def work() -> None:
             try:
-                with self._first_calls.call(kind), context.executor_scope(QuietExecutor()):
+                with first_calls.call(kind), context.executor_scope(QuietExecutor()):
                     outcome.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
                 outcome.set_exception(error)
@@ -307,8 +306,6 @@ class Coordinator:
             self._supervisor.kill([Task("worker", worker) for worker in self._workers])
             self._calls.clear()
             self._finished = queue.SimpleQueue()
-            # Nobody waits for what is given up.
-            self._first_calls = FirstCalls()
             raise CallsGivenUp
 
     def _replace_silent(self) -> bool:
@@ -366,7 +363,6 @@ class Coordinator:
             self._reconnect(and_with=worker)
         except OUT_OF_REACH:
             return
-        self._first_calls.forget(worker)
         if self.on_return is not None:
             self.on_return(worker)
         self._calls.welcome(worker)
@@ -374,16 +370,18 @@ class Coordinator:
     def _reconnect(self, and_with: int | None = None) -> None:
         connected = {*self._calls.connected, and_with}
         reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
+        first_calls.forget()
 
     def _start_lanes(self) -> None:
         for worker in self._workers:
             if worker not in self._lanes:
-                self._lanes[worker] = Lane(worker, self._calls, self._finished, self._first_calls)
+                self._lanes[worker] = Lane(worker, self._calls, self._finished)
 
 
 def fetch(tensor: tf.Tensor) -> Any:
     """The value of a tensor of some task; the copy is an op, which lets other threads run meanwhile."""
-    with tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
+    in_turn = first_calls.call(("fetch", tensor.device, tensor.dtype))
+    with in_turn, tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
         return tf.identity(tensor).numpy()
 
 

@@ -1,65 +1,90 @@
-"""Keeps the first call of a function, on each worker, apart from all other calls.
+"""Keeps the first call of a function that the chief runs apart from all its other calls.
 
 TensorFlow's chief keeps what it knows of functions on other tasks in one vector, and reads it without its lock
 (`EagerClusterFunctionLibraryRuntime::Run`; read and seen in 2.21). A function that is called for the first time makes
-that vector grow: a call that another thread begins in that moment reads freed memory. The worker then answers "Unable
-to parse request", or the chief crashes.
+that vector grow: a call that another thread begins in that moment reads freed memory. A task then answers "Unable to
+parse request", or the chief crashes. Fetching a tensor from a task is such a call; what a worker is told to run by
+itself is none.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
+# By then a call has long begun everything that it consists of, and only waits: for a task that is slow, or stopped.
+_BEGUN_SECS = 5.0
+
 
 class FirstCalls:
-    """Lets calls run side by side, but for the first one of each kind, which runs alone. Used by several threads.
+    """Lets calls run side by side, but for the first one of each kind, which begins alone. Used by several threads.
 
-    Whoever waits here waits for calls that are under way: as long as they take.
+    Nobody waits here longer than a few seconds for one call.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._known: set[tuple[Hashable, int | None]] = set()
-        self._num_running = 0
+        self._known: set[Hashable] = set()
+        #: When the calls began that are under way, those that are alone and the others.
+        self._alone: dict[object, float] = {}
+        self._others: dict[object, float] = {}
         self._num_waiting_to_be_alone = 0
-        self._is_one_alone = False
+        self._of_thread = threading.local()
 
     @contextmanager
-    def call(self, kind: Hashable, worker: int | None = None) -> Iterator[None]:
-        """Surrounds a call.
+    def call(self, kind: Hashable) -> Iterator[None]:
+        """Surrounds a call; inside another one it has no effect.
 
         Args:
-            kind: stands for the functions that it calls; None if it is never to have company.
-            worker: where; None for the chief.
+            kind: stands for the functions that are called; None if that is never known.
         """
+        if getattr(self._of_thread, "is_calling", False):
+            yield
+            return
+        own = object()
         with self._changed:
-            is_alone = kind is None or (kind, worker) not in self._known
-            if is_alone:
+            is_first = kind is None or kind not in self._known
+            if is_first:
                 # Those that come meanwhile wait behind it: otherwise its turn would never come.
                 self._num_waiting_to_be_alone += 1
-                self._changed.wait_for(lambda: not self._num_running and not self._is_one_alone)
+                self._wait_for_calls(self._alone, self._others)
                 self._num_waiting_to_be_alone -= 1
-                self._is_one_alone = True
+                self._alone[own] = time.monotonic()
             else:
-                self._changed.wait_for(lambda: not self._num_waiting_to_be_alone and not self._is_one_alone)
-                self._num_running += 1
+                self._changed.wait_for(lambda: not self._num_waiting_to_be_alone)
+                self._wait_for_calls(self._alone)
+                self._others[own] = time.monotonic()
+            self._changed.notify_all()
+        self._of_thread.is_calling = True
         has_run = False
         try:
             yield
             has_run = True
         finally:
+            self._of_thread.is_calling = False
             with self._changed:
-                if is_alone:
-                    self._is_one_alone = False
-                else:
-                    self._num_running -= 1
+                self._alone.pop(own, None)
+                self._others.pop(own, None)
                 if has_run:
-                    self._known.add((kind, worker))
+                    self._known.add(kind)
                 self._changed.notify_all()
 
-    def forget(self, worker: int) -> None:
-        """Takes the next calls on a worker for first ones: it is a new process, and its functions are prepared anew."""
+    def forget(self) -> None:
+        """Takes the next call of every kind for the first one: a task is another process than it was."""
         with self._changed:
-            self._known = {(kind, known) for kind, known in self._known if known != worker}
+            self._known.clear()
+
+    def _wait_for_calls(self, *of_kinds: dict[object, float]) -> None:
+        """Waits until calls have ended, or begun all that they consist of."""
+        while True:
+            now = time.monotonic()
+            left = [began + _BEGUN_SECS - now for calls in of_kinds for began in calls.values()]
+            if max(left, default=0.0) <= 0:
+                return
+            self._changed.wait(max(left))
+
+
+#: TensorFlow has one such vector in a process.
+first_calls = FirstCalls()

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 from tensorflow.python.eager.executor import Executor
 
-from kdist.cluster.first_calls import FirstCalls
 from kdist.cluster.spec import Task
 
 #: What TensorFlow says when a task is lost, when another one has its address, and when it forgot a call of a lost one.
@@ -49,8 +48,6 @@ class Finished:
 class Call:
     function: Callable[[int], Any]
     tag: Any
-    #: See `FirstCalls`.
-    kind: Hashable
     #: Whether any worker may run it.
     is_shared: bool
 
@@ -139,13 +136,10 @@ class Lane:
     It may be left behind in a call that never returns; it then ends with the process.
     """
 
-    def __init__(
-        self, worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Finished]], first_calls: FirstCalls
-    ) -> None:
+    def __init__(self, worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Finished]]) -> None:
         self._worker = worker
         self._calls = calls
         self._finished = finished
-        self._first_calls = first_calls
         threading.Thread(target=self._work, daemon=True, name=f"kdist-worker-{worker}").start()
 
     def _work(self) -> None:
@@ -154,8 +148,7 @@ class Lane:
         while call := self._calls.take(self._worker):
             outcome: Future[Any] = Future()
             try:
-                in_turn = self._first_calls.call(call.kind, self._worker)
-                with in_turn, tf.device(device), context.executor_scope(executor):
+                with tf.device(device), context.executor_scope(executor):
                     outcome.set_result(call.function(self._worker))
             except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
                 if may_be_lost(error):

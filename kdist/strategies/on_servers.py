@@ -199,14 +199,14 @@ class OnServers(StoredStrategy):
         workers = coordinator.present
         for part in range(job.num_parts):
             if workers:
-                coordinator.start_on(workers[part % len(workers)], partial(call, part), kind=id(job), tag=part)
+                coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)
             else:
-                coordinator.submit(partial(call, part), kind=id(job), tag=part)
+                coordinator.submit(partial(call, part), tag=part)
         outcomes: dict[int, Future[Any]] = {}
         while len(outcomes) < job.num_parts:
             finished = coordinator.next_finished()
             if coordinator.is_lost(finished):
-                coordinator.submit(partial(call, finished.tag), kind=id(job), tag=finished.tag)
+                coordinator.submit(partial(call, finished.tag), tag=finished.tag)
             else:
                 outcomes[finished.tag] = finished.outcome
         return [outcomes[part].result() for part in range(job.num_parts)]

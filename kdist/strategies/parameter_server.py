@@ -68,7 +68,7 @@ class ParameterServer(OnServers):
                 self._warming_up = True
                 coordinator.before_tracing()
             function = self._calls.function(size)
-            coordinator.submit(partial(self._call, function), kind=size, tag=size)
+            coordinator.submit(partial(self._call, function), tag=size)
             self._in_flight[size] += 1
             del function
         return self._in_flight_logs()
@@ -125,8 +125,7 @@ class ParameterServer(OnServers):
             finished.outcome.result()
         if is_new:
             warn(f"{Task('worker', finished.worker)} has no data; training goes on without it")
-        size = finished.tag
-        coordinator.submit(partial(self._call, self._calls.function(size)), kind=size, tag=size)
+        coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
 
     def _worker_is_back(self, worker: int) -> None:
         self._iterators.pop(worker, None)

@@ -223,7 +223,7 @@ class SyncReplicas(OnServers):
             if may:
                 given[worker] += 1
                 self._busy[worker] = step
-                self._running().start_on(worker, partial(self._call, compute), kind="gradient")
+                self._running().start_on(worker, partial(self._call, compute))
 
     def _active(self) -> list[int]:
         """Workers that are there and have data."""

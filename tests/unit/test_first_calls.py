@@ -1,4 +1,4 @@
-"""The first call of each kind runs alone, and whoever is after it waits for it."""
+"""The first call of each kind begins alone, and whoever is after it waits for it."""
 
 import threading
 from collections.abc import Callable
@@ -27,11 +27,11 @@ class Threads:
         self._futures: dict[str, Future[None]] = {}
         self.running: list[str] = []
 
-    def begin(self, name: str, kind: Any, worker: int | None = None, error: Exception | None = None) -> None:
+    def begin(self, name: str, kind: Any, error: Exception | None = None) -> None:
         self._may_end[name] = threading.Event()
 
         def call() -> None:
-            with self._first_calls.call(kind, worker):
+            with self._first_calls.call(kind):
                 self._change(lambda: self.running.append(name))
                 assert self._may_end[name].wait(_LONG_SECS)
                 self._change(lambda: self.running.remove(name))
@@ -53,9 +53,9 @@ class Threads:
             change()
             self._changed.notify_all()
 
-    def know(self, kind: Any, worker: int | None = None) -> None:
+    def know(self, kind: Any) -> None:
         """Has the first call of a kind behind it."""
-        with self._first_calls.call(kind, worker):
+        with self._first_calls.call(kind):
             pass
 
 
@@ -76,23 +76,23 @@ def is_waited_for(first_calls: FirstCalls) -> bool:
 
 
 def test_known_kinds_run_side_by_side(threads: Threads) -> None:
-    threads.know("step", 0)
-    threads.know("step", 1)
-    threads.begin("a", "step", 0)
-    threads.begin("b", "step", 1)
-    assert threads.are_running("a", "b")
-    threads.end("a")
-    threads.end("b")
+    threads.know("fetch")
+    threads.know("read")
+    threads.begin("a", "fetch")
+    threads.begin("b", "read")
+    threads.begin("c", "fetch")
+    assert threads.are_running("a", "b", "c")
+    for name in ("a", "b", "c"):
+        threads.end(name)
 
 
-@pytest.mark.parametrize(("kind", "worker"), [("other", 0), ("step", 1), ("step", None), (None, None)])
-def test_what_is_new_waits_for_what_is_under_way(
-    kind: Any, worker: int | None, threads: Threads, first_calls: FirstCalls
-) -> None:
-    threads.know("step", 0)
-    threads.begin("old", "step", 0)
+@pytest.mark.parametrize("kind", ["read", None])
+def test_what_is_new_waits_for_what_is_under_way(kind: Any, threads: Threads, first_calls: FirstCalls) -> None:
+    threads.know("fetch")
+    threads.know(None)
+    threads.begin("old", "fetch")
     assert threads.are_running("old")
-    threads.begin("new", kind, worker)
+    threads.begin("new", kind)
     assert is_waited_for(first_calls)
     assert threads.running == ["old"]
     threads.end("old")
@@ -101,12 +101,12 @@ def test_what_is_new_waits_for_what_is_under_way(
 
 
 def test_those_that_come_later_wait_behind_a_first_call(threads: Threads, first_calls: FirstCalls) -> None:
-    threads.know("step", 0)
-    threads.begin("old", "step", 0)
+    threads.know("fetch")
+    threads.begin("old", "fetch")
     assert threads.are_running("old")
-    threads.begin("new", "other", 0)
+    threads.begin("new", "read")
     assert is_waited_for(first_calls)
-    threads.begin("later", "step", 0)
+    threads.begin("later", "fetch")
     threads.end("old")
     assert threads.are_running("new")
     threads.end("new")
@@ -114,28 +114,53 @@ def test_those_that_come_later_wait_behind_a_first_call(threads: Threads, first_
     threads.end("later")
 
 
-def test_a_kind_that_failed_is_still_new(threads: Threads) -> None:
-    threads.know("step", 0)
-    threads.begin("fails", "other", 0, ValueError("no"))
+def test_a_kind_that_failed_is_still_new(threads: Threads, first_calls: FirstCalls) -> None:
+    threads.know("fetch")
+    threads.begin("fails", "read", ValueError("no"))
     assert threads.are_running("fails")
     threads.end("fails")
-    threads.begin("again", "other", 0)
-    assert threads.are_running("again")
-    threads.begin("old", "step", 0)
-    assert threads.running == ["again"]
-    threads.end("again")
-    threads.end("old")
-
-
-def test_a_worker_that_is_a_new_process_has_first_calls_again(threads: Threads, first_calls: FirstCalls) -> None:
-    threads.know("step", 0)
-    threads.know("step", 1)
-    first_calls.forget(1)
-    threads.begin("known", "step", 0)
-    assert threads.are_running("known")
-    threads.begin("new", "step", 1)
+    threads.begin("old", "fetch")
+    assert threads.are_running("old")
+    threads.begin("again", "read")
     assert is_waited_for(first_calls)
-    assert threads.running == ["known"]
-    threads.end("known")
+    assert threads.running == ["old"]
+    threads.end("old")
+    assert threads.are_running("again")
+    threads.end("again")
+
+
+def test_after_a_task_is_another_process_all_calls_are_first_ones(threads: Threads, first_calls: FirstCalls) -> None:
+    threads.know("fetch")
+    threads.know("read")
+    threads.begin("old", "fetch")
+    assert threads.are_running("old")
+    first_calls.forget()
+    threads.begin("new", "read")
+    assert is_waited_for(first_calls)
+    assert threads.running == ["old"]
+    threads.end("old")
     assert threads.are_running("new")
     threads.end("new")
+
+
+@pytest.mark.parametrize("first", ["fetch", "read"])
+def test_nobody_waits_long_for_a_call_that_never_ends(
+    first: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kdist.cluster.first_calls._BEGUN_SECS", 0.05)
+    threads.know("fetch")
+    threads.begin("hangs", first)
+    assert threads.are_running("hangs")
+    threads.begin("new", "write")
+    assert threads.are_running("hangs", "new")
+    threads.begin("old", "fetch")
+    assert threads.are_running("hangs", "new", "old")
+    for name in ("hangs", "new", "old"):
+        threads.end(name)
+
+
+def test_a_call_inside_another_one_does_not_wait_for_it(first_calls: FirstCalls) -> None:
+    with first_calls.call(None), first_calls.call("fetch"), first_calls.call(None):
+        pass
+    with first_calls.call("read"):
+        pass
