@@ -24,6 +24,9 @@ MINE = (
     "train.steps_per_epoch=2000",
 )
 
+# Three drills at once on two slow cores: a process that starts needs half a minute of CPU.
+_PATIENCE_SECS = 150.0
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -79,7 +82,7 @@ class DrillRun:
             console.seek(self._began_at)
             return console.read()
 
-    def wait_for(self, pattern: str, timeout: float = 60.0) -> str:
+    def wait_for(self, pattern: str, timeout: float = _PATIENCE_SECS) -> str:
         """Waits until it has printed what matches `pattern`; returns that."""
         found: list[str] = []
 
@@ -112,7 +115,7 @@ class DrillRun:
                     found[Path(log).stem.replace("-", ":")] = int(entry.name)
         return found
 
-    def wait_for_task(self, name: str, *, other_than: int | None = None, timeout: float = 60.0) -> int:
+    def wait_for_task(self, name: str, *, other_than: int | None = None, timeout: float = _PATIENCE_SECS) -> int:
         """Waits until task `name` runs, as another process than `other_than`; returns its process id."""
         wait_until(lambda: self.tasks().get(name, other_than) != other_than, timeout, f"{name} runs")
         return self.tasks()[name]
