@@ -25,7 +25,7 @@ _LOCKS = Path(tempfile.gettempdir()) / f"kdist-tests-{os.environ.get('PYTEST_XDI
 
 @pytest.fixture(autouse=True)
 def alone_if_it_must_be(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests run two at a time; one that is marked `alone` waits for the other, and the next waits for it."""
+    """Tests run beside each other; one that is marked `alone` waits for the others, and the next wait for it."""
     kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
     with Path(f"{_LOCKS}-queue").open("w") as queue, Path(f"{_LOCKS}-machine").open("w") as machine:
         # Who waits for the machine holds the queue, so that nobody overtakes.
