@@ -305,10 +305,10 @@ def _job(config: DictConfig, parsed: Namespace, until: ExitStack | None = None) 
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
         (end_of_run if until is None else until).enter_context(_tasks_prepared(checked, membership, log.parent))
-        from kdist import signals
+        from kdist import live_line, signals
         from kdist.experiment import run_experiment
 
-        signals.exit_at_once = os._exit
+        signals.exit_at_once = live_line.exit_at_once
         try:
             run_experiment(checked, run_dir)
         except ClusterError as error:

@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 
+from kdist import live_line
 from kdist.cluster.local import available_cores, free_ports, thread_budget
 from kdist.cluster.process import end_children, end_with_parent, how_it_ended, name_process, task_environment
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
@@ -42,8 +44,9 @@ if TYPE_CHECKING:
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
 _LOG_LINES = 12
-# Begins a line of the chief that is a warning.
+# Begins a line of the chief that is a warning, and one that is for its live line.
 _WARNING = "\x1e"
+_LIVE = "\x1d"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class ProgramOptions:
         intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
         folder: where `program` is, and `started-<index>` and `outcome-<index>` will be.
         path: Python's import path.
+        has_terminal: whether what the chief prints comes to a terminal, which may show its live line.
     """
 
     index: int
@@ -68,6 +72,7 @@ class ProgramOptions:
     inter_op_threads: int
     folder: str
     path: list[str]
+    has_terminal: bool
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,15 @@ class ProgramTasks:
         for index in range(self.num_workers):
             task = Task("worker", index)
             options = ProgramOptions(
-                index, workers, self.start_timeout, self.num_cpus, intra_op, inter_op, folder, sys.path
+                index,
+                workers,
+                self.start_timeout,
+                self.num_cpus,
+                intra_op,
+                inter_op,
+                folder,
+                path=sys.path,
+                has_terminal=live_line.is_terminal(),
             )
             with self._log(index).open("wb") as log:
                 processes.append(
@@ -194,11 +207,14 @@ class ProgramTasks:
 
     def _relay(self, chief: subprocess.Popen[str]) -> None:
         assert chief.stdout is not None
-        for line in chief.stdout:
-            if line.startswith(_WARNING):
-                warn(line.removeprefix(_WARNING).rstrip("\n"), prefix="")
-            else:
-                self.print_line(line.rstrip("\n"))
+        with closing(live_line.ReceivedLine()) as live:
+            for line in chief.stdout:
+                if line.startswith(_WARNING):
+                    warn(line.removeprefix(_WARNING).rstrip("\n"), prefix="")
+                elif line.startswith(_LIVE):
+                    live.receive(line.removeprefix(_LIVE))
+                else:
+                    self.print_line(line.rstrip("\n"))
 
     def _log(self, index: int) -> Path:
         return self.log_dir / f"worker-{index}.log"
@@ -286,6 +302,8 @@ def main(options: ProgramOptions) -> NoReturn:
     sys.path[:] = options.path
     if options.index == 0:
         warnings.showwarning = lambda message, *_, **__: print(f"{_WARNING}{message}", flush=True)
+        if options.has_terminal:
+            live_line.relay = lambda message: print(f"{_LIVE}{message}", flush=True)
     folder = Path(options.folder)
     try:
         outcome = Outcome(value=_run(options, folder))

@@ -1,0 +1,72 @@
+"""The live line: on a terminal of this process, or on that of another, and nowhere else."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from test_hooks import make_session
+from test_session import run_all
+
+from kdist import live_line
+from kdist.hooks import Progress, StopAtStep
+from kdist.live_line import LiveLine, ReceivedLine, SentLine, TerminalLine
+
+
+def train(make_line: Callable[[], LiveLine | None]) -> None:
+    run_all(make_session([Progress(make_line), StopAtStep(last_step=40)], last_step=40))
+
+
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width)
+
+
+def written_to(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_terminal_shows_where_training_is() -> None:
+    wide = terminal(width=120)
+    train(lambda: TerminalLine(wide))
+    shown = written_to(wide)
+    assert "step     40/40 | loss " in shown
+    # It is gone at the end: what stays are the lines that were printed.
+    assert shown.rstrip("\n").endswith("\x1b[2K")
+
+
+def test_a_narrow_terminal_shows_every_column() -> None:
+    narrow = terminal(width=40)
+    line = TerminalLine(narrow)
+    columns = ["step    100/2000", "loss 0.4213", "accuracy 0.8750", "412.3 steps/s", "ETA 5s", "staleness 1.0"]
+    line.show(100, 2000, columns)
+    line.close()
+    shown = " ".join(written_to(narrow).split())
+    assert all(" ".join(column.split()) in shown for column in columns)
+
+
+def test_a_file_gets_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    train(live_line.live_line)
+    assert capsys.readouterr().out == ""
+
+
+def test_another_process_shows_what_is_sent_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    train(lambda: SentLine(messages.append))
+    assert all("\n" not in message for message in messages)
+    screen = terminal(width=120)
+    monkeypatch.setattr(live_line, "TerminalLine", lambda: TerminalLine(screen))
+    received = ReceivedLine()
+    for message in messages:
+        received.receive(message)
+    shown = written_to(screen)
+    assert shown.index("preparing the first steps") < shown.index("| loss ")
+    assert shown.rstrip("\n").endswith("\x1b[2K")
+
+
+def test_little_is_sent() -> None:
+    messages: list[str] = []
+    line = SentLine(messages.append)
+    for step in range(1000):
+        line.show(step, 1000, ["loss 1.0"])
+    assert len(messages) < 10
