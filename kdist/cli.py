@@ -131,9 +131,9 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
     try:
-        with ExitStack() as until_all_have_ended:
+        with _EndOfSweep() as end_of_sweep:
             _call_hydra(
-                SweepJob(partial(_job, parsed=parsed, until=until_all_have_ended), _print_error),
+                SweepJob(partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), _print_error),
                 [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
             )
     finally:
@@ -169,11 +169,12 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
 
 def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief is done."""
-    if membership.runs_program:
+    if membership.runs_program or membership.evaluates:
         with native_log(Path(os.devnull)):
             from kdist.experiment import run_experiment
 
-            run_experiment(config, run_dir=None)
+            # An evaluator reads there what the chief saves.
+            run_experiment(config, Path(config.run.dir) if membership.evaluates else None, is_chief=False)
     else:
         from kdist.cluster.serve import serve_until_done
 
@@ -280,11 +281,23 @@ def _unknown_key(key: str) -> str:
     return f"{key}: there is no such key; {hint}"
 
 
-def _job(config: DictConfig, parsed: Namespace, until: ExitStack | None = None) -> None:
+class _EndOfSweep(ExitStack):
+    """What ends with a sweep that runs its jobs in this process. Copies of it, in a launcher's processes, end never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    @property
+    def comes_here(self) -> bool:
+        return self._process == os.getpid()
+
+
+def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None) -> None:
     """One run, in the run dir that Hydra made for it.
 
     Args:
-        until: its end is the end of what tasks are forked from; None is the end of the run.
+        end_of_sweep: the end of what tasks are forked from, which else is the end of the run.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -304,7 +317,8 @@ def _job(config: DictConfig, parsed: Namespace, until: ExitStack | None = None) 
         # TensorFlow reads it when it is imported.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
-        (end_of_run if until is None else until).enter_context(_tasks_prepared(checked, membership, log.parent))
+        end = end_of_sweep if end_of_sweep is not None and end_of_sweep.comes_here else end_of_run
+        end.enter_context(_tasks_prepared(checked, membership, log.parent))
         from kdist import live_line, signals
         from kdist.experiment import run_experiment
 

@@ -93,7 +93,7 @@ def register() -> None:
 def overrides_of_job() -> list[str]:
     """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} stays what it is.
 
-    None where Hydra runs nothing.
+    Empty where Hydra runs nothing.
     """
     from hydra.core.hydra_config import HydraConfig
 

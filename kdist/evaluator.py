@@ -1,7 +1,8 @@
 """The evaluator: a task beside the cluster that evaluates each new checkpoint while training goes on.
 
 After Estimator's evaluator. It reads checkpoints and writes nothing: what it finds it says on its standard output, and
-the chief prints it and writes it to TensorBoard. This is the chief's side; `kdist.evaluator_task` is the task.
+the chief prints it and writes it to TensorBoard. This is the chief's side; `kdist.evaluator_task` is the task. The
+evaluator of a cluster whose tasks others start is `kdist.joined_evaluator`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist import console
 from kdist.best_values import BestValues
+from kdist.checkpoint_evaluator import Evaluation
 from kdist.cluster.process import end_children, how_it_ended, task_environment
 from kdist.cluster.spec import Task
 from kdist.hooks.base import Hook, RunContext, RunValues
@@ -35,14 +36,6 @@ NAME = "evaluator"
 _TASK = Task(NAME, 0)
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the evaluator found: loss and metrics of the checkpoint of a step."""
-
-    step: int
-    logs: Mapping[str, float]
 
 
 class Evaluator(Hook):
@@ -106,6 +99,13 @@ class Evaluator(Hook):
         return None
 
     def _start(self, session: TrainSession) -> None:
+        try:
+            self._process = self._started(session)
+        except OSError as error:
+            # As when the disk is full.
+            warn(f"{NAME}: cannot be started: {error.strerror or error}; training goes on without it")
+
+    def _started(self, session: TrainSession) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         # Not through a pipe, which a process that is stopped would leave full.
         with tempfile.TemporaryFile() as program, self._log.open("ab") as log:
@@ -118,7 +118,7 @@ class Evaluator(Hook):
                 "after": self._last_step,
                 "path": sys.path,
             }
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "kdist.evaluator_task", json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -128,16 +128,16 @@ class Evaluator(Hook):
                 # Ctrl-C goes to the chief alone, which ends its tasks.
                 start_new_session=True,
             )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        return process
 
     def _tell(self, session: TrainSession) -> None:
         for found in self._new_evaluations():
             self._last_step = found.step
             self._best.add(found.step, found.logs)
             session.print_line(console.evaluation_line(found.step, session.last_step, found.logs))
-            both = {**found.logs, **{f"epoch_{name}": value for name, value in found.logs.items()}}
-            session.summaries.scalars(NAME, both, found.step)
+            session.summaries.evaluation(NAME, found.logs, found.step)
         if self._process is not None and (code := self._process.poll()) is not None:
             self._is_lost(session, code)
 

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,37 +47,20 @@ def main(options: Mapping[str, Any]) -> NoReturn:
 
 def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
     with quick_import():
-        import keras
         import tensorflow as tf
 
-        from kdist.checkpoint import Checkpoints
-        from kdist.strategies.base import Program
-        from kdist.strategies.stored import prepare
-        from kdist.validation import Validator
+        from kdist.checkpoint_evaluator import CheckpointEvaluator
 
     # Workers have the cores.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    program = unpickled(packed)
-    build_model, arguments = program["build_model"], program["arguments"]
-    model = build_model if isinstance(build_model, keras.Model) else build_model()
-    # Builds the model.
-    prepare(Program(model, arguments.training_data(0), arguments.batch_size, None, 0, Path()), 1)
-    validate = Validator(model, arguments)
-    checkpoints = Checkpoints(folder)
+    evaluator = CheckpointEvaluator(**unpickled(packed), folder=folder, after=after)
     while True:
-        newest = max(checkpoints.steps(), default=-1)
-        if newest <= after:
+        found = evaluator.evaluate_newest()
+        if found is None:
             time.sleep(_POLL_SECS)
-            continue
-        values = checkpoints.read(newest)
-        if values is None:
-            # It was deleted, or it is damaged, which is for the chief to say; a newer one will come.
-            time.sleep(_POLL_SECS)
-            continue
-        logs = validate.of_values(values)
-        print(json.dumps({"step": newest, "logs": logs}), file=said, flush=True)
-        after = newest
+        else:
+            print(json.dumps(asdict(found)), file=said, flush=True)
 
 
 if __name__ == "__main__":

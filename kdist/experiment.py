@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from kdist.trainer import Trainer
 
 
-def run_experiment(config: Config, run_dir: Path | None) -> None:
+def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = True) -> None:
     """Trains as `config` says, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
-        run_dir: where everything goes, locked by the caller; None in a process that writes nothing.
+        run_dir: where everything goes, locked by the caller if it is the chief; None in a process that needs none.
+        is_chief: whether this process writes the result of the run.
     """
     with quick_import():
         import keras
@@ -72,7 +73,7 @@ def run_experiment(config: Config, run_dir: Path | None) -> None:
         )
     except BaseException as error:
         # What fails before training leaves its result, too.
-        is_said = trainer is not None and trainer.result.error is not None
+        is_said = not is_chief or (trainer is not None and trainer.result.error is not None)
         if run_dir is not None and not is_said and not RunDir(run_dir, config.run.name).has_result_since(started):
             result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
             RunDir(run_dir, config.run.name).write_result(result)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from typing import NoReturn, Protocol
 
 from rich.console import Console
@@ -22,10 +25,12 @@ _BAR_WIDTH = 24
 # Where there is less room, the words are worth more than the bar.
 _WIDE = 110
 _REFRESHES_PER_SECOND = 4
+_END_SECS = 5.0
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 #: Sends to the process that has the terminal what the line of this one is to show; None where there is no such process.
 relay: Callable[[str], None] | None = None
+_is_shown = False
 
 
 class LiveLine(Protocol):
@@ -55,9 +60,11 @@ class TerminalLine:
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=terminal is None,
-            redirect_stderr=terminal is None,
+            # What goes to a file is to stay there.
+            redirect_stderr=terminal is None and sys.stderr.isatty(),
         )
         self._live.start()
+        _remember(is_shown=True)
 
     def prepare(self) -> None:
         self._live.update(Text("preparing the first steps"), refresh=True)
@@ -73,6 +80,7 @@ class TerminalLine:
 
     def close(self) -> None:
         self._live.stop()
+        _remember(is_shown=False)
 
 
 class SentLine:
@@ -88,14 +96,15 @@ class SentLine:
     def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
         if time.monotonic() - self._sent_at >= 1 / _REFRESHES_PER_SECOND:
             self._sent_at = time.monotonic()
-            self._send(json.dumps({"show": [step, last_step, list(columns)]}))
+            # A step may be a number of NumPy's.
+            self._send(json.dumps({"show": [step, last_step, list(columns)]}, default=int))
 
     def close(self) -> None:
         self._send(json.dumps({"close": []}))
 
 
 class ReceivedLine:
-    """Shows here, on standard output, the line that another process sends."""
+    """Shows on this process's terminal the line that another process sends."""
 
     def __init__(self) -> None:
         self._line: TerminalLine | None = None
@@ -118,9 +127,47 @@ class ReceivedLine:
             line.close()
 
 
+class LivePipe:
+    """A pipe by which another process sends its line to the terminal of this one; while entered, it may be shown.
+
+    Attributes:
+        descriptor: of the end that the other process writes to; None if there is no terminal here.
+    """
+
+    def __init__(self) -> None:
+        self._reading: int | None = None
+        self.descriptor: int | None = None
+        if is_terminal():
+            self._reading, self.descriptor = os.pipe()
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+
+    def show(self) -> None:
+        """Shows what comes; the other process has been started."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self._thread.start()
+
+    def __enter__(self) -> LivePipe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.ident is not None:
+            # Something that the other process left behind may keep the pipe open.
+            self._thread.join(_END_SECS)
+
+    def _receive(self) -> None:
+        assert self._reading is not None
+        with open(self._reading) as messages, closing(ReceivedLine()) as line:
+            for message in messages:
+                line.receive(message)
+
+
 def is_terminal() -> bool:
-    """Whether standard output is a terminal that can show a line that changes."""
-    return Console(file=sys.stdout).is_terminal
+    """Whether standard output is a terminal that can show a line that changes.
+
+    To ask it is not enough: some variables of the environment have rich take any file for a terminal.
+    """
+    return sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
 
 
 def live_line() -> LiveLine | None:
@@ -130,8 +177,30 @@ def live_line() -> LiveLine | None:
     return TerminalLine() if is_terminal() else None
 
 
+def pipe_writer(descriptor: int) -> Callable[[str], None]:
+    """Writes a line for each message to a pipe; one for which there is no room is left out."""
+    os.set_blocking(descriptor, False)
+
+    def send(message: str) -> None:
+        with suppress(OSError):
+            # One write, which is complete or not at all: it is shorter than what a pipe takes at once.
+            os.write(descriptor, message.encode() + b"\n")
+
+    return send
+
+
 def exit_at_once(code: int) -> NoReturn:
     """Ends the process as `os._exit` does; a terminal gets back the cursor, which a live line hides."""
-    if sys.__stdout__ is not None and sys.__stdout__.isatty():
-        os.write(sys.__stdout__.fileno(), _SHOW_CURSOR)
-    os._exit(code)
+    try:
+        if _is_shown and sys.__stdout__ is not None:
+            descriptor = sys.__stdout__.fileno()
+            # A terminal that was halted takes nothing.
+            if select.select([], [descriptor], [], 0)[1]:
+                os.write(descriptor, _SHOW_CURSOR)
+    finally:
+        os._exit(code)
+
+
+def _remember(*, is_shown: bool) -> None:
+    global _is_shown  # noqa: PLW0603 - there is one terminal
+    _is_shown = is_shown

@@ -21,11 +21,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 
@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
 _LOG_LINES = 12
-# Begins a line of the chief that is a warning, and one that is for its live line.
+# Begins a line of the chief that is a warning.
 _WARNING = "\x1e"
-_LIVE = "\x1d"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class ProgramOptions:
         intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
         folder: where `program` is, and `started-<index>` and `outcome-<index>` will be.
         path: Python's import path.
-        has_terminal: whether what the chief prints comes to a terminal, which may show its live line.
+        live_line: descriptor of a pipe to a terminal that shows the chief's live line; None if there is none.
     """
 
     index: int
@@ -72,7 +71,7 @@ class ProgramOptions:
     inter_op_threads: int
     folder: str
     path: list[str]
-    has_terminal: bool
+    live_line: int | None
 
 
 @dataclass(frozen=True)
@@ -124,21 +123,24 @@ class ProgramTasks:
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             (Path(folder) / "program").write_bytes(pickled(program))
-            processes = self._launch(folder)
-            signals = _ForwardedSignals(processes[0])
-            relay = threading.Thread(target=self._relay, args=[processes[0]], daemon=True)
-            relay.start()
-            try:
-                with signals:
+            with ExitStack() as at_end:
+                live = at_end.enter_context(live_line.LivePipe())
+                processes = self._launch(folder, live)
+                live.show()
+                # Who reads from it closes it: to close it beside that would wait for what the chief left behind.
+                printed, processes[0].stdout = processes[0].stdout, None
+                assert printed is not None
+                relay = threading.Thread(target=self._relay, args=[printed], daemon=True)
+                relay.start()
+                at_end.callback(relay.join, _STOP_SECS)
+                at_end.callback(end_children, processes, _STOP_SECS)
+                with _ForwardedSignals(processes[0]):
                     outcome = self._wait(processes, Path(folder))
-                relay.join(_STOP_SECS)
-            finally:
-                end_children(processes, _STOP_SECS)
             if outcome.error is not None:
                 raise outcome.error
             return outcome.value
 
-    def _launch(self, folder: str) -> list[subprocess.Popen[str]]:
+    def _launch(self, folder: str, live: live_line.LivePipe) -> list[subprocess.Popen[str]]:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         ports = free_ports(self.num_workers) if self.num_workers > 1 else []
         workers = [f"127.0.0.1:{port}" for port in ports]
@@ -155,7 +157,7 @@ class ProgramTasks:
                 inter_op,
                 folder,
                 path=sys.path,
-                has_terminal=live_line.is_terminal(),
+                live_line=live.descriptor if index == 0 else None,
             )
             with self._log(index).open("wb") as log:
                 processes.append(
@@ -165,7 +167,9 @@ class ProgramTasks:
                         stdout=subprocess.PIPE if index == 0 else log,
                         stderr=log,
                         env=task_environment(task, self.devices),
+                        pass_fds=[] if options.live_line is None else [options.live_line],
                         text=True,
+                        errors="replace",
                         # Ctrl-C goes to this process alone, which passes it on to the chief.
                         start_new_session=True,
                     )
@@ -182,6 +186,9 @@ class ProgramTasks:
                     processes[0].terminate()
                     return self._failure_of(index, process.wait(), folder)
             missing = [i for i in range(len(processes)) if not (folder / f"started-{i}").exists()]
+            if not missing:
+                # It may be large, and nobody could remove it after a signal that ends everything at once.
+                (folder / "program").unlink(missing_ok=True)
             if missing and time.monotonic() > deadline:
                 names = ", ".join(str(Task("worker", i)) for i in missing)
                 raise ClusterError(
@@ -205,16 +212,17 @@ class ProgramTasks:
             return Outcome(error=ClusterError(error + self._log_tail(index)))
         return outcome
 
-    def _relay(self, chief: subprocess.Popen[str]) -> None:
-        assert chief.stdout is not None
-        with closing(live_line.ReceivedLine()) as live:
-            for line in chief.stdout:
-                if line.startswith(_WARNING):
-                    warn(line.removeprefix(_WARNING).rstrip("\n"), prefix="")
-                elif line.startswith(_LIVE):
-                    live.receive(line.removeprefix(_LIVE))
-                else:
-                    self.print_line(line.rstrip("\n"))
+    def _relay(self, printed: IO[str]) -> None:
+        with printed:
+            for line in printed:
+                # A warning may come behind something that is no whole line yet.
+                text, is_warning, warning = line.rstrip("\n").partition(_WARNING)
+                # The chief would wait for ever for somebody to read, if a console that is gone ended this.
+                with suppress(OSError, ValueError):
+                    if text or not is_warning:
+                        self.print_line(text)
+                    if is_warning:
+                        warn(warning, prefix="")
 
     def _log(self, index: int) -> Path:
         return self.log_dir / f"worker-{index}.log"
@@ -301,9 +309,10 @@ def main(options: ProgramOptions) -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     sys.path[:] = options.path
     if options.index == 0:
-        warnings.showwarning = lambda message, *_, **__: print(f"{_WARNING}{message}", flush=True)
-        if options.has_terminal:
-            live_line.relay = lambda message: print(f"{_LIVE}{message}", flush=True)
+        # In one piece: other threads print, too.
+        warnings.showwarning = lambda message, *_, **__: print(f"{_WARNING}{message}\n", end="", flush=True)
+    if options.live_line is not None:
+        live_line.relay = live_line.pipe_writer(options.live_line)
     folder = Path(options.folder)
     try:
         outcome = Outcome(value=_run(options, folder))
@@ -328,6 +337,7 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
     gc.freeze()
     tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
     tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    packed = (folder / "program").read_bytes()
     membership = None
     if options.num_cpus:
         from kdist.strategies.mirrored import make_logical_cpus
@@ -340,7 +350,7 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
         # Before the program is read: models and tensors in it run TensorFlow's first ops.
         join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()
-    program = unpickled((folder / "program").read_bytes())
+    program = unpickled(packed)
     signals.exit_at_once = os._exit
     return remote_fit.run_program(program, membership)
 

@@ -16,6 +16,7 @@ from kdist.callbacks import set_states, states_of, without_model
 from kdist.cluster.serve import serve_until_done
 from kdist.cluster.spec import Membership
 from kdist.errors import ClusterError
+from kdist.joined_evaluator import evaluate_until_done
 from kdist.parameters.local import write_to_model
 from kdist.program import ProgramTasks
 from kdist.result import Result, describe
@@ -117,6 +118,9 @@ def run_program(program: Mapping[str, Any], membership: Membership | None) -> di
 
 def take_part(trainer: Trainer, membership: Membership, arguments: FitArguments) -> None:
     """Does in a task that is not the chief what the chief wants of it, until the chief is done."""
+    if membership.evaluates:
+        evaluate_until_done(trainer, membership, arguments)
+        return
     if not membership.runs_program:
         serve_until_done(membership, trainer.cluster_config)
         return

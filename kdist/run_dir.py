@@ -44,6 +44,11 @@ class RunDir:
         if self._given is not None and self._given.exists() and not self._given.is_dir():
             raise ConfigError(f"run_dir={path}: is a file")
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it is a folder that somebody named, and so may be known to others."""
+        return self._given is not None
+
     @cached_property
     def path(self) -> Path:
         """The folder; it is made when it is first asked for."""

@@ -86,6 +86,13 @@ class RunLock:
         with suppress(OSError):
             self._refuse_if_held(self._path.read_text())
 
+    def holder(self) -> Holder | None:
+        """The process that holds it, as far as is known from here; None if nobody does."""
+        try:
+            return _holder(self._path.read_text())
+        except OSError:
+            return None
+
     def __enter__(self) -> RunLock:
         try:
             make_private(self._folder)

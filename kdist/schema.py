@@ -71,7 +71,7 @@ class ClusterConfig:
     """cluster=hosts: address of the chief, if it is a task of its own."""
 
     job: Optional[str] = None
-    """cluster=hosts: what this process is: `ps`, `worker` or `chief`."""
+    """cluster=hosts: what this process is: `ps`, `worker`, `chief` or `evaluator`."""
 
     task: Optional[int] = None
     """cluster=hosts: its index in its job, from 0; null is 0."""

@@ -50,6 +50,10 @@ class Summaries:
         """Writes `values` by their tags to `split`, `train` or `validation`."""
         self._write(split, [scalar_pb(tag, np.float32(value)) for tag, value in values.items()], step)
 
+    def evaluation(self, split: str, logs: Mapping[str, float], step: int) -> None:
+        """Writes loss and metrics under their names, and under `epoch_<name>`, where Keras users look for them."""
+        self.scalars(split, {**logs, **{f"epoch_{name}": value for name, value in logs.items()}}, step)
+
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
         """Writes the distribution of `values`."""
         self._write(split, [histogram_pb(tag, values)], step)

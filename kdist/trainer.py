@@ -109,7 +109,7 @@ class Trainer:
         self.strategy = strategies.resolve(self._strategy_config, self.shape)
         if self.membership is None and not self.shape.is_local:
             isolate.require(cluster.isolate)
-        if self.strategy == "multi_worker_mirrored" and self.membership is not None:
+        if self.strategy == "multi_worker_mirrored" and self.membership is not None and self.membership.runs_program:
             # Before a model runs TensorFlow's first ops.
             join(self.membership, cluster.start_timeout)
         self.name = name or name_of_program()

@@ -4,7 +4,6 @@ import fcntl
 import gc
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,14 +19,19 @@ from kdist.cluster.local import prepared
 # A shell lets what it starts in the background ignore Ctrl-C, and the runs that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_LOCKS = Path(tempfile.gettempdir()) / f"kdist-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+
+@pytest.fixture(scope="session")
+def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run of pytest share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(autouse=True)
-def alone_if_it_must_be(request: pytest.FixtureRequest) -> Iterator[None]:
+def alone_if_it_must_be(request: pytest.FixtureRequest, locks: Path) -> Iterator[None]:
     """Tests run beside each other; one that is marked `alone` waits for the others, and the next wait for it."""
     kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    with Path(f"{_LOCKS}-queue").open("w") as queue, Path(f"{_LOCKS}-machine").open("w") as machine:
+    with (locks / "queue").open("w") as queue, (locks / "machine").open("w") as machine:
         # Who waits for the machine holds the queue, so that nobody overtakes.
         fcntl.flock(queue, fcntl.LOCK_EX)
         fcntl.flock(machine, kind)

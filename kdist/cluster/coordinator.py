@@ -369,8 +369,9 @@ class Coordinator:
 
     def _reconnect(self, and_with: int | None = None) -> None:
         connected = {*self._calls.connected, and_with}
-        reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
-        first_calls.forget()
+        with first_calls.call(None):
+            reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
+            first_calls.forget()
 
     def _start_lanes(self) -> None:
         for worker in self._workers:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-# By then a call has long begun everything that it consists of, and only waits: for a task that is slow, or stopped.
+# By then nearly every call has begun all that it consists of, and only waits: for a task that is slow, or stopped. To
+# wait longer would hold everybody up for it.
 _BEGUN_SECS = 5.0
 
 
@@ -27,6 +28,8 @@ class FirstCalls:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._known: set[Hashable] = set()
+        #: How often all was forgotten; what a call did before that counts no more.
+        self._generation = 0
         #: When the calls began that are under way, those that are alone and the others.
         self._alone: dict[object, float] = {}
         self._others: dict[object, float] = {}
@@ -49,13 +52,16 @@ class FirstCalls:
             if is_first:
                 # Those that come meanwhile wait behind it: otherwise its turn would never come.
                 self._num_waiting_to_be_alone += 1
-                self._wait_for_calls(self._alone, self._others)
-                self._num_waiting_to_be_alone -= 1
+                try:
+                    self._wait_for_calls(self._alone, self._others)
+                finally:
+                    self._num_waiting_to_be_alone -= 1
                 self._alone[own] = time.monotonic()
             else:
                 self._changed.wait_for(lambda: not self._num_waiting_to_be_alone)
                 self._wait_for_calls(self._alone)
                 self._others[own] = time.monotonic()
+            generation = self._generation
             self._changed.notify_all()
         self._of_thread.is_calling = True
         has_run = False
@@ -67,7 +73,7 @@ class FirstCalls:
             with self._changed:
                 self._alone.pop(own, None)
                 self._others.pop(own, None)
-                if has_run:
+                if has_run and generation == self._generation:
                     self._known.add(kind)
                 self._changed.notify_all()
 
@@ -75,6 +81,7 @@ class FirstCalls:
         """Takes the next call of every kind for the first one: a task is another process than it was."""
         with self._changed:
             self._known.clear()
+            self._generation += 1
 
     def _wait_for_calls(self, *of_kinds: dict[object, float]) -> None:
         """Waits until calls have ended, or begun all that they consist of."""

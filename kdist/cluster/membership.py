@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # A host name, an IPv4 address, or an IPv6 address in brackets.
 _ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
 _JOBS = ("ps", "worker", "chief")
+# It is part of no cluster: it reads the chief's checkpoints, and nobody connects to it.
+_EVALUATOR = "evaluator"
+_ROLES = ", ".join((*_JOBS, _EVALUATOR))
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -77,7 +80,7 @@ _TF_CONFIG = _Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: ta
 
 def _of_hosts(config: ClusterConfig) -> Membership:
     if config.job is None:
-        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(_JOBS)}")
+        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {_ROLES}")
     chief = [config.chief] if config.chief else []
     addresses = {"ps": config.ps, "worker": config.worker, "chief": chief}
     return _membership(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
@@ -100,8 +103,8 @@ def _of_tf_config(text: str | None) -> Membership:
         raise ConfigError("TF_CONFIG: cluster has a master and a chief, which are the same job")
     # "master" is what TF1 called the chief.
     cluster = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
-    if unknown := sorted(set(cluster) - {*_JOBS, "evaluator"}):
-        raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {', '.join(_JOBS)}")
+    if unknown := sorted(set(cluster) - {*_JOBS, _EVALUATOR}):
+        raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {_ROLES}")
     for job, hosts in cluster.items():
         if not isinstance(hosts, list):
             raise ConfigError(f"TF_CONFIG: cluster.{job} must be a list of addresses, host:port")
@@ -109,19 +112,17 @@ def _of_tf_config(text: str | None) -> Membership:
     if isinstance(index, str) and index.isdecimal():
         index = int(index)
     job = "chief" if task["type"] == "master" else task["type"]
-    _check_index(index, _TF_CONFIG)
-    if job == "evaluator":
-        # It is part of no cluster; it looks at checkpoints only.
-        return Membership(_spec(cluster, _TF_CONFIG), Task("evaluator", index))
     return _membership(cluster, job, index, _TF_CONFIG)
 
 
 def _membership(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: _Keys) -> Membership:
-    if job not in _JOBS:
-        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(_JOBS)}")
+    if job not in (*_JOBS, _EVALUATOR):
+        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {_ROLES}")
     _check_index(index, keys)
     have = len(addresses.get(job, ()))
     spec = _spec(addresses, keys)
+    if job == _EVALUATOR:
+        return Membership(spec, Task(_EVALUATOR, index))
     if index >= have:
         what = f"{have} such task{'' if have == 1 else 's'}" if have else "no such task"
         raise ConfigError(f"{keys.index}: this process is {job}:{index}, and {keys.cluster}{job} has {what}")

@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 
 
 def serve_until_done(membership: Membership, config: ClusterConfig, *, log_device_placement: bool = False) -> None:
-    """Serves as the task that this process is; an evaluator has nothing to do.
+    """Serves as the task that this process is.
 
     Raises:
         ClusterError: the address is in use, or the chief never came or is gone.
     """
     task, spec = membership.task, membership.spec
-    if task.job == "evaluator":
-        print("evaluator: the chief validates; there is nothing to do for this task", flush=True)
-        return
     visible = visible_devices(task, config.devices)
     if visible is not None or task.job == "ps":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""

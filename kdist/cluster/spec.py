@@ -153,3 +153,8 @@ class Membership:
     def runs_program(self) -> bool:
         """Whether this process runs the program: the chief, and without parameter servers every worker."""
         return self.is_chief or (not self.spec.ps and self.task.job == "worker")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this process is an evaluator, which is beside the cluster and reads what the chief saves."""
+        return self.task.job == "evaluator"

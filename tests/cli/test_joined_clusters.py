@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import Command
-from helpers import environment, result_of, tasks_running, wait_until
+from helpers import environment, result_of, tags_of, tasks_running, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -152,14 +152,21 @@ def test_tf_config_says_who_is_who(tasks: Tasks) -> None:
     chief, ps, worker = free_addresses(3)
     # As Estimator wrote it: nobody listens at the evaluator's address.
     cluster = {"chief": [chief], "ps": [ps], "worker": [worker], "evaluator": ["127.0.0.1:9"]}
+    run_dir = tasks.folder("chief:0") / "D"
     for task in ("ps:0", "evaluator:0", "chief:0", "worker:0"):
-        tasks.start(task, "cluster=tf_config", "train.steps=20", variables=tf_config(task, cluster))
+        keys = ["cluster=tf_config", "train.steps=20", f"run.dir={run_dir}"]
+        tasks.start(task, *keys, variables=tf_config(task, cluster))
     assert tasks.codes() == {"ps:0": 0, "evaluator:0": 0, "chief:0": 0, "worker:0": 0}
     assert tasks.that_wrote() == ["chief:0"]
-    result = result_of(tasks.folder("chief:0") / "D")
+    result = result_of(run_dir)
     assert (result["status"], result["global_step"], result["cluster"]) == ("done", 20, "1ps1w")
-    assert "nothing to do" in tasks.said("evaluator:0")
-    assert "kdist: error" not in tasks.said("evaluator:0")
+    first, *evaluations, last = tasks.said("evaluator:0").splitlines()
+    assert first.endswith(f"evaluator:0 of 1ps1w | evaluates {run_dir}/checkpoints")
+    assert last == "done  | evaluator:0 | the chief is done"
+    # Whatever was saved before, the last checkpoint is evaluated, to what the chief found as well.
+    loss = result["metrics"]["validation"]["loss"]
+    assert f"eval  | step     20 | loss {loss:.4f}" in evaluations[-1]
+    assert {"loss", "epoch_loss"} <= tags_of(run_dir / "tb" / "evaluator")
 
 
 def test_workers_of_tf_config_train_together_and_worker_0_alone_writes(tasks: Tasks) -> None:

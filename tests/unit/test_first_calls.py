@@ -143,6 +143,21 @@ def test_after_a_task_is_another_process_all_calls_are_first_ones(threads: Threa
     threads.end("new")
 
 
+def test_what_was_forgotten_while_it_ran_is_still_new(threads: Threads, first_calls: FirstCalls) -> None:
+    threads.know("read")
+    threads.begin("old", "read")
+    assert threads.are_running("old")
+    first_calls.forget()
+    threads.end("old")
+    threads.begin("new", "read")
+    assert threads.are_running("new")
+    threads.begin("other", "read")
+    assert is_waited_for(first_calls)
+    threads.end("new")
+    assert threads.are_running("other")
+    threads.end("other")
+
+
 @pytest.mark.parametrize("first", ["fetch", "read"])
 def test_nobody_waits_long_for_a_call_that_never_ends(
     first: str, threads: Threads, monkeypatch: pytest.MonkeyPatch

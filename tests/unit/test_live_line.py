@@ -1,8 +1,11 @@
 """The live line: on a terminal of this process, or on that of another, and nowhere else."""
 
 import io
+import json
+import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from rich.console import Console
 from test_hooks import make_session
@@ -10,7 +13,7 @@ from test_session import run_all
 
 from kdist import live_line
 from kdist.hooks import Progress, StopAtStep
-from kdist.live_line import LiveLine, ReceivedLine, SentLine, TerminalLine
+from kdist.live_line import LiveLine, ReceivedLine, SentLine, TerminalLine, pipe_writer
 
 
 def train(make_line: Callable[[], LiveLine | None]) -> None:
@@ -62,6 +65,24 @@ def test_another_process_shows_what_is_sent_to_it(monkeypatch: pytest.MonkeyPatc
     shown = written_to(screen)
     assert shown.index("preparing the first steps") < shown.index("| loss ")
     assert shown.rstrip("\n").endswith("\x1b[2K")
+
+
+def test_a_step_may_be_a_number_of_numpys() -> None:
+    messages: list[str] = []
+    SentLine(messages.append).show(np.int64(1), np.int64(2), ["loss 1.0"])  # type: ignore[arg-type]
+    assert json.loads(messages[0]) == {"show": [1, 2, ["loss 1.0"]]}
+
+
+def test_a_line_that_nobody_reads_delays_nobody() -> None:
+    reading, writing = os.pipe()
+    send = pipe_writer(writing)
+    for _ in range(1000):
+        send("x" * 200)
+    os.close(writing)
+    with open(reading) as received:
+        lines = received.read().splitlines()
+    assert 100 < len(lines) < 1000
+    assert set(lines) == {"x" * 200}
 
 
 def test_little_is_sent() -> None:

@@ -110,6 +110,8 @@ def test_an_evaluator_is_no_part_of_the_cluster() -> None:
         membership = by_tf_config(cluster, type=job, index=0)
         assert membership.spec == ClusterSpec(("a:1", "a:2"), ("b:1", "b:2"), "c:1")
         assert membership.runs_program is (job == "chief")
+        assert membership.evaluates is (job == "evaluator")
+    assert by_hosts(chief="c:1", job="evaluator") == by_tf_config(cluster, type="evaluator", index=0)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +162,8 @@ def test_addresses_may_be_of_ipv6() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({}, ["cluster.job is not given", "ps, worker, chief"]),
-        ({"job": "boss"}, ["cluster.job=boss", "ps, worker, chief"]),
-        ({"job": "evaluator"}, ["cluster.job=evaluator", "ps, worker, chief"]),
+        ({}, ["cluster.job is not given", "ps, worker, chief, evaluator"]),
+        ({"job": "boss"}, ["cluster.job=boss", "ps, worker, chief, evaluator"]),
         ({"job": "worker", "task": -1}, ["cluster.task=-1", "whole number, at least 0"]),
         ({"job": "worker", "task": 2}, ["cluster.task", "worker:2", "cluster.worker has 2 such tasks"]),
         ({"job": "ps", "task": 2}, ["cluster.task", "ps:2", "cluster.ps has 2 such tasks"]),

@@ -1,0 +1,117 @@
+"""The evaluator of a cluster whose tasks others start: evaluates each new checkpoint in the chief's run dir.
+
+After Estimator's evaluator, and as there the file system is all that it shares with the others: it sees the chief by
+the lock and the result in the run dir.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kdist import console
+from kdist.checkpoint_evaluator import CheckpointEvaluator
+from kdist.cluster.notice import chief_server
+from kdist.cluster.rendezvous import accepts_connections
+from kdist.errors import ClusterError, ConfigError
+from kdist.evaluator import NAME
+from kdist.run_lock import RunLock
+from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from kdist.cluster.spec import Membership
+    from kdist.fit_arguments import FitArguments
+    from kdist.run_dir import RunDir
+    from kdist.schema import ClusterConfig
+    from kdist.trainer import Trainer
+
+_POLL_SECS = 0.5
+
+
+def evaluate_until_done(trainer: Trainer, membership: Membership, arguments: FitArguments) -> None:
+    """Prints what each new checkpoint comes to and writes it to `tb/evaluator`, until the chief is done.
+
+    Raises:
+        ConfigError: no validation data, or no run dir.
+        ClusterError: there was no chief in the run dir within `cluster.start_timeout` seconds, or it is gone.
+    """
+    if arguments.validation_data is None:
+        raise ConfigError(f"{membership.task}: an evaluator needs validation data; give validation_data")
+    if not trainer.files.is_given:
+        raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
+    files = trainer.files
+    chief = ObservedChief(files, membership, trainer.cluster_config)
+    print_line = console.print_nothing if arguments.is_quiet else console.print_line
+    print_line(f"kdist {__version__} | {membership.task} of {trainer.shape} | evaluates {files}/checkpoints")
+    summaries = files.summaries()
+    try:
+        evaluator = CheckpointEvaluator(trainer.model, arguments, files.checkpoints().folder)
+        while True:
+            # Asked first: what the chief saved before it ended is evaluated as well.
+            is_done = chief.is_done()
+            found = evaluator.evaluate_newest()
+            if found is not None:
+                chief.was_heard()
+                print_line(console.evaluation_line(found.step, None, found.logs))
+                summaries.evaluation(NAME, found.logs, found.step)
+            elif is_done:
+                break
+            else:
+                time.sleep(_POLL_SECS)
+    finally:
+        summaries.close()
+    print_line(f"done  | {membership.task} | the chief is done")
+
+
+class ObservedChief:
+    """The chief, as far as it can be seen from here.
+
+    Args:
+        files: its run dir.
+        membership: what this process is.
+        config: says how long to wait for it.
+    """
+
+    def __init__(self, files: RunDir, membership: Membership, config: ClusterConfig) -> None:
+        self._files = files
+        self._lock = RunLock(files.path)
+        self._address, self._task = chief_server(membership.spec)
+        self._who = membership.task
+        self._config = config
+        self._began = time.time()
+        self._heard_at = time.monotonic()
+        self._has_come = False
+
+    def was_heard(self) -> None:
+        """Whatever is new in the run dir is a sign of life."""
+        self._heard_at = time.monotonic()
+
+    def is_done(self) -> bool:
+        """Whether it came, and ended in good order.
+
+        Raises:
+            ClusterError: it did not come, or it is gone.
+        """
+        holder = self._lock.holder()
+        if holder is None and self._files.has_result_since(self._began):
+            return True
+        silent = time.monotonic() - self._heard_at
+        if holder is None and not self._has_come:
+            if silent > self._config.start_timeout:
+                raise ClusterError(
+                    f"{self._who}: no chief trains in {self._files} for {silent:.0f} s (cluster.start_timeout); "
+                    "run.dir has to be that of the chief, on a file system that both see"
+                )
+            return False
+        self._has_come = True
+        if holder is None or holder.is_gone:
+            raise ClusterError(f"{self._who}: the chief ({self._task} at {self._address}) is gone without a word")
+        if not holder.is_elsewhere or accepts_connections(self._address):
+            self.was_heard()
+        elif silent > self._config.step_timeout:
+            # Its server has ended, as it has when the chief validates at the end; but that may not take for ever.
+            raise ClusterError(
+                f"{self._who}: the chief ({self._task} at {self._address}) does not answer and saved nothing for "
+                f"{silent:.0f} s (cluster.step_timeout)"
+            )
+        return False

@@ -1,0 +1,115 @@
+"""What an evaluator that shares nothing but the run dir knows of its chief, and for how long it waits for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import keras  # noqa: F401
+import pytest
+from test_run_lock import ended_process, held_by, write
+
+from kdist import joined_evaluator
+from kdist.cluster.spec import ClusterSpec, Membership, Task
+from kdist.errors import ClusterError
+from kdist.joined_evaluator import ObservedChief
+from kdist.run_dir import RunDir
+from kdist.schema import ClusterConfig
+
+ELSEWHERE = held_by(host="another machine")
+EVALUATOR = Membership(ClusterSpec(("a:1",), ("b:1",), "c:1"), Task("evaluator", 0))
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(joined_evaluator, "time", clock)
+    monkeypatch.setattr(joined_evaluator, "accepts_connections", lambda address: False)
+    return clock
+
+
+def observed(run_dir: Path) -> ObservedChief:
+    config = ClusterConfig("tf_config", start_timeout=10, step_timeout=20)
+    return ObservedChief(RunDir(run_dir, "test"), EVALUATOR, config)
+
+
+def end_with_result(run_dir: Path, written: float) -> None:
+    (run_dir / "result.json").write_text("{}")
+    os.utime(run_dir / "result.json", (written, written))
+    (run_dir / ".lock").unlink()
+
+
+def test_it_is_done_when_it_has_left_with_a_result(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by())
+    chief = observed(run_dir)
+    assert not chief.is_done()
+    end_with_result(run_dir, written=clock.now + 1)
+    assert chief.is_done()
+
+
+def test_the_result_of_an_earlier_run_says_nothing(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by())
+    end_with_result(run_dir, written=clock.now - 1)
+    assert not observed(run_dir).is_done()
+
+
+def test_a_chief_that_does_not_come_is_waited_for_so_long(run_dir: Path, clock: Clock) -> None:
+    chief = observed(run_dir)
+    clock.now += 10
+    assert not chief.is_done()
+    clock.now += 1
+    with pytest.raises(ClusterError, match=r"evaluator:0: no chief trains in .*run for 11 s \(cluster.start_timeout\)"):
+        chief.is_done()
+
+
+@pytest.mark.parametrize("left", [held_by(pid=ended_process()), None])
+def test_a_chief_that_was_killed_is_gone(run_dir: Path, clock: Clock, left: str | None) -> None:
+    write(run_dir, held_by())
+    chief = observed(run_dir)
+    assert not chief.is_done()
+    if left is None:
+        (run_dir / ".lock").unlink()
+    else:
+        (run_dir / ".lock").write_text(left)
+    with pytest.raises(ClusterError, match="evaluator:0: the chief .* is gone without a word"):
+        chief.is_done()
+
+
+def test_a_chief_on_this_machine_is_waited_for_as_long_as_it_is_there(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by())
+    chief = observed(run_dir)
+    for _ in range(5):
+        clock.now += 1000
+        assert not chief.is_done()
+
+
+def test_a_chief_elsewhere_has_to_answer_or_to_save(
+    run_dir: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(run_dir, ELSEWHERE)
+    chief = observed(run_dir)
+    clock.now += 20
+    assert not chief.is_done()
+    chief.was_heard()
+    clock.now += 20
+    assert not chief.is_done()
+    asked: list[str] = []
+    with monkeypatch.context() as it_answers:
+        it_answers.setattr(joined_evaluator, "accepts_connections", lambda address: asked.append(address) or True)
+        clock.now += 1000
+        assert not chief.is_done()
+    assert asked == ["c:1"]
+    clock.now += 21
+    with pytest.raises(ClusterError, match=r"\(chief at c:1\) does not answer .* 21 s \(cluster.step_timeout\)"):
+        chief.is_done()
