@@ -78,7 +78,8 @@ class ObservedChief:
         self._address, self._task = chief_server(membership.spec)
         self._who = membership.task
         self._config = config
-        self._began = time.time()
+        # That of an earlier run, if there is one.
+        self._earlier_result = files.result_written_at()
         self._heard_at = time.monotonic()
         self._has_come = False
 
@@ -93,7 +94,7 @@ class ObservedChief:
             ClusterError: it did not come, or it is gone.
         """
         holder = self._lock.holder()
-        if holder is None and self._files.has_result_since(self._began):
+        if holder is None and self._files.result_written_at() != self._earlier_result:
             return True
         silent = time.monotonic() - self._heard_at
         if holder is None and not self._has_come:

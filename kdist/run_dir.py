@@ -137,8 +137,15 @@ class RunDir:
 
     def has_result_since(self, time: float) -> bool:
         """Whether `result.json` was written at `time` or later, in seconds since the epoch."""
-        path = self.path / "result.json"
-        return path.exists() and path.stat().st_mtime >= time
+        written = self.result_written_at()
+        return written is not None and written >= time
+
+    def result_written_at(self) -> float | None:
+        """When `result.json` was written, in seconds since the epoch by the clock of the file system; None if never."""
+        try:
+            return (self.path / "result.json").stat().st_mtime
+        except FileNotFoundError:
+            return None
 
     def read_result(self) -> dict[str, Any]:
         """What `result.json` says; nothing if there is none, or none that can be read."""
