@@ -76,15 +76,14 @@ def test_a_chief_that_does_not_come_is_waited_for_so_long(run_dir: Path, clock: 
         chief.is_done()
 
 
-@pytest.mark.parametrize("left", [held_by(pid=ended_process()), None])
-def test_a_chief_that_was_killed_is_gone(run_dir: Path, clock: Clock, left: str | None) -> None:
+@pytest.mark.parametrize("leaves_its_lock", [True, False])
+def test_a_chief_that_was_killed_is_gone(run_dir: Path, clock: Clock, leaves_its_lock: bool) -> None:
     write(run_dir, held_by())
     chief = observed(run_dir)
     assert not chief.is_done()
-    if left is None:
-        (run_dir / ".lock").unlink()
-    else:
-        (run_dir / ".lock").write_text(left)
+    (run_dir / ".lock").unlink()
+    if leaves_its_lock:
+        (run_dir / ".lock").write_text(held_by(pid=ended_process()))
     with pytest.raises(ClusterError, match="evaluator:0: the chief .* is gone without a word"):
         chief.is_done()
 
