@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,19 @@ from kdist.hooks.timer import SecondOrStepTimer
 from kdist.warn import warn
 
 if TYPE_CHECKING:
+    from kdist.cluster.spec import Task
     from kdist.session import TrainSession
 
 _ANSWER_SECS = 30.0
+_SUFFIX = ".xplane.pb"
 
 
 class Profiler(Hook):
     """Traces the chief and every task of the cluster for a moment, now and then, with TensorFlow's profiler.
 
-    TensorBoard shows the traces under Profile, if its plugin `tensorboard-plugin-profile` is installed. The first trace
-    is taken when steps are prepared already; it is not for measuring speed.
+    TensorBoard shows the traces under Profile, a session each with all tasks as its hosts, if its plugin
+    `tensorboard-plugin-profile` is installed. The first trace is taken when steps are prepared already; it is not for
+    measuring speed.
 
     Args:
         every_steps: steps between two traces.
@@ -87,12 +91,16 @@ class Profiler(Hook):
 class _Trace:
     """One trace, from now on."""
 
-    def __init__(self, folder: Path, addresses: Collection[str], duration_ms: int) -> None:
+    def __init__(self, folder: Path, addresses: Mapping[Task, str], duration_ms: int) -> None:
         import tensorflow as tf
 
         self._profiler = tf.profiler.experimental
         self._others: threading.Thread | None = None
         self._is_on = True
+        self._sessions = folder / "plugins" / "profile"
+        self._earlier = set(self._sessions.glob("*"))
+        # TensorFlow names what it writes after the addresses.
+        self._names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
         try:
             self._profiler.start(str(folder))
         except tf.errors.OpError as error:
@@ -101,7 +109,7 @@ class _Trace:
             _warn(error)
             return
         if addresses:
-            services = ",".join(f"grpc://{address}" for address in addresses)
+            services = ",".join(f"grpc://{address}" for address in addresses.values())
             self._others = threading.Thread(target=self._trace_others, args=[services, str(folder), duration_ms])
             self._others.daemon = True
             self._others.start()
@@ -124,6 +132,18 @@ class _Trace:
                 self._profiler.stop()
             except tf.errors.OpError as error:
                 _warn(error)
+            # Where that cannot be, they stay as TensorFlow has left them.
+            with suppress(OSError):
+                self._bring_together()
+
+    def _bring_together(self) -> None:
+        """Makes one session of what the chief wrote and what the others did, and calls each host by its task."""
+        sessions = sorted(set(self._sessions.glob("*")) - self._earlier)
+        for file in [file for session in sessions for file in session.glob(f"*{_SUFFIX}")]:
+            host = file.name.removesuffix(_SUFFIX)
+            file.replace(sessions[0] / f"{self._names.get(host, 'chief')}{_SUFFIX}")
+        for session in sessions[1:]:
+            session.rmdir()
 
 
 def _warn(error: Exception) -> None:

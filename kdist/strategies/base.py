@@ -171,9 +171,9 @@ class Strategy(abc.ABC):
         return 0
 
     @property
-    def addresses(self) -> Collection[str]:
+    def addresses(self) -> Mapping[Task, str]:
         """Where the tasks beside this process serve, as `host:port`."""
-        return ()
+        return {}
 
     @property
     def pids(self) -> Mapping[Task, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,8 +166,8 @@ class OnServers(StoredStrategy):
         return 0 if self._supervisor is None else self._supervisor.restarts
 
     @property
-    def addresses(self) -> Collection[str]:
-        return () if self._cluster is None else [self._cluster.spec.address(task) for task in self._shape.tasks]
+    def addresses(self) -> Mapping[Task, str]:
+        return {} if self._cluster is None else {t: self._cluster.spec.address(t) for t in self._shape.tasks}
 
     @property
     def pids(self) -> Mapping[Task, int]:
