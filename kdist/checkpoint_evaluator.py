@@ -24,13 +24,13 @@ class Evaluation:
 
 
 class CheckpointEvaluator:
-    """Evaluates the newest checkpoint of a folder, each once.
+    """Evaluates the newest checkpoint of a folder whenever it is another one.
 
     Args:
         build_model: what the trainer was given: a function, or a model.
         arguments: of the fit; its validation data is what is evaluated.
         folder: of the checkpoints; it is only read.
-        after: the step up to which all were evaluated before.
+        after: the step whose checkpoint was evaluated before.
     """
 
     def __init__(
@@ -49,8 +49,13 @@ class CheckpointEvaluator:
 
     def evaluate_newest(self) -> Evaluation | None:
         """What the newest checkpoint comes to; None if it was evaluated before, or cannot be read."""
-        newest = max(self._checkpoints.steps(), default=-1)
-        if newest <= self._after:
+        try:
+            newest = max(self._checkpoints.steps(), default=-1)
+        except OSError:
+            # The chief has just set the folder of an earlier run aside.
+            return None
+        # A run that begins anew has smaller steps.
+        if newest in (-1, self._after):
             return None
         values = self._checkpoints.read(newest)
         if values is None:

@@ -94,7 +94,7 @@ def _run_hydra(arguments: list[str]) -> None:
     parsed = get_args_parser().parse_args(arguments)
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
-        # Before Hydra makes the run dir: neither a wrong config nor a task that is not the chief leaves anything.
+        # Before Hydra makes the run dir: neither a wrong config nor a task that is not the chief is to leave one.
         checked = _check(parsed)
         membership = membership_of(checked.cluster, os.environ)
         if membership is not None and not membership.is_chief:

@@ -1,7 +1,6 @@
 """The evaluator of a cluster whose tasks others start: evaluates each new checkpoint in the chief's run dir.
 
-After Estimator's evaluator, and as there the file system is all that it shares with the others: it sees the chief by
-the lock and the result in the run dir.
+After Estimator's evaluator, and as there it is no part of the cluster: what it shares with the chief is the run dir.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kdist.trainer import Trainer
 
 _POLL_SECS = 0.5
+_LATE_SECS = 10.0
 
 
 def evaluate_until_done(trainer: Trainer, membership: Membership, arguments: FitArguments) -> None:
@@ -33,7 +33,7 @@ def evaluate_until_done(trainer: Trainer, membership: Membership, arguments: Fit
 
     Raises:
         ConfigError: no validation data, or no run dir.
-        ClusterError: there was no chief in the run dir within `cluster.start_timeout` seconds, or it is gone.
+        ClusterError: there was no chief in the run dir within `cluster.start_timeout` seconds, it failed or is gone.
     """
     if arguments.validation_data is None:
         raise ConfigError(f"{membership.task}: an evaluator needs validation data; give validation_data")
@@ -64,7 +64,7 @@ def evaluate_until_done(trainer: Trainer, membership: Membership, arguments: Fit
 
 
 class ObservedChief:
-    """The chief, as far as it can be seen from here.
+    """The chief, as far as it can be seen from here: by the run dir, and by whether somebody listens at its address.
 
     Args:
         files: its run dir.
@@ -80,39 +80,66 @@ class ObservedChief:
         self._config = config
         # That of an earlier run, if there is one.
         self._earlier_result = files.result_written_at()
-        self._heard_at = time.monotonic()
         self._has_come = False
+        self._heard_at = time.monotonic()
+        self._missing_since: float | None = None
 
     def was_heard(self) -> None:
         """Whatever is new in the run dir is a sign of life."""
         self._heard_at = time.monotonic()
 
     def is_done(self) -> bool:
-        """Whether it came, and ended in good order.
+        """Whether it came and is done, or was done before and did not come again.
 
         Raises:
-            ClusterError: it did not come, or it is gone.
+            ClusterError: it did not come, it failed, or it is gone.
         """
         holder = self._lock.holder()
+        is_there = holder is not None and not holder.is_gone
         if holder is None and self._files.result_written_at() != self._earlier_result:
+            if self._files.read_result().get("status") == "failed":
+                raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._files}/result.json")
             return True
-        silent = time.monotonic() - self._heard_at
-        if holder is None and not self._has_come:
-            if silent > self._config.start_timeout:
-                raise ClusterError(
-                    f"{self._who}: no chief trains in {self._files} for {silent:.0f} s (cluster.start_timeout); "
-                    "run.dir has to be that of the chief, on a file system that both see"
-                )
-            return False
-        self._has_come = True
-        if holder is None or holder.is_gone:
-            raise ClusterError(f"{self._who}: the chief ({self._task} at {self._address}) is gone without a word")
-        if not holder.is_elsewhere or accepts_connections(self._address):
+        if is_there and not self._has_come:
+            self._has_come = True
             self.was_heard()
-        elif silent > self._config.step_timeout:
-            # Its server has ended, as it has when the chief validates at the end; but that may not take for ever.
+        if not self._has_come:
+            return self._was_done_before()
+        if not is_there:
+            self._raise_if_it_stays_away()
+            return False
+        self._missing_since = None
+        if holder is None or not holder.is_elsewhere or accepts_connections(self._address):
+            self.was_heard()
+        elif (silent := self._silent_secs) > self._config.step_timeout:
+            # Its server has not begun, or has ended, as when the chief validates at the end; not for ever, though.
             raise ClusterError(
-                f"{self._who}: the chief ({self._task} at {self._address}) does not answer and saved nothing for "
-                f"{silent:.0f} s (cluster.step_timeout)"
+                f"{self._who}: {self._chief} does not answer and saved nothing for {silent:.0f} s "
+                "(cluster.step_timeout)"
             )
         return False
+
+    def _was_done_before(self) -> bool:
+        if self._silent_secs <= self._config.start_timeout:
+            return False
+        if self._files.read_result().get("status") == "done":
+            return True
+        raise ClusterError(
+            f"{self._who}: no chief trains in {self._files} for {self._silent_secs:.0f} s (cluster.start_timeout); "
+            "run.dir has to be that of the chief, on a file system that both see"
+        )
+
+    def _raise_if_it_stays_away(self) -> None:
+        # Between two looks at a file system of another machine, what was written there may come late.
+        now = time.monotonic()
+        self._missing_since = self._missing_since or now
+        if now - self._missing_since > _LATE_SECS:
+            raise ClusterError(f"{self._who}: {self._chief} is gone without a word")
+
+    @property
+    def _silent_secs(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    @property
+    def _chief(self) -> str:
+        return f"the chief ({self._task} at {self._address})"

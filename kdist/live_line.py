@@ -139,6 +139,7 @@ class LivePipe:
         self.descriptor: int | None = None
         if is_terminal():
             self._reading, self.descriptor = os.pipe()
+        self._line = ReceivedLine()
         self._thread = threading.Thread(target=self._receive, daemon=True)
 
     def show(self) -> None:
@@ -154,12 +155,17 @@ class LivePipe:
         if self._thread.ident is not None:
             # Something that the other process left behind may keep the pipe open.
             self._thread.join(_END_SECS)
+            self._line.close()
+            return
+        for end in (self._reading, self.descriptor):
+            if end is not None:
+                os.close(end)
 
     def _receive(self) -> None:
         assert self._reading is not None
-        with open(self._reading) as messages, closing(ReceivedLine()) as line:
+        with open(self._reading) as messages, closing(self._line):
             for message in messages:
-                line.receive(message)
+                self._line.receive(message)
 
 
 def is_terminal() -> bool:
@@ -180,11 +186,15 @@ def live_line() -> LiveLine | None:
 def pipe_writer(descriptor: int) -> Callable[[str], None]:
     """Writes a line for each message to a pipe; one for which there is no room is left out."""
     os.set_blocking(descriptor, False)
+    # What this process starts would keep the pipe open.
+    os.set_inheritable(descriptor, False)
 
     def send(message: str) -> None:
-        with suppress(OSError):
-            # One write, which is complete or not at all: it is shorter than what a pipe takes at once.
-            os.write(descriptor, message.encode() + b"\n")
+        line = message.encode() + b"\n"
+        # So much is written at once, or not at all.
+        if len(line) <= select.PIPE_BUF:
+            with suppress(OSError):
+                os.write(descriptor, line)
 
     return send
 

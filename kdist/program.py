@@ -145,9 +145,8 @@ class ProgramTasks:
         ports = free_ports(self.num_workers) if self.num_workers > 1 else []
         workers = [f"127.0.0.1:{port}" for port in ports]
         intra_op, inter_op = thread_budget("worker", ClusterShape(0, self.num_workers), available_cores())
-        processes = []
+        processes: list[subprocess.Popen[str]] = []
         for index in range(self.num_workers):
-            task = Task("worker", index)
             options = ProgramOptions(
                 index,
                 workers,
@@ -159,22 +158,27 @@ class ProgramTasks:
                 path=sys.path,
                 live_line=live.descriptor if index == 0 else None,
             )
-            with self._log(index).open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "kdist.program", json.dumps(asdict(options))],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE if index == 0 else log,
-                        stderr=log,
-                        env=task_environment(task, self.devices),
-                        pass_fds=[] if options.live_line is None else [options.live_line],
-                        text=True,
-                        errors="replace",
-                        # Ctrl-C goes to this process alone, which passes it on to the chief.
-                        start_new_session=True,
-                    )
-                )
+            try:
+                processes.append(self._start(options))
+            except BaseException:
+                end_children(processes, _STOP_SECS)
+                raise
         return processes
+
+    def _start(self, options: ProgramOptions) -> subprocess.Popen[str]:
+        with self._log(options.index).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "kdist.program", json.dumps(asdict(options))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if options.index == 0 else log,
+                stderr=log,
+                env=task_environment(Task("worker", options.index), self.devices),
+                pass_fds=[] if options.live_line is None else [options.live_line],
+                text=True,
+                errors="replace",
+                # Ctrl-C goes to this process alone, which passes it on to the chief.
+                start_new_session=True,
+            )
 
     def _wait(self, processes: Sequence[subprocess.Popen[str]], folder: Path) -> Outcome:
         """Waits for the chief, and for the others until they met."""
@@ -217,8 +221,9 @@ class ProgramTasks:
             for line in printed:
                 # A warning may come behind something that is no whole line yet.
                 text, is_warning, warning = line.rstrip("\n").partition(_WARNING)
-                # The chief would wait for ever for somebody to read, if a console that is gone ended this.
-                with suppress(OSError, ValueError):
+                # Whatever a console does that is gone, or is somebody's own: the chief would wait for ever for somebody
+                # to read.
+                with suppress(Exception):
                     if text or not is_warning:
                         self.print_line(text)
                     if is_warning:
@@ -351,6 +356,7 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
         join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()
     program = unpickled(packed)
+    del packed
     signals.exit_at_once = os._exit
     return remote_fit.run_program(program, membership)
 

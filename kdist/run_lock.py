@@ -87,7 +87,7 @@ class RunLock:
             self._refuse_if_held(self._path.read_text())
 
     def holder(self) -> Holder | None:
-        """The process that holds it, as far as is known from here; None if nobody does."""
+        """The process that the lock file names, which may be gone; None if there is none."""
         try:
             return _holder(self._path.read_text())
         except OSError:

@@ -324,7 +324,7 @@ class Trainer:
             batch_size=batch_size,
             steps_per_call=self._steps_per_call,
             seed=self.seed,
-            # A task that is not the chief writes nothing, and makes no run dir.
+            # A task that is not the chief writes no logs, and makes no run dir for them.
             log_dir=self.files.logs if self._is_chief else Path(),
             last_step=last_step,
             grace_secs=self.grace_secs,

@@ -357,12 +357,14 @@ class Coordinator:
 
     def _welcome(self, worker: int) -> None:
         """Connects a worker that serves again; it may take another try in a moment."""
-        if not self.all_answer():
-            return
-        try:
-            self._reconnect(and_with=worker)
-        except OUT_OF_REACH:
-            return
+        # Not asked before that: who is stopped between the question and the connection stops this process.
+        with first_calls.call(None):
+            if not self.all_answer():
+                return
+            try:
+                self._reconnect(and_with=worker)
+            except OUT_OF_REACH:
+                return
         if self.on_return is not None:
             self.on_return(worker)
         self._calls.welcome(worker)

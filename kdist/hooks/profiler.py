@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -99,8 +100,9 @@ class _Trace:
         self._is_on = True
         self._sessions = folder / "plugins" / "profile"
         self._earlier = set(self._sessions.glob("*"))
-        # TensorFlow names what it writes after the addresses.
+        # TensorFlow names what it writes after the machine, and the addresses.
         self._names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
+        self._names[socket.gethostname()] = "chief"
         try:
             self._profiler.start(str(folder))
         except tf.errors.OpError as error:
@@ -140,10 +142,13 @@ class _Trace:
         """Makes one session of what the chief wrote and what the others did, and calls each host by its task."""
         sessions = sorted(set(self._sessions.glob("*")) - self._earlier)
         for file in [file for session in sessions for file in session.glob(f"*{_SUFFIX}")]:
-            host = file.name.removesuffix(_SUFFIX)
-            file.replace(sessions[0] / f"{self._names.get(host, 'chief')}{_SUFFIX}")
+            name = self._names.get(file.name.removesuffix(_SUFFIX))
+            # Somebody else may write traces there as well.
+            if name is not None and not (called := sessions[0] / f"{name}{_SUFFIX}").exists():
+                file.rename(called)
         for session in sessions[1:]:
-            session.rmdir()
+            with suppress(OSError):
+                session.rmdir()
 
 
 def _warn(error: Exception) -> None:

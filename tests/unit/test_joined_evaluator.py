@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def observed(run_dir: Path) -> ObservedChief:
     return ObservedChief(RunDir(run_dir, "test"), EVALUATOR, config)
 
 
-def write_result(run_dir: Path, at: float) -> None:
-    (run_dir / "result.json").write_text("{}")
+def write_result(run_dir: Path, at: float, status: str = "done") -> None:
+    (run_dir / "result.json").write_text(json.dumps({"status": status}))
     os.utime(run_dir / "result.json", (at, at))
 
 
@@ -76,6 +77,26 @@ def test_a_chief_that_does_not_come_is_waited_for_so_long(run_dir: Path, clock: 
         chief.is_done()
 
 
+def test_a_run_that_was_done_before_is_waited_for_in_vain(run_dir: Path, clock: Clock) -> None:
+    run_dir.mkdir()
+    write_result(run_dir, at=2.0)
+    chief = observed(run_dir)
+    clock.now += 10
+    assert not chief.is_done()
+    clock.now += 1
+    assert chief.is_done()
+
+
+def test_a_chief_that_has_failed_is_an_error(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by())
+    chief = observed(run_dir)
+    assert not chief.is_done()
+    write_result(run_dir, at=2.0, status="failed")
+    (run_dir / ".lock").unlink()
+    with pytest.raises(ClusterError, match="evaluator:0: the chief .* has failed; see .*result.json"):
+        chief.is_done()
+
+
 @pytest.mark.parametrize("leaves_its_lock", [True, False])
 def test_a_chief_that_was_killed_is_gone(run_dir: Path, clock: Clock, leaves_its_lock: bool) -> None:
     write(run_dir, held_by())
@@ -84,8 +105,20 @@ def test_a_chief_that_was_killed_is_gone(run_dir: Path, clock: Clock, leaves_its
     (run_dir / ".lock").unlink()
     if leaves_its_lock:
         (run_dir / ".lock").write_text(held_by(pid=ended_process()))
+    assert not chief.is_done()
+    clock.now += 11
     with pytest.raises(ClusterError, match="evaluator:0: the chief .* is gone without a word"):
         chief.is_done()
+
+
+def test_the_lock_of_a_chief_that_was_killed_before_keeps_nobody_from_waiting(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by(pid=ended_process()))
+    chief = observed(run_dir)
+    for _ in range(2):
+        assert not chief.is_done()
+        clock.now += 8
+    (run_dir / ".lock").write_text(held_by())
+    assert not chief.is_done()
 
 
 def test_a_chief_on_this_machine_is_waited_for_as_long_as_it_is_there(run_dir: Path, clock: Clock) -> None:
@@ -99,8 +132,13 @@ def test_a_chief_on_this_machine_is_waited_for_as_long_as_it_is_there(run_dir: P
 def test_a_chief_elsewhere_has_to_answer_or_to_save(
     run_dir: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run_dir, ELSEWHERE)
+    run_dir.mkdir()
     chief = observed(run_dir)
+    clock.now += 9
+    assert not chief.is_done()
+    # It counts from when it came.
+    (run_dir / ".lock").write_text(ELSEWHERE)
+    assert not chief.is_done()
     clock.now += 20
     assert not chief.is_done()
     chief.was_heard()
