@@ -79,7 +79,7 @@ def test_updates_run_beside_their_variables(run_dir: Path) -> None:
             assert "/job:ps" in op.device
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("wire_dtype", [pytest.param(None, marks=pytest.mark.long), "bfloat16"])
 def test_in_a_synchronous_step_one_tensor_travels_each_way(wire_dtype: str | None, run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(
@@ -95,7 +95,9 @@ def test_in_a_synchronous_step_one_tensor_travels_each_way(wire_dtype: str | Non
         assert not [op for op in graph.get_operations() if _job(op.device) is None and op.type.startswith("Assign")]
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16"}, {"local_steps": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"wire_dtype": "bfloat16"}, marks=pytest.mark.long), {"local_steps": 3}], ids=str
+)
 def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, Any], run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(

@@ -118,7 +118,7 @@ def test_training_comes_to_the_same(make: Callable[[Path], list[Any]], tmp_path:
     assert_same(both(make, tmp_path))
 
 
-@pytest.mark.parametrize("swap_on_epoch", [False, True])
+@pytest.mark.parametrize("swap_on_epoch", [pytest.param(False, marks=pytest.mark.long), True])
 def test_swap_ema_weights(swap_on_epoch: bool, tmp_path: Path) -> None:
     came_to = both(lambda folder: [callbacks.SwapEMAWeights(swap_on_epoch)], tmp_path, use_ema=True)
     assert_same(came_to)

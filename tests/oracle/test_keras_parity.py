@@ -46,6 +46,10 @@ LOCAL_OPTIMIZERS = {
 }
 
 
+# They go the way of others: Keras's own update, beside each parameter.
+_LIKE_OTHERS = {"amsgrad", "rmsprop", "lion", "adadelta", "adamax", "clipvalue", "adafactor"}
+
+
 def multi_data() -> tuple[Any, Any]:
     x, y = toy_data(BATCH * STEPS)
     return (
@@ -93,7 +97,13 @@ def assert_same_as_keras(
     assert history.epoch == expected_history.epoch
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *LOCAL_OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in _LIKE_OTHERS))
+        for name in (*OPTIMIZERS, *LOCAL_OPTIMIZERS)
+    ],
+)
 def test_every_optimizer_does_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
     make = {**OPTIMIZERS, **LOCAL_OPTIMIZERS}[name]

@@ -109,8 +109,15 @@ def values_of(checkpoints: Checkpoints, step: int) -> dict[str, np.ndarray]:
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-@pytest.mark.parametrize("seed", [5, None])
-@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [
+        (5, "arrays"),
+        (None, "dataset"),
+        pytest.param(None, "arrays", marks=pytest.mark.long),
+        pytest.param(5, "dataset", marks=pytest.mark.long),
+    ],
+)
 def test_a_resumed_run_comes_to_what_it_would_have_come_to(run_dir: Path, seed: int | None, kind: str) -> None:
     def fit_to(steps: int) -> dict[str, np.ndarray]:
         hooks = [CheckpointSaver(every_steps=7)]
