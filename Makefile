@@ -10,7 +10,7 @@ help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
-	@echo "make long    other tests that take minutes, every command of the documentation among them, about 15 minutes"
+	@echo "make long    other tests that take minutes, every command of the documentation among them, about 6 minutes"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
