@@ -127,8 +127,7 @@ class EpochRecorder(Hook):
         self.train_logs = dict(self._totals.logs)
         self._totals = None
         logs = dict(self.train_logs)
-        epoch_logs = {f"epoch_{name}": value for name, value in logs.items()}
-        session.summaries.scalars("train", epoch_logs, session.global_step)
+        session.summaries.epoch("train", logs, session.global_step)
         if validate and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
         self._finished.append((self._epoch, logs))
@@ -153,8 +152,7 @@ class EpochRecorder(Hook):
             self._best.add(session.global_step, logs)
             self._validated_step = session.global_step
             session.publish_validation(self.validation_logs)
-            epoch_logs = {f"epoch_{name}": value for name, value in self.validation_logs.items()}
-            session.summaries.scalars("validation", epoch_logs, session.global_step)
+            session.summaries.epoch("validation", self.validation_logs, session.global_step)
         return True
 
 

@@ -21,7 +21,7 @@ from kdist import console
 from kdist.best_values import BestValues
 from kdist.checkpoint_evaluator import Evaluation
 from kdist.cluster.process import end_children, how_it_ended, task_environment
-from kdist.cluster.spec import Task
+from kdist.cluster.spec import EVALUATOR
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.program import pickled
 from kdist.warn import warn
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from kdist.fit_arguments import FitArguments
     from kdist.session import TrainSession
 
-NAME = "evaluator"
-_TASK = Task(NAME, 0)
+_NAME = EVALUATOR.job
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
 
@@ -61,7 +60,7 @@ class Evaluator(Hook):
         last_secs: float,
     ) -> None:
         self._program = {"build_model": build_model, "arguments": arguments}
-        self._log = log_dir / f"{NAME}-0.log"
+        self._log = log_dir / f"{_NAME}-0.log"
         self._best = best
         self._restarts_left = max_restarts
         self._last_secs = last_secs
@@ -85,7 +84,7 @@ class Evaluator(Hook):
         deadline = time.monotonic() + self._last_secs
         while self._process is not None and steps and self._last_step < steps[-1] and not session.interrupted:
             if time.monotonic() > deadline:
-                warn(f"{NAME}: did not evaluate step {steps[-1]} within {self._last_secs:g} s (cluster.step_timeout)")
+                warn(f"{_NAME}: did not evaluate step {steps[-1]} within {self._last_secs:g} s (cluster.step_timeout)")
                 return
             time.sleep(_POLL_SECS)
             self._tell(session)
@@ -103,7 +102,7 @@ class Evaluator(Hook):
             self._process = self._started(session)
         except OSError as error:
             # As when the disk is full.
-            warn(f"{NAME}: cannot be started: {error.strerror or error}; training goes on without it")
+            warn(f"{_NAME}: cannot be started: {error.strerror or error}; training goes on without it")
 
     def _started(self, session: TrainSession) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,7 @@ class Evaluator(Hook):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=task_environment(_TASK),
+                env=task_environment(EVALUATOR),
                 pass_fds=[program.fileno()],
                 # Ctrl-C goes to the chief alone, which ends its tasks.
                 start_new_session=True,
@@ -137,7 +136,7 @@ class Evaluator(Hook):
             self._last_step = found.step
             self._best.add(found.step, found.logs)
             session.print_line(console.evaluation_line(found.step, session.last_step, found.logs))
-            session.summaries.evaluation(NAME, found.logs, found.step)
+            session.summaries.evaluation(found.logs, found.step)
         if self._process is not None and (code := self._process.poll()) is not None:
             self._is_lost(session, code)
 
@@ -151,7 +150,7 @@ class Evaluator(Hook):
 
     def _is_lost(self, session: TrainSession, code: int) -> None:
         self.close()
-        how = f"{NAME} is lost ({how_it_ended(code)}); log: {self._log}"
+        how = f"{_NAME} is lost ({how_it_ended(code)}); log: {self._log}"
         # Its own error would come again.
         if code < 0 and self._restarts_left > 0:
             self._restarts_left -= 1

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kdist.cluster.process import end_with_parent, name_process
-from kdist.cluster.spec import Task
+from kdist.cluster.spec import EVALUATOR
 from kdist.program import unpickled
 from kdist.quick_import import quick_import
 
@@ -28,7 +28,7 @@ _POLL_SECS = 0.5
 def main(options: Mapping[str, Any]) -> NoReturn:
     """Evaluates until the chief is gone; ends the process."""
     end_with_parent()
-    name_process(str(Task("evaluator", 0)))
+    name_process(str(EVALUATOR))
     with os.fdopen(options["program"], "rb") as file:
         packed = file.read()
     sys.path[:] = options["path"]

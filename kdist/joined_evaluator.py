@@ -13,7 +13,6 @@ from kdist.checkpoint_evaluator import CheckpointEvaluator
 from kdist.cluster.notice import chief_server
 from kdist.cluster.rendezvous import accepts_connections
 from kdist.errors import ClusterError, ConfigError
-from kdist.evaluator import NAME
 from kdist.run_lock import RunLock
 from kdist.version import __version__
 
@@ -53,7 +52,7 @@ def evaluate_until_done(trainer: Trainer, membership: Membership, arguments: Fit
             if found is not None:
                 chief.was_heard()
                 print_line(console.evaluation_line(found.step, None, found.logs))
-                summaries.evaluation(NAME, found.logs, found.step)
+                summaries.evaluation(found.logs, found.step)
             elif is_done:
                 break
             else:
@@ -95,21 +94,17 @@ class ObservedChief:
             ClusterError: it did not come, it failed, or it is gone.
         """
         holder = self._lock.holder()
-        is_there = holder is not None and not holder.is_gone
         if holder is None and self._files.result_written_at() != self._earlier_result:
             if self._files.read_result().get("status") == "failed":
                 raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._files}/result.json")
             return True
-        if is_there and not self._has_come:
+        if holder is None or holder.is_gone:
+            return not self._will_come()
+        if not self._has_come:
             self._has_come = True
             self.was_heard()
-        if not self._has_come:
-            return self._was_done_before()
-        if not is_there:
-            self._raise_if_it_stays_away()
-            return False
         self._missing_since = None
-        if holder is None or not holder.is_elsewhere or accepts_connections(self._address):
+        if not holder.is_elsewhere or accepts_connections(self._address):
             self.was_heard()
         elif (silent := self._silent_secs) > self._config.step_timeout:
             # Its server has not begun, or has ended, as when the chief validates at the end; not for ever, though.
@@ -119,11 +114,15 @@ class ObservedChief:
             )
         return False
 
-    def _was_done_before(self) -> bool:
-        if self._silent_secs <= self._config.start_timeout:
-            return False
-        if self._files.read_result().get("status") == "done":
+    def _will_come(self) -> bool:
+        """Whether a chief that is not there may still come; False if it was done before and does not come again."""
+        if self._has_come:
+            self._raise_if_it_stays_away()
             return True
+        if self._silent_secs <= self._config.start_timeout:
+            return True
+        if self._files.read_result().get("status") == "done":
+            return False
         raise ClusterError(
             f"{self._who}: no chief trains in {self._files} for {self._silent_secs:.0f} s (cluster.start_timeout); "
             "run.dir has to be that of the chief, on a file system that both see"

@@ -221,9 +221,8 @@ class ProgramTasks:
             for line in printed:
                 # A warning may come behind something that is no whole line yet.
                 text, is_warning, warning = line.rstrip("\n").partition(_WARNING)
-                # Whatever a console does that is gone, or is somebody's own: the chief would wait for ever for somebody
-                # to read.
-                with suppress(Exception):
+                # With a console that is gone, or warnings that are errors, the chief would wait for ever for a reader.
+                with suppress(OSError, ValueError, Warning):
                     if text or not is_warning:
                         self.print_line(text)
                     if is_warning:

@@ -26,6 +26,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from kdist.cluster.spec import EVALUATOR
 from kdist.warn import warn
 
 _numbers = itertools.count()
@@ -50,9 +51,14 @@ class Summaries:
         """Writes `values` by their tags to `split`, `train` or `validation`."""
         self._write(split, [scalar_pb(tag, np.float32(value)) for tag, value in values.items()], step)
 
-    def evaluation(self, split: str, logs: Mapping[str, float], step: int) -> None:
-        """Writes loss and metrics under their names, and under `epoch_<name>`, where Keras users look for them."""
-        self.scalars(split, {**logs, **{f"epoch_{name}": value for name, value in logs.items()}}, step)
+    def epoch(self, split: str, logs: Mapping[str, float], step: int) -> None:
+        """Writes loss and metrics under the names of Keras's own callback, `epoch_<name>`."""
+        self.scalars(split, {f"epoch_{name}": value for name, value in logs.items()}, step)
+
+    def evaluation(self, logs: Mapping[str, float], step: int) -> None:
+        """Writes what an evaluator found, to `evaluator`."""
+        self.scalars(EVALUATOR.job, logs, step)
+        self.epoch(EVALUATOR.job, logs, step)
 
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
         """Writes the distribution of `values`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 
 from kdist.data import DataContext, TrainingData
 
@@ -78,3 +79,8 @@ def next_of(iterator: Any) -> Any:
     """
     iterator._get_next_call_count = 0
     return next(iterator)
+
+
+def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
+    """The type spec of iterators over the dataset that `make_dataset` returns."""
+    return IteratorSpec(make_dataset.structured_outputs.element_spec)

@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
 
 from kdist.cluster.connection import connect, disconnect, reconnect
@@ -386,11 +385,6 @@ def fetch(tensor: tf.Tensor) -> Any:
     in_turn = first_calls.call(("fetch", tensor.device, tensor.dtype))
     with in_turn, tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
         return tf.identity(tensor).numpy()
-
-
-def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
-    """The type spec of iterators over the dataset that `make_dataset` returns."""
-    return IteratorSpec(make_dataset.structured_outputs.element_spec)
 
 
 def _set_environment(values: dict[str, str | None]) -> None:

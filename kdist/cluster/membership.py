@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.addresses import check_private
-from kdist.cluster.spec import CHIEF, ClusterShape, ClusterSpec, Membership, Task
+from kdist.cluster.spec import CHIEF, EVALUATOR, ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 # A host name, an IPv4 address, or an IPv6 address in brackets.
 _ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
 _JOBS = ("ps", "worker", "chief")
-# It is part of no cluster: it reads the chief's checkpoints, and nobody connects to it.
-_EVALUATOR = "evaluator"
-_ROLES = ", ".join((*_JOBS, _EVALUATOR))
+_ROLES = (*_JOBS, EVALUATOR.job)
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -80,7 +78,7 @@ _TF_CONFIG = _Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: ta
 
 def _of_hosts(config: ClusterConfig) -> Membership:
     if config.job is None:
-        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {_ROLES}")
+        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(_ROLES)}")
     chief = [config.chief] if config.chief else []
     addresses = {"ps": config.ps, "worker": config.worker, "chief": chief}
     return _membership(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
@@ -103,8 +101,8 @@ def _of_tf_config(text: str | None) -> Membership:
         raise ConfigError("TF_CONFIG: cluster has a master and a chief, which are the same job")
     # "master" is what TF1 called the chief.
     cluster = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
-    if unknown := sorted(set(cluster) - {*_JOBS, _EVALUATOR}):
-        raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {_ROLES}")
+    if unknown := sorted(set(cluster) - set(_ROLES)):
+        raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {', '.join(_ROLES)}")
     for job, hosts in cluster.items():
         if not isinstance(hosts, list):
             raise ConfigError(f"TF_CONFIG: cluster.{job} must be a list of addresses, host:port")
@@ -116,13 +114,13 @@ def _of_tf_config(text: str | None) -> Membership:
 
 
 def _membership(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: _Keys) -> Membership:
-    if job not in (*_JOBS, _EVALUATOR):
-        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {_ROLES}")
+    if job not in _ROLES:
+        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(_ROLES)}")
     _check_index(index, keys)
     have = len(addresses.get(job, ()))
     spec = _spec(addresses, keys)
-    if job == _EVALUATOR:
-        return Membership(spec, Task(_EVALUATOR, index))
+    if job == EVALUATOR.job:
+        return Membership(spec, Task(EVALUATOR.job, index))
     if index >= have:
         what = f"{have} such task{'' if have == 1 else 's'}" if have else "no such task"
         raise ConfigError(f"{keys.index}: this process is {job}:{index}, and {keys.cluster}{job} has {what}")

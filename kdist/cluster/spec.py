@@ -36,6 +36,8 @@ class Task:
 
 
 CHIEF = Task("chief", 0)
+#: It is part of no cluster: it reads the chief's checkpoints, and nobody connects to it.
+EVALUATOR = Task("evaluator", 0)
 
 
 @dataclass(frozen=True)
@@ -157,4 +159,4 @@ class Membership:
     @property
     def evaluates(self) -> bool:
         """Whether this process is an evaluator, which is beside the cluster and reads what the chief saves."""
-        return self.task.job == "evaluator"
+        return self.task.job == EVALUATOR.job

@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.cluster.coordinator import iterator_spec
 from kdist.cluster.spec import CHIEF
 from kdist.errors import TaskError
 from kdist.parameters.apply import clip_gradients
@@ -22,6 +21,7 @@ from kdist.strategies.base import Program
 from kdist.strategies.calls import CallLogs, Replica, StepLogs, run_steps
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
+from kdist.worker_data import iterator_spec
 
 
 class AllReduce(StoredStrategy):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import fetch, iterator_spec
+from kdist.cluster.coordinator import fetch
 from kdist.cluster.lanes import Finished
 from kdist.cluster.spec import Task
 from kdist.result import Contributions
@@ -23,6 +23,7 @@ from kdist.strategies.base import Program
 from kdist.strategies.calls import StepLogs
 from kdist.strategies.on_servers import OnServers
 from kdist.warn import warn
+from kdist.worker_data import iterator_spec
 
 # A second call waits at each worker while the first runs; more would only sit in the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2

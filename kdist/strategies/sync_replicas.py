@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import fetch, iterator_spec
+from kdist.cluster.coordinator import fetch
 from kdist.cluster.lanes import Finished, may_be_lost
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
@@ -34,6 +34,7 @@ from kdist.strategies.lockstep import LockstepCalls
 from kdist.strategies.on_servers import OnServers
 from kdist.strategies.quorum import Quorum
 from kdist.warn import warn
+from kdist.worker_data import iterator_spec
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import tensorflow as tf
 from helpers import delayed, result_of, tags_of, toy_batches, toy_data
 
 import kdist
+from kdist.cluster.connection import reconnect
+from kdist.cluster.first_calls import first_calls
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
@@ -121,7 +123,15 @@ def test_the_end_of_data_on_one_worker_lowers_the_quorum(run_dir: Path) -> None:
     assert result["gradients"]["by_worker"] == {"worker:0": {"accepted": 20, "dropped": 0, "stale": 0}}
 
 
-def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path) -> None:
+def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    was_alone = []
+
+    def reconnect_alone(*arguments: Any) -> None:
+        was_alone.append(bool(first_calls._alone))
+        reconnect(*arguments)
+
+    monkeypatch.setattr("kdist.cluster.coordinator.reconnect", reconnect_alone)
+
     class KillOne(Hook):
         def after_run(self, context: Any, values: Any) -> None:
             if values.global_step == 10:
@@ -138,6 +148,9 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path) ->
     with pytest.warns(UserWarning, match="worker:1 is lost"):
         trainer.fit(x, y, batch_size=8, steps=60, verbose=0)
     assert result_of(run_dir)["global_step"] == 60
+    # No fetch began while the connection changed.
+    assert was_alone
+    assert all(was_alone)
 
 
 def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from test_session import run_all
 
 from kdist import live_line
 from kdist.hooks import Progress, StopAtStep
-from kdist.live_line import LiveLine, ReceivedLine, SentLine, TerminalLine, pipe_writer
+from kdist.live_line import LiveLine, LivePipe, ReceivedLine, SentLine, TerminalLine, pipe_writer
 
 
 def train(make_line: Callable[[], LiveLine | None]) -> None:
@@ -71,6 +71,29 @@ def test_a_step_may_be_a_number_of_numpys() -> None:
     messages: list[str] = []
     SentLine(messages.append).show(np.int64(1), np.int64(2), ["loss 1.0"])  # type: ignore[arg-type]
     assert json.loads(messages[0]) == {"show": [1, 2, ["loss 1.0"]]}
+
+
+def test_what_comes_by_the_pipe_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(width=120)
+    monkeypatch.setattr(live_line, "is_terminal", lambda: True)
+    monkeypatch.setattr(live_line, "TerminalLine", lambda: TerminalLine(screen))
+    with LivePipe() as pipe:
+        assert pipe.descriptor is not None
+        others = os.dup(pipe.descriptor)
+        pipe.show()
+        SentLine(pipe_writer(others)).show(1, 2, ["loss 0.4213"])
+        os.close(others)
+    assert "loss 0.4213" in written_to(screen)
+    assert written_to(screen).rstrip("\n").endswith("\x1b[2K")
+
+
+def test_a_pipe_that_was_never_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_line, "is_terminal", lambda: True)
+    with pytest.raises(KeyboardInterrupt), LivePipe() as pipe:
+        raise KeyboardInterrupt
+    assert pipe.descriptor is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pipe.descriptor)
 
 
 def test_a_line_that_nobody_reads_delays_nobody() -> None:
