@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 
 from kdist import live_line
+from kdist.cluster.guard import Stopped
 from kdist.cluster.local import available_cores, free_ports, thread_budget
 from kdist.cluster.process import end_children, end_with_parent, how_it_ended, name_process, task_environment
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
@@ -95,6 +96,7 @@ class ProgramTasks:
         num_workers: how many.
         log_dir: folder for their logs, `worker-<index>.log`.
         start_timeout: seconds within which all must have met.
+        step_timeout: seconds for which one may be stopped.
         num_cpus: logical CPU devices of each; 0 for the devices there are.
         devices: which GPUs they may use.
         print_line: takes what the chief prints.
@@ -103,6 +105,7 @@ class ProgramTasks:
     num_workers: int
     log_dir: Path
     start_timeout: float
+    step_timeout: float = 300.0
     num_cpus: int = 0
     devices: DevicesConfig | None = None
     print_line: Any = print
@@ -118,7 +121,7 @@ class ProgramTasks:
 
         Raises:
             ConfigError: something in the program cannot travel.
-            ClusterError: a process was lost or did not start in time.
+            ClusterError: a process was lost, is stopped or did not start in time.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when the chief had saved.
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
@@ -183,6 +186,7 @@ class ProgramTasks:
     def _wait(self, processes: Sequence[subprocess.Popen[str]], folder: Path) -> Outcome:
         """Waits for the chief, and for the others until they met."""
         deadline = time.monotonic() + self.start_timeout
+        stopped = Stopped()
         while (code := processes[0].poll()) is None:
             for index, process in enumerate(processes):
                 if process.poll() not in (None, 0):
@@ -198,6 +202,12 @@ class ProgramTasks:
                 raise ClusterError(
                     f"{names} did not answer within {self.start_timeout:g} s (cluster.start_timeout)"
                     + self._log_tail(missing[0])
+                )
+            # A chief that is stopped finds out nothing, and others wait for it.
+            pids = [process.pid for process in processes]
+            for pid in stopped.longer_than(self.step_timeout, pids):
+                raise ClusterError(
+                    f"{Task('worker', pids.index(pid))} is stopped for {self.step_timeout:g} s (cluster.step_timeout)"
                 )
             time.sleep(_POLL_SECS)
         # A chief that fails because another worker was killed knows less of it than this process.

@@ -44,6 +44,7 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
         num_workers=max(1, trainer.shape.num_workers),
         log_dir=trainer.run_dir / "logs",
         start_timeout=trainer.cluster_config.start_timeout,
+        step_timeout=trainer.cluster_config.step_timeout,
         num_cpus=num_cpus,
         devices=trainer.cluster_config.devices,
         print_line=console.print_line,

@@ -11,13 +11,28 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection
 
 _CHECK_SECS = 0.1
 
 
+class Stopped:
+    """Knows how long processes of this machine have been stopped without a break, as far as it is asked often."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def longer_than(self, secs: float, pids: Collection[int]) -> list[int]:
+        """Those of `pids` that have been stopped for more than `secs` seconds."""
+        now = time.monotonic()
+        # Who is merely slowed down is seen running now and then.
+        self._since = {pid: self._since.get(pid, now) for pid in pids if _state(pid) == "T"}
+        return [pid for pid, since in self._since.items() if now - since > secs]
+
+
 def guard(limit_secs: float) -> None:
     """Kills a process when it has been stopped for that long without a break."""
-    stopped_since: dict[int, float] = {}
+    stopped = Stopped()
     pids: set[int] = set()
     while True:
         if select.select([0], [], [], _CHECK_SECS)[0]:
@@ -25,19 +40,12 @@ def guard(limit_secs: float) -> None:
             if not received:
                 return
             pids.update(int(line) for line in received.split())
-        now = time.monotonic()
-        for pid in list(pids):
-            state = _state(pid)
-            if state is None:
-                pids.discard(pid)
-            if state != "T":
-                # Who is merely slowed down is seen running now and then.
-                stopped_since.pop(pid, None)
-            elif now - stopped_since.setdefault(pid, now) > limit_secs:
-                # First said, then done: whoever finds the process gone finds out why.
-                os.write(1, f"{pid}\n".encode())
-                os.kill(pid, signal.SIGKILL)
-                pids.discard(pid)
+        pids = {pid for pid in pids if _state(pid) is not None}
+        for pid in stopped.longer_than(limit_secs, pids):
+            # First said, then done: whoever finds the process gone finds out why.
+            os.write(1, f"{pid}\n".encode())
+            os.kill(pid, signal.SIGKILL)
+            pids.discard(pid)
 
 
 def _state(pid: int) -> str | None:

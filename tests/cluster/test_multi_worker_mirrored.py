@@ -71,6 +71,36 @@ def test_a_worker_that_is_killed_is_named(run_dir: Path) -> None:
     assert "worker" in result["error"]
 
 
+class StopsOnce(Hook):
+    """Stops the chief, in whose process hooks run, the first time that there are checkpoints to go on from."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_process_of_its_own_that_is_stopped_is_named_and_started_again(run_dir: Path, tmp_path: Path) -> None:
+    x, y = toy_data()
+    # With other workers, these notice it as well.
+    trainer = kdist.Trainer(
+        models.mlp,
+        strategy="mirrored",
+        devices=2,
+        run_dir=run_dir,
+        hooks=[StopsOnce(tmp_path / "mark")],
+        step_timeout=3,
+        max_restarts=1,
+    )
+    with pytest.warns(UserWarning, match=r"worker:0 is stopped for 3 s \(cluster.step_timeout\); .* started again"):
+        trainer.fit(x, y, batch_size=8, steps=20, verbose=0)
+    assert trainer.result.global_step == 20
+    assert trainer.result.restarts == {"worker": 0, "cluster": 1}
+
+
 def test_an_error_of_the_users_comes_back_with_its_worker(run_dir: Path) -> None:
     def dataset(context: kdist.DataContext) -> tf.data.Dataset:
         raise KeyError("no such column")
