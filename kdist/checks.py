@@ -34,6 +34,20 @@ def check_one_of(key: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")
 
 
+#: What schedulers send to end a run: SIGTERM, and with `sbatch --signal` one of the others ahead of the time limit.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+_ALLOWED_STOP_SIGNALS = (*STOP_SIGNALS, "SIGHUP", "SIGXCPU")
+
+
+def check_stop_signals(key: str, names: Sequence[str]) -> None:
+    """Refuses what is no name of a signal at which a run can save."""
+    for name in names:
+        if name not in _ALLOWED_STOP_SIGNALS:
+            raise ConfigError(
+                f"{key}={name}: choose from {', '.join(_ALLOWED_STOP_SIGNALS)} (Ctrl-C always ends a run)"
+            )
+
+
 def check_target(key: str, node: Any) -> None:
     """Refuses a part of a config that names nothing by `_target_`."""
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):

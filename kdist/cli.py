@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import traceback
 import warnings
@@ -17,10 +16,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kdist import trusted
+from kdist import signals, trusted
 from kdist.cli_help import help_text, nearest_key
 from kdist.cluster import isolate
 from kdist.errors import ClusterError, ConfigError, KdistError
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
     from kdist.cluster.spec import Membership
     from kdist.schema import Config
 
-_INTERRUPTED = 130
-_TERMINATED = 143
-
 
 def main() -> NoReturn:
     """Runs the command line and ends the process with its exit code."""
@@ -45,17 +40,13 @@ def main() -> NoReturn:
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     keep_python_stderr()
-    signal.signal(signal.SIGTERM, _terminate)
+    signals.stop_before_training()
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     # At a normal exit TensorFlow may wait for ever for a task that is gone. Everything is written and closed by now.
     os._exit(code)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(_TERMINATED)
 
 
 def run(arguments: list[str]) -> int:
@@ -70,9 +61,9 @@ def run(arguments: list[str]) -> int:
         _run_hydra(arguments)
     except KeyboardInterrupt:
         print("kdist: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return signals.INTERRUPTED
     except SystemExit as error:
-        if error.code == _TERMINATED:
+        if error.code == signals.STOPPED:
             print("kdist: terminated", file=sys.stderr)
         return error.code if isinstance(error.code, int) else 1
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
@@ -169,17 +160,21 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
 
 def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief is done."""
-    if membership.runs_program or membership.evaluates:
-        with native_log(Path(os.devnull)):
+    signals.exit_at_once = os._exit
+    says_all = config.run.log_device_placement and not membership.runs_program
+    with (
+        signals.task_signals(membership.task, config.run.grace_secs, config.run.stop_signals) as stop,
+        nullcontext() if says_all else native_log(Path(os.devnull)),
+    ):
+        if membership.runs_program or membership.evaluates:
             from kdist.experiment import run_experiment
 
             # An evaluator reads there what the chief saves.
             run_experiment(config, Path(config.run.dir) if membership.evaluates else None, is_chief=False)
-    else:
-        from kdist.cluster.serve import serve_until_done
+        else:
+            from kdist.cluster.serve import serve_until_done
 
-        with nullcontext() if config.run.log_device_placement else native_log(Path(os.devnull)):
-            serve_until_done(membership, config.cluster, log_device_placement=config.run.log_device_placement)
+            serve_until_done(membership, config.cluster, stop, log_device_placement=config.run.log_device_placement)
 
 
 def _check(parsed: Namespace) -> Config:
@@ -319,7 +314,7 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
     with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.comes_here else end_of_run
         end.enter_context(_tasks_prepared(checked, membership, log.parent))
-        from kdist import live_line, signals
+        from kdist import live_line
         from kdist.experiment import run_experiment
 
         signals.exit_at_once = live_line.exit_at_once

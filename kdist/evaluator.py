@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kdist import console
 from kdist.best_values import BestValues
 from kdist.checkpoint_evaluator import Evaluation
-from kdist.cluster.process import end_children, how_it_ended, task_environment
+from kdist.cluster.process import end_children, how_it_ended, start_child, task_environment
 from kdist.cluster.spec import EVALUATOR
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.program import pickled
@@ -117,15 +117,12 @@ class Evaluator(Hook):
                 "after": self._last_step,
                 "path": sys.path,
             }
-            process = subprocess.Popen(
+            process = start_child(
                 [sys.executable, "-m", "kdist.evaluator_task", json.dumps(options)],
-                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=task_environment(EVALUATOR),
                 pass_fds=[program.fileno()],
-                # Ctrl-C goes to the chief alone, which ends its tasks.
-                start_new_session=True,
             )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)

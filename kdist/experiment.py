@@ -96,6 +96,7 @@ def _trainer(config: Config, run_dir: Path | None) -> Trainer:
         seed=config.run.seed,
         max_restarts=config.train.max_restarts,
         grace_secs=config.run.grace_secs,
+        stop_signals=config.run.stop_signals,
         use_default_hooks=False,
         hparams=_hparams(config),
         **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kdist import console
 from kdist.checkpoint_evaluator import CheckpointEvaluator
 from kdist.cluster.notice import chief_server
-from kdist.cluster.rendezvous import accepts_connections
 from kdist.errors import ClusterError, ConfigError
 from kdist.run_lock import RunLock
 from kdist.version import __version__
@@ -63,7 +62,7 @@ def evaluate_until_done(trainer: Trainer, membership: Membership, arguments: Fit
 
 
 class ObservedChief:
-    """The chief, as far as it can be seen from here: by the run dir, and by whether somebody listens at its address.
+    """The chief, as far as it can be seen from here: by the run dir, where its lock has a heartbeat.
 
     Args:
         files: its run dir.
@@ -93,26 +92,16 @@ class ObservedChief:
         Raises:
             ClusterError: it did not come, it failed, or it is gone.
         """
-        holder = self._lock.holder()
-        if holder is None and self._files.result_written_at() != self._earlier_result:
+        if self._lock.living_holder() is not None:
+            self._has_come = True
+            self._missing_since = None
+            self.was_heard()
+            return False
+        if not self._lock.exists and self._files.result_written_at() != self._earlier_result:
             if self._files.read_result().get("status") == "failed":
                 raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._files}/result.json")
             return True
-        if holder is None or holder.is_gone:
-            return not self._will_come()
-        if not self._has_come:
-            self._has_come = True
-            self.was_heard()
-        self._missing_since = None
-        if not holder.is_elsewhere or accepts_connections(self._address):
-            self.was_heard()
-        elif (silent := self._silent_secs) > self._config.step_timeout:
-            # Its server has not begun, or has ended, as when the chief validates at the end; not for ever, though.
-            raise ClusterError(
-                f"{self._who}: {self._chief} does not answer and saved nothing for {silent:.0f} s "
-                "(cluster.step_timeout)"
-            )
-        return False
+        return not self._will_come()
 
     def _will_come(self) -> bool:
         """Whether a chief that is not there may still come; False if it was done before and does not come again."""
@@ -133,7 +122,7 @@ class ObservedChief:
         now = time.monotonic()
         self._missing_since = self._missing_since or now
         if now - self._missing_since > _LATE_SECS:
-            raise ClusterError(f"{self._who}: {self._chief} is gone without a word")
+            raise ClusterError(f"{self._who}: {self._chief} exited without reporting completion")
 
     @property
     def _silent_secs(self) -> float:

@@ -55,7 +55,7 @@ class LocalFit:
         recorder, validate, print_line = self._recorder, self._validate, session.print_line
         self._print_begin(print_line)
         started = time.monotonic()
-        signals = StopSignals(session, trainer.grace_secs)
+        signals = StopSignals(session, trainer.grace_secs, trainer.stop_signals)
         try:
             with signals, session:
                 trainer.files.write_plan(session.strategy.plan)

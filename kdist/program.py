@@ -24,19 +24,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 
-from kdist import live_line
+from kdist import live_line, signals
+from kdist.checks import STOP_SIGNALS
 from kdist.cluster.guard import Stopped
-from kdist.cluster.local import available_cores, free_ports, thread_budget
-from kdist.cluster.process import end_children, end_with_parent, how_it_ended, name_process, task_environment
+from kdist.cluster.local import available_cores, thread_budget
+from kdist.cluster.process import (
+    end_children,
+    end_with_parent,
+    free_ports,
+    how_it_ended,
+    name_process,
+    start_child,
+    task_environment,
+)
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError, KdistError, TaskError
 from kdist.quick_import import quick_import
-from kdist.signals import SAME_SIGNAL_SECS, leave
+from kdist.signals import ForwardedSignals
 from kdist.warn import warn
 
 if TYPE_CHECKING:
@@ -99,6 +107,7 @@ class ProgramTasks:
         step_timeout: seconds for which one may be stopped.
         num_cpus: logical CPU devices of each; 0 for the devices there are.
         devices: which GPUs they may use.
+        stop_signals: names of the signals that go to the chief.
         print_line: takes what the chief prints.
     """
 
@@ -108,6 +117,7 @@ class ProgramTasks:
     step_timeout: float = 300.0
     num_cpus: int = 0
     devices: DevicesConfig | None = None
+    stop_signals: Sequence[str] = STOP_SIGNALS
     print_line: Any = print
 
     def run(self, program: Mapping[str, Any]) -> Any:
@@ -137,7 +147,7 @@ class ProgramTasks:
                 relay.start()
                 at_end.callback(relay.join, _STOP_SECS)
                 at_end.callback(end_children, processes, _STOP_SECS)
-                with _ForwardedSignals(processes[0]):
+                with ForwardedSignals(processes[0], self.stop_signals):
                     outcome = self._wait(processes, Path(folder))
             if outcome.error is not None:
                 raise outcome.error
@@ -170,17 +180,14 @@ class ProgramTasks:
 
     def _start(self, options: ProgramOptions) -> subprocess.Popen[str]:
         with self._log(options.index).open("wb") as log:
-            return subprocess.Popen(
+            return start_child(
                 [sys.executable, "-m", "kdist.program", json.dumps(asdict(options))],
-                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if options.index == 0 else log,
                 stderr=log,
                 env=task_environment(Task("worker", options.index), self.devices),
                 pass_fds=[] if options.live_line is None else [options.live_line],
                 text=True,
                 errors="replace",
-                # Ctrl-C goes to this process alone, which passes it on to the chief.
-                start_new_session=True,
             )
 
     def _wait(self, processes: Sequence[subprocess.Popen[str]], folder: Path) -> Outcome:
@@ -246,31 +253,6 @@ class ProgramTasks:
         return f"\n  log: {self._log(index)}" + (" (last lines follow)\n" + "\n".join(lines) if lines else " (empty)")
 
 
-class _ForwardedSignals:
-    """While entered, Ctrl-C and SIGTERM go to the chief, which ends in good order; a second one ends it at once."""
-
-    def __init__(self, chief: subprocess.Popen[str]) -> None:
-        self._chief = chief
-        self._before: dict[int, Any] = {}
-        self._received_at: float | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._forward)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._received_at is not None and time.monotonic() - self._received_at > SAME_SIGNAL_SECS:
-            self._chief.kill()
-            leave(signal.Signals(number))
-        self._received_at = self._received_at or time.monotonic()
-        self._chief.send_signal(number)
-
-
 class _Pickler(cloudpickle.Pickler):
     """Knows datasets, which travel as their graph."""
 
@@ -320,9 +302,11 @@ def main(options: ProgramOptions) -> NoReturn:
     """Runs the program as one of its workers; ends the process."""
     end_with_parent()
     name_process(str(Task("worker", options.index)))
-    signal.signal(signal.SIGTERM, _terminate)
     sys.path[:] = options.path
     if options.index == 0:
+        # The chief: the others end with it, and ignore what a scheduler sends to all of them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signals.stop_before_training()
         # In one piece: other threads print, too.
         warnings.showwarning = lambda message, *_, **__: print(f"{_WARNING}{message}\n", end="", flush=True)
     if options.live_line is not None:
@@ -346,7 +330,7 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
     with quick_import():
         import tensorflow as tf
 
-        from kdist import remote_fit, signals
+        from kdist import remote_fit
 
     gc.freeze()
     tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
@@ -368,10 +352,6 @@ def _run(options: ProgramOptions, folder: Path) -> Any:
     del packed
     signals.exit_at_once = os._exit
     return remote_fit.run_program(program, membership)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _travelling(error: BaseException, task: str) -> BaseException:

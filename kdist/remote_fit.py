@@ -15,11 +15,13 @@ from kdist import console
 from kdist.callbacks import set_states, states_of, without_model
 from kdist.cluster.serve import serve_until_done
 from kdist.cluster.spec import Membership
+from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError
 from kdist.joined_evaluator import evaluate_until_done
 from kdist.parameters.local import write_to_model
 from kdist.program import ProgramTasks
 from kdist.result import Result, describe
+from kdist.signals import task_signals
 from kdist.strategies.stored import prepare
 from kdist.version import __version__
 from kdist.warn import warn
@@ -47,6 +49,7 @@ def fit_in_processes(trainer: Trainer, num_cpus: int, arguments: FitArguments) -
         step_timeout=trainer.cluster_config.step_timeout,
         num_cpus=num_cpus,
         devices=trainer.cluster_config.devices,
+        stop_signals=trainer.stop_signals,
         print_line=console.print_line,
     )
     callbacks = without_model(arguments.callbacks)
@@ -119,15 +122,29 @@ def run_program(program: Mapping[str, Any], membership: Membership | None) -> di
 
 def take_part(trainer: Trainer, membership: Membership, arguments: FitArguments) -> None:
     """Does in a task that is not the chief what the chief wants of it, until the chief is done."""
-    if membership.evaluates:
-        evaluate_until_done(trainer, membership, arguments)
-        return
-    if not membership.runs_program:
-        serve_until_done(membership, trainer.cluster_config)
-        return
+    with task_signals(membership.task, trainer.grace_secs, trainer.stop_signals) as stop:
+        if membership.evaluates:
+            stop.begin_to_serve()
+            evaluate_until_done(trainer, membership, arguments)
+        elif not membership.runs_program:
+            serve_until_done(membership, trainer.cluster_config, stop)
+        else:
+            stop.begin_to_serve()
+            _follow(trainer, membership, arguments)
+
+
+def _follow(trainer: Trainer, membership: Membership, arguments: FitArguments) -> None:
+    """Trains as one of the all-reduce workers."""
     console.print_line(f"kdist {__version__} | {membership.task} of {trainer.shape} | {trainer.strategy}")
     strategy: Any = trainer.make_strategy()
-    strategy.follow(trainer.program(arguments.training_data(trainer.seed), arguments.batch_size))
+    timeouts = TcpTimeouts(
+        membership.spec.worker, [membership.spec.port(membership.task)], trainer.cluster_config.patience
+    )
+    timeouts.start()
+    try:
+        strategy.follow(trainer.program(arguments.training_data(trainer.seed), arguments.batch_size))
+    finally:
+        timeouts.stop()
     write_to_model(trainer.model, strategy.read())
     if trainer.model.optimizer.use_ema:
         trainer.model.optimizer.finalize_variable_values(trainer.model.trainable_variables)

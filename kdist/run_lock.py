@@ -1,7 +1,8 @@
 """`RunLock`: one chief for each run dir.
 
-The file `.lock` says which process holds it. Whether that process is still there is asked of the operating system, so
-that a lock whose process was killed keeps nobody out.
+The file `.lock` says which process holds it. On one machine the operating system says whether that process is still
+there. The chief of another machine, or of another container, shows that it is by touching the file every few seconds:
+its heartbeat. A lock whose process was killed keeps no chief out, here at once and elsewhere after a minute.
 """
 
 from __future__ import annotations
@@ -10,15 +11,26 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
 from kdist.errors import ConfigError
 from kdist.folders import make_private
+from kdist.warn import warn
+
+HEARTBEAT_SECS = 10.0
+#: A lock without a heartbeat for so long is nobody's.
+STALE_SECS = 60.0
+_NAME = ".lock"
+_POLL_SECS = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,27 +42,38 @@ class Holder:
         started: when it started, in clock ticks since the machine did; a later process with its number has another.
             None where the system does not say.
         since: when it took the lock, for people to read.
+        boot: which start of the machine it runs in; None where the system does not say.
+        namespace: in which of the machine's containers its process id counts; None where the system does not say.
+        job: the Slurm job that it is part of, if any.
     """
 
     pid: int
     host: str
     started: int | None
     since: str
+    boot: str | None = None
+    namespace: str | None = None
+    job: str | None = None
 
     @classmethod
     def this_process(cls) -> Holder:
         pid = os.getpid()
-        return cls(pid, socket.gethostname(), _start_of(pid), datetime.now().isoformat(" ", "seconds"))
+        since = datetime.now().isoformat(" ", "seconds")
+        job = os.environ.get("SLURM_JOB_ID")
+        return cls(pid, socket.gethostname(), _start_of(pid), since, _boot_id(), _pid_namespace(), job)
 
     @property
     def is_elsewhere(self) -> bool:
-        return self.host != socket.gethostname()
+        """Whether its process id says nothing here: it is on another machine, or in another container."""
+        here = (socket.gethostname(), _boot_id(), _pid_namespace())
+        return (self.host, self.boot, self.namespace) != here
 
     @property
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the process has certainly ended."""
         if self.is_elsewhere:
-            return False
+            # A job that was requeued has none but its present processes.
+            return self.job is not None and self.job == os.environ.get("SLURM_JOB_ID")
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -61,21 +84,29 @@ class Holder:
         start = _start_of(self.pid)
         return None not in (start, self.started) and start != self.started
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
 
 class RunLock:
     """While entered, this process is the one chief of a run dir, which is made if it is not there.
 
     Args:
         folder: the run dir.
+        heartbeat_secs: seconds between heartbeats.
+        stale_secs: seconds without one after which a lock of another machine counts as left behind.
 
     Raises:
         ConfigError: on entering: another process is its chief, or it cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, heartbeat_secs: float = HEARTBEAT_SECS, stale_secs: float = STALE_SECS) -> None:
         self._folder = folder
-        self._path = folder / ".lock"
+        self._path = folder / _NAME
+        self._heartbeat_secs = heartbeat_secs
+        self._stale_secs = stale_secs
         self._mine: Holder | None = None
+        self._released = threading.Event()
 
     def check(self) -> None:
         """Refuses what entering would refuse, and changes nothing.
@@ -83,47 +114,127 @@ class RunLock:
         Raises:
             ConfigError: another process is the chief.
         """
-        with suppress(OSError):
-            self._refuse_if_held(self._path.read_text())
+        self._wait_for_heartbeat()
 
-    def holder(self) -> Holder | None:
-        """The process that the lock file names, which may be gone; None if there is none."""
-        try:
-            return _holder(self._path.read_text())
-        except OSError:
+    @property
+    def exists(self) -> bool:
+        """Whether a process holds the lock, or was killed while it did."""
+        return _read(self._path) is not None
+
+    def living_holder(self) -> Holder | None:
+        """The process that holds the lock, as far as is known; None if there is none, or it has ended."""
+        found = _read(self._path)
+        if found is None or found[0].has_ended:
             return None
+        holder, heartbeat_at = found
+        return None if holder.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs else holder
 
     def __enter__(self) -> RunLock:
+        self._wait_for_heartbeat()
         try:
             make_private(self._folder)
             with _opened_alone(self._path) as descriptor:
-                self._refuse_if_held(os.read(descriptor, 4096).decode(errors="replace"))
+                # Another chief may have come first.
+                if (holder := self.living_holder()) is not None:
+                    raise self._in_use(holder)
                 mine = Holder.this_process()
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
         except OSError as error:
             raise ConfigError(f"run.dir={self._folder}: cannot be written: {error.strerror or error}") from error
         self._mine = mine
+        self._released.clear()
+        threading.Thread(target=self._beat, daemon=True, name="kdist-run-lock").start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._released.set()
         with suppress(OSError), _opened_alone(self._path) as descriptor:
             if _holder(os.read(descriptor, 4096).decode(errors="replace")) == self._mine:
                 self._path.unlink()
 
-    def _refuse_if_held(self, content: str) -> None:
-        holder = _holder(content)
-        if holder is None or holder.is_gone:
+    def _wait_for_heartbeat(self) -> None:
+        """Returns when no chief holds the lock; whether one of another machine does, its heartbeat says.
+
+        Raises:
+            ConfigError: a chief holds it.
+        """
+        if (holder := self.living_holder()) is None:
             return
-        who = "this process itself" if holder.pid == os.getpid() else f"process {holder.pid}"
-        message = f"run.dir={self._folder}: is in use by {who} on {holder.host} since {holder.since}\n"
-        if holder.is_elsewhere:
-            message += f"  if that is gone, remove {self._path}; else wait for it, or choose another run.dir"
-        else:
-            message += "  wait for it, or choose another run.dir"
-        raise ConfigError(message)
+        if not holder.is_elsewhere:
+            raise self._in_use(holder)
+        first = _read(self._path)
+        left = self._stale_secs if first is None else self._stale_secs - self._age(first[1])
+        warn(
+            f"run.dir={self._folder}: was in use by {holder} a moment ago; waiting for its heartbeat, "
+            f"at most {left:.0f} s"
+        )
+        deadline = time.monotonic() + self._stale_secs
+        while (holder := self.living_holder()) is not None:
+            # A clock that is wrong by a minute must not make this wait for ever.
+            if _read(self._path) != first or time.monotonic() > deadline:
+                raise self._in_use(holder)
+            time.sleep(min(_POLL_SECS, self._heartbeat_secs))
+
+    def _in_use(self, holder: Holder) -> ConfigError:
+        is_own = not holder.is_elsewhere and holder.pid == os.getpid()
+        who = f"this process itself on {holder.host}" if is_own else str(holder)
+        return ConfigError(
+            f"run.dir={self._folder}: is in use by {who} since {holder.since}\n  wait for it, or choose another run.dir"
+        )
+
+    def _beat(self) -> None:
+        """Touches the lock until it is released, or another chief has taken it over."""
+        while not self._released.wait(self._heartbeat_secs):
+            # A file system that is away for a while takes the next one.
+            with suppress(OSError), self._path.open("rb") as file:
+                if _holder(file.read(4096).decode(errors="replace")) != self._mine:
+                    return
+                os.utime(file.fileno())
+
+    def _age(self, heartbeat_at: float) -> float:
+        """Seconds since a heartbeat."""
+        return time.time() + self._clock_is_behind - heartbeat_at
+
+    @cached_property
+    def _clock_is_behind(self) -> float:
+        """Seconds by which this machine's clock is behind that of the file system, which may be another machine's."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NAME) as file:
+                return os.fstat(file.fileno()).st_mtime - time.time()
+        except OSError:
+            return 0.0
+
+
+def check_not_taken_over(folder: Path) -> None:
+    """Refuses to write to a run dir that another chief has taken over, while this one did not run.
+
+    Raises:
+        ConfigError: names that chief.
+    """
+    found = _read(folder / _NAME)
+    if found is None:
+        return
+    holder, _ = found
+    # The chief may be a process that the holder has started.
+    if holder.is_elsewhere or holder.pid not in (os.getpid(), os.getppid()):
+        raise ConfigError(
+            f"run.dir={folder}: was taken over by {holder} at {holder.since}: this run gave no heartbeat for "
+            f"{STALE_SECS:g} s; it ends, and saves nothing more"
+        )
+
+
+def _read(path: Path) -> tuple[Holder, float] | None:
+    """Whom a lock file names, and when it was last touched; None if it is not there, or names nobody."""
+    try:
+        # By opening it: network file systems show what is new to those who open a file.
+        with path.open("rb") as file:
+            holder = _holder(file.read(4096).decode(errors="replace"))
+            return None if holder is None else (holder, os.fstat(file.fileno()).st_mtime)
+    except OSError:
+        return None
 
 
 def _holder(content: str) -> Holder | None:
@@ -166,3 +277,17 @@ def _start_of(pid: int) -> int | None:
         return None
     # A zombie has ended; only its parent has not asked after it.
     return -1 if state in "ZX" else int(fields[18])
+
+
+def _boot_id() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _pid_namespace() -> str | None:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None

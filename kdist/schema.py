@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
-from kdist.checks import check_more_than_zero, check_one_of, check_target, check_whole_number, checked_steps_per_call
+from kdist.checks import (
+    STOP_SIGNALS,
+    check_more_than_zero,
+    check_one_of,
+    check_stop_signals,
+    check_target,
+    check_whole_number,
+    checked_steps_per_call,
+)
 from kdist.cluster.isolate import MODES as ISOLATE_MODES
 from kdist.errors import ConfigError
 from kdist.parameters.placement import PARTITION_MIN_BYTES, POLICIES
@@ -61,6 +69,12 @@ class ClusterConfig:
     max_worker_restarts: int = 3
     """How often each lost worker of a local cluster is started again; at least 0."""
 
+    patience: float = 15.0
+    """cluster=hosts, tf_config: seconds for which a task may be silent before it counts as lost; at least 1."""
+
+    chief_port: Optional[int] = None
+    """cluster=hosts, tf_config: port at which servers and workers reach the chief's process; null is any free one."""
+
     ps: list[str] = field(default_factory=list)
     """cluster=hosts: addresses (host:port) of the parameter servers."""
 
@@ -89,6 +103,10 @@ class ClusterConfig:
         check_one_of("cluster.isolate", self.isolate, ISOLATE_MODES)
         check_more_than_zero("cluster.start_timeout", self.start_timeout)
         check_more_than_zero("cluster.step_timeout", self.step_timeout)
+        if self.patience < 1:
+            raise ConfigError(f"cluster.patience={self.patience:g}: must be at least 1 second")
+        if self.chief_port is not None and not 0 < self.chief_port < 2**16:
+            raise ConfigError(f"cluster.chief_port={self.chief_port}: must be a port, from 1 to 65535")
         check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
 
 
@@ -277,7 +295,10 @@ class RunConfig:
     """Lets an op run elsewhere when its device has no kernel for it."""
 
     grace_secs: float = 30.0
-    """After SIGTERM or Ctrl-C: seconds to save and end in good order; more than 0."""
+    """After a stop signal or Ctrl-C: seconds to save and end in good order; more than 0."""
+
+    stop_signals: list[str] = field(default_factory=lambda: list(STOP_SIGNALS))
+    """Signals at which a run saves and ends with code 143, on every task; see docs/howto/machines.md."""
 
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""
@@ -296,6 +317,7 @@ class RunConfig:
         if self.verbose not in VERBOSE or isinstance(self.verbose, bool):
             raise ConfigError(f"run.verbose={self.verbose}: choose one of {', '.join(map(str, VERBOSE))}")
         check_more_than_zero("run.grace_secs", self.grace_secs)
+        check_stop_signals("run.stop_signals", self.stop_signals)
         check_packages("run.trust", self.trust)
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ConfigError(f"run.seed={self.seed}: must be at least 0 and less than 2**32")

@@ -22,6 +22,7 @@ from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.parameters.names import LEARNING_RATE, SEED
 from kdist.result import add_contributions
+from kdist.run_lock import check_not_taken_over
 from kdist.schema import RESUME_MODES
 from kdist.warn import warn
 
@@ -184,12 +185,14 @@ class TrainSession:
 
         Raises:
             CheckpointError: it cannot be written.
+            ConfigError: another chief has taken over the run dir.
             NonFiniteError: a value is NaN or infinite.
         """
         if self.is_saved:
             return
         # What was in flight is done when the servers are read; it may be more than the hooks have seen.
         step = self.strategy.global_step()
+        check_not_taken_over(self.run_dir)
         path = self.checkpoints.save(step, self.values(), keep=keep)
         self._saved_step = step
         self.print_line(console.save_line(step, self.last_step, path))

@@ -1,69 +1,156 @@
-"""Ctrl-C and SIGTERM during training: the first ends the session in good order, a second one at once."""
+"""Signals that end a run: Ctrl-C, and those of `run.stop_signals`, which schedulers send to every task at once.
+
+The first one lets the run end in good order: the chief saves, and the other tasks serve until it has. A second one ends
+the process at once. What a run ends with: 130 after Ctrl-C, 143 after any other signal.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kdist.session import TrainSession
+from kdist.checks import STOP_SIGNALS
 from kdist.warn import warn
 
-#: Supervisors send a signal to a process and to its group; what comes so soon is the same one.
+if TYPE_CHECKING:
+    import subprocess
+
+    from kdist.cluster.spec import Task
+    from kdist.session import TrainSession
+
+#: Schedulers send a signal to a process and to its group, or twice; what comes so soon is the same one.
 SAME_SIGNAL_SECS = 0.5
+INTERRUPTED, STOPPED = 130, 143
 
 #: Ends this process with an exit code, whatever it is doing. Set by programs that are nothing but a run, as the command
 #: line is; in the process of somebody else a signal that does not wait becomes an exception.
 exit_at_once: Callable[[int], NoReturn] | None = None
 
 
+def exit_code_of(number: int) -> int:
+    """What a run ends with after signal `number`."""
+    return INTERRUPTED if number == signal.SIGINT else STOPPED
+
+
+class _Arrivals:
+    """The signals that came so far.
+
+    Attributes:
+        first: the first of them; None if none came.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._last: signal.Signals | None = None
+        self._last_at = 0.0
+
+    def add(self, number: int) -> bool:
+        """Takes in a signal; returns whether it ends the process at once."""
+        is_same = self.first is not None and time.monotonic() - self._last_at <= SAME_SIGNAL_SECS
+        # SIGUSR1 ahead of a time limit, SIGTERM at the limit: the scheduler did not change its mind.
+        was_ahead = self._last not in (None, signal.SIGTERM, signal.SIGINT) and number == signal.SIGTERM
+        if self.first is not None and not was_ahead:
+            return not is_same
+        self._last, self._last_at = signal.Signals(number), time.monotonic()
+        self.first = self.first or self._last
+        return False
+
+
+class _Handlers:
+    """While entered, calls `handle(number)` at signals; the handlers from before come back on exit.
+
+    Does nothing outside the main thread, where Python takes no signals. A program that handles SIGUSR1 or the like
+    itself keeps it.
+
+    Args:
+        names: of signals, beside SIGINT.
+    """
+
+    def __init__(self, names: Iterable[str], handle: Callable[[int], None]) -> None:
+        self._numbers = [signal.SIGINT, *(signal.Signals[name] for name in names)]
+        self._handle = handle
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._numbers:
+            before = signal.getsignal(number)
+            if number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early):
+                self._before[number] = before
+                signal.signal(number, self._handler)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _handler(self, number: int, _frame: FrameType | None) -> None:
+        self._handle(number)
+
+
+_early = _Arrivals()
+
+
+def stop_before_training() -> None:
+    """Lets stop signals end this process, which is nothing but a run, by SystemExit while there is nothing to save."""
+    for name in STOP_SIGNALS:
+        signal.signal(signal.Signals[name], _raise_early)
+
+
+def _raise_early(number: int, _frame: FrameType | None) -> None:
+    is_first = _early.first is None
+    if _early.add(number):
+        leave(signal.Signals(number))
+    if is_first:
+        _raise(signal.Signals(number))
+
+
 class StopSignals:
-    """While entered, SIGINT and SIGTERM interrupt `session`, which then saves and ends.
+    """While entered, Ctrl-C and stop signals interrupt `session`, which then saves and ends.
 
     Before the session has started there is nothing to save, and they are raised at once; so is a second signal, and
     what happens when the session has not ended after `grace_secs` seconds.
-
-    Does nothing outside the main thread, where Python takes no signals. The handlers that were there before come back
-    on exit.
     """
 
-    def __init__(self, session: TrainSession, grace_secs: float) -> None:
+    def __init__(self, session: TrainSession, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
         self._session = session
         self._grace_secs = grace_secs
-        self._before: dict[int, object] = {}
-        self._received_at = 0.0
+        self._handlers = _Handlers(names, self._interrupt)
+        self._arrivals = _Arrivals()
         self._ended = threading.Event()
-        self.received: signal.Signals | None = None
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._interrupt)
+        self._handlers.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before.clear()
+        self._handlers.__exit__()
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal; None if none came."""
+        return self._arrivals.first
 
     def raise_received(self) -> None:
-        """Raises what the signal means to Python's caller: KeyboardInterrupt, or SystemExit(143) for SIGTERM."""
+        """Raises what the signal means to Python's caller: KeyboardInterrupt, or SystemExit(143)."""
         if self.received is not None:
             _raise(self.received)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            if time.monotonic() - self._received_at > SAME_SIGNAL_SECS:
-                leave(signal.Signals(number))
+    def _interrupt(self, number: int) -> None:
+        is_first = self.received is None
+        if self._arrivals.add(number):
+            leave(signal.Signals(number))
+        if not is_first or self.received is None:
             return
-        self.received = signal.Signals(number)
-        self._received_at = time.monotonic()
         if not self._session.is_started:
             self._session.request_stop(self.received.name)
             self.raise_received()
@@ -77,18 +164,114 @@ class StopSignals:
                 f"it stands; last checkpoint: {self._session.checkpoints.newest()}"
             )
             if exit_at_once is not None:
-                exit_at_once(128 + received)
+                exit_at_once(exit_code_of(received))
             signal.raise_signal(received)
+
+
+class TaskSignals:
+    """While entered, signals do not end a task that the chief needs to save.
+
+    Until it serves, the first one ends it: by SystemExit(0), since it was told to stop and has nothing to lose. From
+    then on it goes on until the chief lets it go, at most `grace_secs` seconds.
+
+    Args:
+        task: what this process is.
+        grace_secs: seconds that the chief has.
+        names: of the signals, beside SIGINT.
+    """
+
+    def __init__(self, task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
+        self._task = task
+        self._grace_secs = grace_secs
+        self._handlers = _Handlers(names, self._stop)
+        self._arrivals = _Arrivals()
+        self._is_serving = False
+        self._ended = threading.Event()
+
+    def __enter__(self) -> TaskSignals:
+        self._handlers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._handlers.__exit__()
+
+    def begin_to_serve(self) -> None:
+        """From now on the chief may need this task."""
+        self._is_serving = True
+
+    def _stop(self, number: int) -> None:
+        is_first = self._arrivals.first is None
+        if self._arrivals.add(number):
+            leave(signal.Signals(number))
+        if not is_first:
+            return
+        name = signal.Signals(number).name
+        if not self._is_serving:
+            print(f"done  | {self._task} | stopped by {name} before the chief came", flush=True)
+            raise SystemExit(0)
+        warn(f"{self._task}: {name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
+        threading.Thread(target=self._watch, args=[signal.Signals(number)], daemon=True).start()
+
+    def _watch(self, received: signal.Signals) -> None:
+        if not self._ended.wait(self._grace_secs):
+            warn(f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)")
+            if exit_at_once is not None:
+                exit_at_once(exit_code_of(received))
+            signal.raise_signal(received)
+
+
+_of_task: list[TaskSignals] = []
+
+
+@contextmanager
+def task_signals(task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> Iterator[TaskSignals]:
+    """`TaskSignals`; inside of another one, that one: the command line is entered before what it calls."""
+    if _of_task:
+        yield _of_task[0]
+        return
+    with TaskSignals(task, grace_secs, names) as signals:
+        _of_task.append(signals)
+        try:
+            yield signals
+        finally:
+            _of_task.clear()
+
+
+class ForwardedSignals:
+    """While entered, signals go to the process that runs the session; a second one ends it at once.
+
+    Args:
+        chief: that process.
+        names: of the signals, beside SIGINT.
+    """
+
+    def __init__(self, chief: subprocess.Popen[Any], names: Collection[str] = STOP_SIGNALS) -> None:
+        self._chief = chief
+        self._handlers = _Handlers(names, self._forward)
+        self._arrivals = _Arrivals()
+
+    def __enter__(self) -> None:
+        self._handlers.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.__exit__()
+
+    def _forward(self, number: int) -> None:
+        if self._arrivals.add(number):
+            self._chief.kill()
+            leave(signal.Signals(number))
+        self._chief.send_signal(number)
 
 
 def leave(received: signal.Signals) -> None:
     """Ends what a signal is to end, at once."""
     if exit_at_once is not None:
-        exit_at_once(128 + received)
+        exit_at_once(exit_code_of(received))
     _raise(received)
 
 
 def _raise(received: signal.Signals) -> NoReturn:
     if received is signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + received)
+    raise SystemExit(exit_code_of(received))

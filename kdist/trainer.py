@@ -13,7 +13,7 @@ import numpy as np
 
 from kdist import strategies
 from kdist.callbacks import checked
-from kdist.checks import checked_steps_per_call
+from kdist.checks import STOP_SIGNALS, check_stop_signals, checked_steps_per_call
 from kdist.cluster import isolate
 from kdist.cluster.membership import common_seed, membership_of, shape_of
 from kdist.cluster.spec import Membership
@@ -61,7 +61,9 @@ class Trainer:
             given up.
         max_worker_restarts: how often each lost worker of a local cluster is started again.
         max_restarts: how often a local cluster that failed is started again from the newest checkpoint.
-        grace_secs: after SIGTERM or Ctrl-C, seconds to save and end in good order.
+        grace_secs: after a stop signal or Ctrl-C, seconds to save and end in good order.
+        stop_signals: names of signals at which the run saves and ends; SIGUSR1 and the like are left to a program that
+            handles them itself.
         use_default_hooks: whether the default hooks are there at all.
         membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
         hparams: what was chosen for this run, by names of your own: its row in TensorBoard's HParams tab.
@@ -93,6 +95,7 @@ class Trainer:
         max_worker_restarts: int = 3,
         max_restarts: int = 3,
         grace_secs: float = 30.0,
+        stop_signals: Sequence[str] = STOP_SIGNALS,
         use_default_hooks: bool = True,
         membership: Membership | None = None,
         hparams: Mapping[str, Any] | None = None,
@@ -122,6 +125,8 @@ class Trainer:
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self.max_restarts = max_restarts
         self.grace_secs = grace_secs
+        check_stop_signals("stop_signals", stop_signals)
+        self.stop_signals = tuple(stop_signals)
         # None goes on from the model as it is.
         self.resume: str | None = resume
         if seed is not None and not 0 <= seed < 2**32:
@@ -312,6 +317,7 @@ class Trainer:
             "seed": self.seed,
             "max_restarts": 0,
             "grace_secs": self.grace_secs,
+            "stop_signals": self.stop_signals,
             "use_default_hooks": False,
             **options,
         }

@@ -5,6 +5,7 @@ So do the tasks of local clusters. Drills, and a few other tests, start everythi
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,7 @@ class Command:
         stdout: the file that takes what it prints.
         stderr: the file that takes what it says on standard error; `stdout` if None.
         env: its environment; what TensorFlow reads when it is imported was read before.
+        host: a process whose network, host name and mounts it has, as if on another machine.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class Command:
         stdout: Path,
         stderr: Path | None = None,
         env: Mapping[str, str] | None = None,
+        host: int | None = None,
     ) -> None:
         variables = dict(environment() if env is None else env)
         # The test that started it may end before it does.
-        self._process = _FORKS.Process(target=_run, args=(arguments, cwd, stdout, stderr, variables), daemon=True)
+        self._process = _FORKS.Process(target=_run, args=(arguments, cwd, stdout, stderr, variables, host), daemon=True)
         self._process.start()
 
     @property
@@ -89,9 +92,16 @@ def kdist(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Comple
 
 
 def _run(
-    arguments: tuple[str, ...], cwd: Path, stdout: Path, stderr: Path | None, variables: Mapping[str, str]
+    arguments: tuple[str, ...],
+    cwd: Path,
+    stdout: Path,
+    stderr: Path | None,
+    variables: Mapping[str, str],
+    host: int | None,
 ) -> None:
     """The command, in a process that was forked for it."""
+    if host is not None:
+        _enter(host)
     os.chdir(cwd)
     # What importing has set stays.
     os.environ.update(variables)
@@ -104,6 +114,15 @@ def _run(
     from kdist.cli import main
 
     main()
+
+
+def _enter(pid: int) -> None:
+    """Takes this process, which has one thread, to the network, host name and mounts of another one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in ("net", "uts", "mnt"):
+        with open(f"/proc/{pid}/ns/{name}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns to {name}")
 
 
 class _ForkServer(forkserver.ForkServer):

@@ -12,41 +12,47 @@ The private names of TensorFlow's that this takes were read in 2.20 and 2.21.
 from __future__ import annotations
 
 import ctypes
+import functools
+import socket
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import tensorflow as tf
 from tensorflow.core.protobuf import cluster_pb2, config_pb2, tensorflow_server_pb2
-from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
 from kdist.cluster.spec import Task
-from kdist.errors import ConfigError
+from kdist.errors import ClusterError, ConfigError
 from kdist.warn import warn
 
 _JOB = "localhost"
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 
 
-def connect(spec: tf.train.ClusterSpec) -> None:
+def connect(spec: tf.train.ClusterSpec, own_address: str) -> None:
     """Makes the tasks of `spec`, which all serve already, devices of this process.
+
+    Args:
+        own_address: `host:port` of this process, as the tasks reach it; TensorFlow serves at the port from now on.
 
     Raises:
         ConfigError: it is connected to other tasks.
+        ClusterError: the port is in use.
         tf.errors.OpError: a task does not answer.
     """
     server_def = context.context().get_server_def()
     if server_def is not None and len(server_def.cluster.job) > 1:
         # TensorFlow would crash when the first cluster is used again.
         raise ConfigError("this process is using a cluster already; end its session before starting another one")
+    _check_port(own_address)
     probe = tf.Variable(0, trainable=False)
     # The spec keeps what it gives away.
     cluster = cluster_pb2.ClusterDef()
     cluster.CopyFrom(spec.as_cluster_def())
     job = cluster.job.add()
     job.name = _JOB
-    job.tasks[0] = f"localhost:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
+    job.tasks[0] = own_address
     filters = tf.config.experimental.ClusterDeviceFilters()
     for this_job, other_job in (("worker", "ps"), ("ps", "worker")):
         for index in range(spec.num_tasks(this_job)):
@@ -94,7 +100,7 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
                 del job.tasks[task.index]
     before = context.context().get_server_def()
     try:
-        context.update_server_def(server_def)
+        _update(server_def)
     except tf.errors.OpError:
         context.context()._server_def = before
         raise
@@ -109,7 +115,77 @@ def disconnect() -> None:
     own = [job for job in alone.cluster.job if job.name == _JOB]
     del alone.cluster.job[:]
     alone.cluster.job.extend(own)
-    context.update_server_def(alone)
+    _update(alone)
+
+
+# What TensorFlow's own Python code takes.
+_KEEP_ALIVE_SECS = 600
+
+
+def _update(server_def: tensorflow_server_pb2.ServerDef) -> None:
+    """`context.update_server_def`, but lets other threads run meanwhile.
+
+    TensorFlow holds Python's lock in it. It may wait there for a host that fell silent, and the threads that would end
+    the wait are Python's.
+
+    Raises:
+        tf.errors.OpError: as TensorFlow's.
+    """
+    library = _tensorflow_library()
+    own = context.context()
+    if library is None:
+        context.update_server_def(server_def)
+        return
+    serialized = server_def.SerializeToString()
+    status = ctypes.c_void_p(library.TF_NewStatus())
+    try:
+        library.TFE_ContextUpdateServerDef(
+            _pointer_in(own._handle), _KEEP_ALIVE_SECS, serialized, ctypes.c_size_t(len(serialized)), status
+        )
+        if code := library.TF_GetCode(status):
+            message = library.TF_Message(status).decode(errors="replace")
+            raise tf.errors.exception_type_from_error_code(code)(None, None, message)
+    finally:
+        library.TF_DeleteStatus(status)
+    own._server_def = server_def
+    own._initialize_logical_devices()
+    own._clear_caches()
+
+
+@functools.cache
+def _tensorflow_library() -> ctypes.CDLL | None:
+    """TensorFlow's C functions, which ctypes calls without Python's lock; None where they are not to be had."""
+    for path in Path(tf.sysconfig.get_lib()).glob("libtensorflow_cc.*"):
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(str(path))
+            library.TF_NewStatus.restype = ctypes.c_void_p
+            library.TF_Message.restype = ctypes.c_char_p
+            _ = library.TFE_ContextUpdateServerDef, library.TF_GetCode, library.TF_DeleteStatus
+            return library
+    return None
+
+
+def _pointer_in(capsule: object) -> ctypes.c_void_p:
+    """What a capsule of Python's holds."""
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.c_void_p(api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule)))
+
+
+def _check_port(own_address: str) -> None:
+    """Finds out that a port is in use before TensorFlow does, which ends the process then."""
+    port = int(own_address.rpartition(":")[2])
+    try:
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(("", port))
+    except OSError:
+        raise ClusterError(
+            f"the chief cannot serve at {own_address}: the port is in use; give another cluster.chief_port, or null "
+            "for any that is free (TensorFlow keeps a port until its process ends, also for a second fit)"
+        ) from None
 
 
 def _present_server_def() -> tensorflow_server_pb2.ServerDef:

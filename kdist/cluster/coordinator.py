@@ -56,8 +56,8 @@ class Coordinator:
 
     Args:
         supervisor: says which tasks serve; asked while waiting.
-        timeout: seconds without any result after which somebody is to blame.
-        patience: seconds that calls in flight have to end after an interruption.
+        timeout: seconds without any result before unresponsive tasks are looked for.
+        grace_secs: seconds that calls in flight have to end after an interruption.
 
     Attributes:
         interrupted: says whether training is to end.
@@ -71,12 +71,12 @@ class Coordinator:
             `timeout` seconds.
     """
 
-    def __init__(self, supervisor: Supervisor, *, timeout: float, patience: float) -> None:
+    def __init__(self, supervisor: Supervisor, *, timeout: float, grace_secs: float) -> None:
         self._supervisor = supervisor
         self._spec = tf.train.ClusterSpec(supervisor.spec.jobs)
         self._timeout = timeout
         self._workers = range(len(supervisor.spec.worker))
-        self._patience = patience
+        self._grace_secs = grace_secs
         self._interrupted_at: float | None = None
         self._has_given_up = False
         self.interrupted: Callable[[], bool] = lambda: False
@@ -97,7 +97,7 @@ class Coordinator:
         gc.collect()
         first_calls.forget()
         try:
-            connect(self._spec)
+            connect(self._spec, supervisor.chief_address)
         except BaseException:
             _set_environment(self._environment)
             raise
@@ -197,6 +197,7 @@ class Coordinator:
         Raises:
             ClusterError: a task does not answer, and it is not ours to replace.
         """
+        self._wait_for_silent()
         silent, _ = self._ask()
         if silent:
             self._replace(silent, f"did not answer within {_ANSWER_SECS:g} s")
@@ -212,6 +213,8 @@ class Coordinator:
         Raises:
             ClusterError: a parameter server is lost, or the last worker.
         """
+        # Without servers there is nothing to do but to wait for them; a worker is not waited for.
+        self._wait_for_silent("ps")
         _, broken = self._ask()
         if servers := [task for task in broken if task.job == "ps"]:
             lost = {task: how for task, how in self._supervisor.lost_soon().items() if task in servers}
@@ -234,8 +237,9 @@ class Coordinator:
         for worker in self._workers:
             if worker not in serving and worker in self._calls.connected:
                 self._part_with(worker)
+        silent = {task.index for task in self._supervisor.silent() if task.job == "worker"}
         for worker in serving:
-            if worker not in self._calls.present and worker not in self._retired | self._waiting:
+            if worker not in self._calls.present and worker not in self._retired | self._waiting | silent:
                 self._welcome(worker)
 
     def wait_for_worker(self, timeout: float) -> bool:
@@ -299,7 +303,7 @@ class Coordinator:
         if not self.interrupted() or self._has_given_up:
             return
         self._interrupted_at = self._interrupted_at or time.monotonic()
-        if time.monotonic() - self._interrupted_at > self._patience:
+        if time.monotonic() - self._interrupted_at > self._grace_secs:
             self._has_given_up = True
             # What they have begun must not go on while the parameters are read.
             self._supervisor.kill([Task("worker", worker) for worker in self._workers])
@@ -326,9 +330,24 @@ class Coordinator:
         warn(f"{names} {what} and {'is' if len(silent) == 1 else 'are'} killed")
 
     def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
-        """Asks every connected task for a sign of life; see `ask`."""
+        """Asks every connected task for a sign of life, but those that do not respond at all; see `ask`."""
         servers = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
-        return ask(servers | {Task("worker", worker) for worker in self._calls.connected}, timeout)
+        connected = servers | {Task("worker", worker) for worker in self._calls.connected}
+        return ask(connected - self._supervisor.silent(), timeout)
+
+    def _wait_for_silent(self, job: str | None = None) -> None:
+        """Waits while connected tasks, of one job if it is given, are silent: each comes back, or counts as lost.
+
+        Raises:
+            ClusterError: see `check_tasks`.
+        """
+
+        def is_connected(task: Task) -> bool:
+            return task.job == "ps" or task.index in self._calls.connected
+
+        while any(is_connected(task) and job in (None, task.job) for task in self._supervisor.silent()):
+            time.sleep(_CHECK_SECS)
+            self.check_tasks()
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Parts with a worker whose call failed, if it is lost; otherwise lets it try again.
@@ -338,7 +357,7 @@ class Coordinator:
             tf.errors.OpError: the worker is there, and its calls fail all the same.
         """
         self.examine()
-        if worker in self._calls.connected:
+        if worker in self._calls.connected and Task("worker", worker) not in self._supervisor.silent():
             self._failures[worker] += 1
             if self._failures[worker] > _TRIES and error is not None:
                 raise error
@@ -351,15 +370,22 @@ class Coordinator:
             outcome: Future[Any] = Future()
             outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
             self._finished.put((call, Finished(worker, call.tag, outcome)))
+        # What is in flight there fails now, and is done by others.
+        self._supervisor.cut_off(Task("worker", worker))
         with suppress(*OUT_OF_REACH):
             self._reconnect()
 
     def _welcome(self, worker: int) -> None:
         """Connects a worker that serves again; it may take another try in a moment."""
+        if worker in self._calls.connected:
+            # It was silent for a while, or failed: if it is another process, its next call says so.
+            self._calls.welcome(worker)
+            return
         # Not asked before that: who is stopped between the question and the connection stops this process.
         with first_calls.call(None):
             if not self.all_answer():
                 return
+            self._supervisor.let_in(Task("worker", worker))
             try:
                 self._reconnect(and_with=worker)
             except OUT_OF_REACH:

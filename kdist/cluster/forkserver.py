@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process
+from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, start_child
 from kdist.cluster.server import ServerOptions, serve
 from kdist.quick_import import quick_import
 
@@ -181,15 +181,12 @@ class ForkServer:
         self.update(0.0)
 
     def _start(self, orders: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        return start_child(
             [sys.executable, "-m", "kdist.cluster.forkserver", str(orders)],
-            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             env=self._environment,
             pass_fds=[orders],
-            # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
-            start_new_session=True,
         )
 
     def _can_read(self, timeout: float) -> bool:

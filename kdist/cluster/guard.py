@@ -32,6 +32,9 @@ class Stopped:
 
 def guard(limit_secs: float) -> None:
     """Kills a process when it has been stopped for that long without a break."""
+    # As every child of the chief: see `end_with_parent`.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_IGN)
     stopped = Stopped()
     pids: set[int] = set()
     while True:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist.cluster.notice import chief_server, tell_tasks
-from kdist.cluster.process import end_children, how_it_ended, task_environment
-from kdist.cluster.rendezvous import accepts_connections
+from kdist.cluster.port_probe import PortProbes, accepts_connections
+from kdist.cluster.process import end_children, free_ports, how_it_ended, start_child, task_environment
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -32,17 +33,31 @@ class JoinedCluster:
         spec: addresses of all tasks.
         log_dir: folder for the log of the chief's own server.
         start_timeout: seconds within which every task must serve.
+        patience: seconds of silence after which a task counts as lost.
+        chief_port: at which tasks reach the chief's process; None for any that is free.
         devices: which GPUs tasks may use.
     """
 
     def __init__(
-        self, spec: ClusterSpec, log_dir: Path, *, start_timeout: float, devices: DevicesConfig | None = None
+        self,
+        spec: ClusterSpec,
+        log_dir: Path,
+        *,
+        start_timeout: float,
+        patience: float,
+        chief_port: int | None = None,
+        devices: DevicesConfig | None = None,
     ) -> None:
         self.spec = spec
+        self.chief_address = ""
+        self._chief_port = chief_port
         self._log_dir = log_dir
         self._start_timeout = start_timeout
+        self._patience = patience
         self._devices = devices
         self._own: subprocess.Popen[bytes] | None = None
+        self._probes: PortProbes | None = None
+        self._tcp_timeouts: TcpTimeouts | None = None
         self._deadline = 0.0
         self._all_there = False
 
@@ -52,19 +67,26 @@ class JoinedCluster:
         address, task = chief_server(self.spec)
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
+        port = self._chief_port or free_ports(1)[0]
+        # The name by which the others know this host: they connect to it as well.
+        self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
-        options = ServerOptions(jobs, task.job, task.index, intra_op_threads=0, inter_op_threads=0)
+        options = ServerOptions(
+            jobs, task.job, task.index, intra_op_threads=0, inter_op_threads=0, patience=self._patience
+        )
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._log = self._log_dir / f"{task.job}-{task.index}-server.log"
         with self._log.open("wb") as log:
-            self._own = subprocess.Popen(
+            self._own = start_child(
                 [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
-                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=task_environment(task, self._devices),
-                start_new_session=True,
             )
+        addresses = self._addresses()
+        self._probes = PortProbes(addresses, self._patience)
+        self._tcp_timeouts = TcpTimeouts(addresses.values(), [port], self._patience)
+        self._tcp_timeouts.start()
 
     def wait(self) -> None:
         """Waits until every task serves.
@@ -72,24 +94,34 @@ class JoinedCluster:
         Raises:
             ClusterError: names those that do not within the time.
         """
-        missing = self._addresses()
-        while missing := {task: address for task, address in missing.items() if not accepts_connections(address)}:
+        addresses = self._addresses()
+        while missing := addresses.keys() - self._running().listening():
             if self._own is not None and (code := self._own.poll()) is not None:
                 own = chief_server(self.spec)[1]
                 raise ClusterError(f"{own} ended while it started ({how_it_ended(code)})\n  log: {self._log}")
             if time.monotonic() > self._deadline:
-                names = ", ".join(f"{task} ({address})" for task, address in missing.items())
+                names = ", ".join(f"{task} ({address})" for task, address in addresses.items() if task in missing)
                 raise ClusterError(f"{names} did not answer within {self._start_timeout:g} s (cluster.start_timeout)")
             time.sleep(_POLL_SECS)
         self._all_there = True
 
     def lost_tasks(self) -> dict[Task, str]:
-        """The tasks at whose addresses nobody listens any more."""
-        return {
-            task: f"nobody listens at {address}"
-            for task, address in self._addresses().items()
-            if self._all_there and not accepts_connections(address)
-        }
+        """The tasks that refuse connections, or have not responded for longer than `patience`."""
+        return self._running().lost() if self._all_there else {}
+
+    def silent_tasks(self) -> set[Task]:
+        """The tasks that do not respond, and may yet."""
+        return self._running().silent() if self._all_there else set()
+
+    def cut_off(self, task: Task) -> None:
+        """Ends the connections with a task that is lost: a host that is silent does not."""
+        if self._tcp_timeouts is not None:
+            self._tcp_timeouts.cut_off(self.spec.address(task))
+
+    def let_in(self, task: Task) -> None:
+        """Undoes `cut_off`: the task is there again."""
+        if self._tcp_timeouts is not None:
+            self._tcp_timeouts.let_in(self.spec.address(task))
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills what is a child of this process; that is not all."""
@@ -112,12 +144,20 @@ class JoinedCluster:
 
     def stop(self) -> None:
         """Tells the tasks that the chief is done, and ends the chief's own server. May be called again."""
-        if self._own is None:
+        if self._own is None or self._probes is None or self._tcp_timeouts is None:
             return
         if self._own.poll() is None:
-            tell_tasks(self.spec, _STOP_SECS)
+            others = self._probes.listening() - {chief_server(self.spec)[1]}
+            tell_tasks(self.spec, len(others), _STOP_SECS)
+        self._probes.stop()
+        self._tcp_timeouts.stop()
         end_children([self._own], _STOP_SECS)
         self._own = None
+
+    def _running(self) -> PortProbes:
+        if self._probes is None:
+            raise RuntimeError("used before launch()")
+        return self._probes
 
     def _addresses(self) -> dict[Task, str]:
         addresses = {task: self.spec.address(task) for task in self.spec.shape.tasks}

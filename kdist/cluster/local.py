@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from kdist.cluster import guard
 from kdist.cluster.forkserver import ForkedTask, ForkServer
-from kdist.cluster.process import KILLED_SECS, end_children, how_it_ended, task_environment
+from kdist.cluster.process import (
+    KILLED_SECS,
+    end_children,
+    free_ports,
+    how_it_ended,
+    start_child,
+    task_environment,
+)
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -133,13 +139,16 @@ class LocalCluster:
         self._starting: dict[Task, float] = {}
         self._deadline = 0.0
         self.spec = ClusterSpec((), ())
+        self.chief_address = ""
 
     def launch(self) -> None:
         """Starts the processes and returns at once; `wait` waits until they serve."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ready.clear()
         self._deadline = time.monotonic() + self._start_timeout
-        ports = [f"127.0.0.1:{port}" for port in free_ports(len(self.shape.tasks))]
+        *free, for_chief = free_ports(len(self.shape.tasks) + 1)
+        self.chief_address = f"127.0.0.1:{for_chief}"
+        ports = [f"127.0.0.1:{port}" for port in free]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
         for task in self.shape.tasks:
             log = self._log_path(task)
@@ -193,6 +202,16 @@ class LocalCluster:
         self._starting[task] = time.monotonic() + self._start_timeout
         return True
 
+    def silent_tasks(self) -> set[Task]:
+        """None: a process of this machine runs, or has ended."""
+        return set()
+
+    def cut_off(self, task: Task) -> None:
+        """Nothing: the system closes the connections of a process that has ended."""
+
+    def let_in(self, task: Task) -> None:
+        """Nothing."""
+
     def starting_tasks(self) -> set[Task]:
         """The tasks that were started again and do not serve yet; one that takes too long is killed."""
         for task, deadline in list(self._starting.items()):
@@ -234,11 +253,8 @@ class LocalCluster:
         if sys.platform != "linux":
             return
         if self._guard is None:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-S", guard.__file__, str(self._guard_secs)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
+            self._guard = start_child(
+                [sys.executable, "-S", guard.__file__, str(self._guard_secs)], stdout=subprocess.PIPE
             )
         assert self._guard.stdin is not None
         # Without a guard, tasks are as they are; it may be killed like any process.
@@ -271,14 +287,11 @@ class LocalCluster:
         if sys.platform == "linux":
             return self._forks().fork(options, environment, log)
         with log.open("ab") as log_file:
-            return subprocess.Popen(
+            return start_child(
                 [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
-                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 env=environment,
-                # Ctrl-C goes to the chief alone: it saves first, then ends its tasks.
-                start_new_session=True,
             )
 
     def _forks(self) -> ForkServer:
@@ -324,12 +337,3 @@ def _can_read(pipe: IO[bytes]) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         return bool(selector.select(0.0))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all are held until the last is found, so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("", 0))
-        return [listener.getsockname()[1] for listener in sockets]

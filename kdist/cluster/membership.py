@@ -46,7 +46,31 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
     for key in ("ps", "worker", "chief", "job", "task"):
         if getattr(config, key) not in (None, []):
             raise ConfigError(f"cluster.{key}: is for cluster=hosts, not for cluster={config.shape}")
-    return _of_tf_config(environment.get("TF_CONFIG")) if config.shape == "tf_config" else None
+    if config.shape == "tf_config":
+        return _of_tf_config(environment.get("TF_CONFIG"))
+    if config.chief_port is not None:
+        raise ConfigError(f"cluster.chief_port: is for cluster=hosts and tf_config, not for cluster={config.shape}")
+    if not ClusterShape.parse(config.shape).is_local:
+        _refuse_under_launcher(config.shape, environment)
+    return None
+
+
+# How launchers tell a process how many there are like it.
+_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+
+
+def _refuse_under_launcher(shape: str, environment: Mapping[str, str]) -> None:
+    """Refuses to start a cluster's tasks in each of several processes that a launcher started alike."""
+    for variable, launcher in _LAUNCHERS.items():
+        count = environment.get(variable, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"cluster={shape}: {launcher} started this command {count} times ({variable}), and each would start a "
+                "cluster of its own\n"
+                "  either start it once (srun -n1, mpirun -n 1): kdist starts the tasks itself, on one machine\n"
+                "  or give each process its task: cluster=hosts with cluster.job and cluster.task, or "
+                "cluster=tf_config (docs/howto/machines.md)"
+            )
 
 
 def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterShape:

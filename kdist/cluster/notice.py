@@ -1,25 +1,28 @@
 """How tasks that were started one by one learn that their chief is done: by a queue that each of them reads from.
 
 TensorFlow's servers have no stop. Programs of TF1 let every parameter server wait at a queue ("done queue") until the
-chief had put something into it, and so does kdist, by the same means: a shared queue on the chief's server.
+chief had put something into it, and so does kdist, by the same means: a shared queue on the chief's server. The chief
+closes it instead, which all who wait there see, and counts in another queue who did: an element may be taken by the
+read of a task that fell silent long ago.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import TimeoutError
+from contextlib import suppress
 
 import tensorflow as tf
 
-from kdist.cluster.rendezvous import accepts_connections
+from kdist.cluster.bounded import in_thread
+from kdist.cluster.port_probe import PortProbes
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 
-_PROBE_SECS = 0.5
-# Nobody listens at an address for so long: its task has ended.
-_GONE_SECS = 3.0
-_QUEUE = "kdist_the_chief_is_done"
+_POLL_SECS = 0.2
+_NOTED_POLL_SECS = 0.05
+_LAST_WORD_SECS = 1.0
+_DONE, _NOTED = "kdist_done", "kdist_noted"
 
 
 def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
@@ -27,78 +30,100 @@ def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
     return (spec.chief, Task("chief", 0)) if spec.chief else (spec.worker[0], Task("worker", 0))
 
 
-def wait_for_chief(spec: ClusterSpec, who: Task, start_timeout: float) -> None:
-    """Returns when the chief says that it is done.
+class Chief:
+    """The chief, as a server or worker sees it.
 
-    Raises:
-        ClusterError: there was no chief within `start_timeout` seconds, or it is gone without a word.
+    Args:
+        spec: the cluster.
+        who: what this process is.
+        patience: seconds of silence after which the chief counts as lost.
+    """
+
+    def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
+        self._address, self._task = chief_server(spec)
+        self._who = who
+        self._probes = PortProbes({self._task: self._address}, patience)
+
+    def __str__(self) -> str:
+        return f"{self._task} at {self._address}"
+
+    def wait_for_it(self, timeout: float) -> None:
+        """Waits until the chief serves.
+
+        Raises:
+            ClusterError: it did not within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._probes.listening():
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{self._who}: the chief ({self}) did not answer within {timeout:g} s (cluster.start_timeout)"
+                )
+            time.sleep(_POLL_SECS)
+
+    def wait_until_done(self) -> None:
+        """Returns when the chief says that it is done.
+
+        Raises:
+            ClusterError: it exited without saying so, or is silent for too long.
+        """
+
+        def wait() -> None:
+            session, done, noted = _session(self._address, self._task)
+            with session.graph.as_default():
+                with suppress(tf.errors.OutOfRangeError):
+                    session.run(done.dequeue())
+                session.run(noted.enqueue(0))
+
+        outcome = in_thread(wait)
+        while True:
+            # A machine that is switched off ends no connection.
+            lost = self._probes.lost()
+            try:
+                # What a chief that has just ended said may still be on its way.
+                outcome.result(_LAST_WORD_SECS if lost else _POLL_SECS)
+                return
+            except TimeoutError:
+                if lost:
+                    raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})") from None
+            except tf.errors.OpError as error:
+                raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion") from error
+
+    def stop(self) -> None:
+        """Ends what watches the chief."""
+        self._probes.stop()
+
+
+def tell_tasks(spec: ClusterSpec, num_tasks: int, timeout: float) -> None:
+    """Tells the tasks that wait that the chief is done, and gives them `timeout` seconds to take note.
+
+    Args:
+        num_tasks: how many can.
     """
     address, task = chief_server(spec)
-    deadline = time.monotonic() + start_timeout
-    while not accepts_connections(address):
-        if time.monotonic() > deadline:
-            raise ClusterError(
-                f"{who}: the chief ({task} at {address}) did not answer within {start_timeout:g} s "
-                "(cluster.start_timeout)"
-            )
-        time.sleep(_PROBE_SECS)
-    outcome: Future[None] = Future()
-
-    def wait() -> None:
-        try:
-            session, queue = _session(address, task)
-            with queue.queue_ref.graph.as_default():
-                session.run(queue.dequeue())
-            outcome.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            outcome.set_exception(error)
-
-    threading.Thread(target=wait, daemon=True).start()
-    silent_since: float | None = None
-    while True:
-        try:
-            outcome.result(_PROBE_SECS)
-            return
-        except TimeoutError:
-            # A machine that is switched off ends no connection; that nobody listens there any more says it, too.
-            now = time.monotonic()
-            silent_since = None if accepts_connections(address) else silent_since or now
-            if silent_since is not None and now - silent_since > _GONE_SECS:
-                raise ClusterError(f"{who}: the chief ({task} at {address}) is gone without a word") from None
-        except tf.errors.OpError as error:
-            raise ClusterError(f"{who}: the chief ({task} at {address}) is gone without a word") from error
-
-
-def tell_tasks(spec: ClusterSpec, timeout: float) -> None:
-    """Tells every task that waits that the chief is done, and gives them `timeout` seconds to take note."""
-    address, task = chief_server(spec)
-    waiting = len(spec.ps) + len(spec.worker) - (spec.chief is None)
-    done = threading.Event()
 
     def tell() -> None:
-        try:
-            session, queue = _session(address, task)
-            with queue.queue_ref.graph.as_default():
-                session.run(queue.enqueue_many([[0] * waiting]))
-                size = queue.size()
-                while session.run(size):
-                    time.sleep(_PROBE_SECS / 10)
-        except tf.errors.OpError:
-            # Its own server is gone; the tasks have noticed that.
-            pass
-        finally:
-            done.set()
+        session, done, noted = _session(address, task)
+        with session.graph.as_default():
+            session.run(done.close())
+            size = noted.size()
+            while session.run(size) < num_tasks:
+                time.sleep(_NOTED_POLL_SECS)
 
-    threading.Thread(target=tell, daemon=True).start()
-    done.wait(timeout)
+    told = in_thread(tell)
+    try:
+        told.result(timeout)
+    except (TimeoutError, tf.errors.OpError):
+        # Some tasks are lost, or the chief's own server is: they find that out by themselves.
+        return
 
 
-def _session(address: str, task: Task) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue]:
-    """A session on a server, and the queue there. It is never closed: that would wait for a server that is gone."""
+def _session(address: str, task: Task) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+    """A session on a server, and the queues there. It is never closed: that would wait for a server that is gone."""
     device = f"/job:{task.job}/replica:0/task:{task.index}"
     graph = tf.Graph()
     with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
-        queue = tf.queue.FIFOQueue(1 << 20, [tf.int32], [()], shared_name=_QUEUE)
+        done, noted = (tf.queue.FIFOQueue(1 << 20, [tf.int32], [()], shared_name=name) for name in (_DONE, _NOTED))
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
-    return tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config), queue
+    return tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config), done, noted

@@ -6,11 +6,13 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -24,14 +26,32 @@ _PARENT_CHECK_SECS = 1.0
 KILLED_SECS = 10.0
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process that calls `end_with_parent`.
+
+    It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that come
+    before it ignores them wait until it does.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_parent() -> None:
-    """Lets this process end when its standard input closes or its parent is gone, from now on.
+    """Lets this process end when its standard input closes or its parent is gone, from now on, and not by a signal.
 
     A pipe is closed by the kernel even after `kill -9` of the parent. A process that is stopped does not see it; Linux
-    is asked to kill it then.
+    is asked to kill it then. Schedulers send the signals by which they end a run to every process of it at once: the
+    parent saves what its children hold, and ends them then.
     """
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
@@ -82,6 +102,15 @@ def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
     if chosen and isinstance(chosen[0], (list, tuple)):
         chosen = chosen[task.index] if task.index < len(chosen) else []
     return ",".join(map(str, chosen))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all are held until the last is found, so that they differ."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 class Process(Protocol):

@@ -13,10 +13,16 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.schema import ClusterConfig
+    from kdist.signals import TaskSignals
 
 
-def serve_until_done(membership: Membership, config: ClusterConfig, *, log_device_placement: bool = False) -> None:
+def serve_until_done(
+    membership: Membership, config: ClusterConfig, signals: TaskSignals, *, log_device_placement: bool = False
+) -> None:
     """Serves as the task that this process is.
+
+    Args:
+        signals: told when the chief may need this task.
 
     Raises:
         ClusterError: the address is in use, or the chief never came or is gone.
@@ -28,8 +34,9 @@ def serve_until_done(membership: Membership, config: ClusterConfig, *, log_devic
     with quick_import(keras=False):
         import tensorflow as tf
 
-    from kdist.cluster.notice import chief_server, wait_for_chief
-    from kdist.cluster.rendezvous import accepts_connections
+    from kdist.cluster.notice import Chief
+    from kdist.cluster.port_probe import accepts_connections
+    from kdist.cluster.tcp_timeouts import TcpTimeouts
 
     address = spec.address(task)
     if accepts_connections(address):
@@ -44,8 +51,16 @@ def serve_until_done(membership: Membership, config: ClusterConfig, *, log_devic
         )
     except tf.errors.OpError as error:
         raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
-    chief_address, chief = chief_server(spec)
-    print(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief} at {chief_address}", flush=True)
-    wait_for_chief(spec, task, config.start_timeout)
+    chief = Chief(spec, task, config.patience)
+    print(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}", flush=True)
+    timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
+    timeouts.start()
+    try:
+        chief.wait_for_it(config.start_timeout)
+        signals.begin_to_serve()
+        chief.wait_until_done()
+    finally:
+        timeouts.stop()
+        chief.stop()
     print(f"done  | {task} | the chief is done", flush=True)
     del server

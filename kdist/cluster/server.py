@@ -31,6 +31,7 @@ class ServerOptions:
         intra_op_threads: threads inside one op; 0 lets TensorFlow choose.
         inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
         cores: the CPU cores that the task keeps to; None is any.
+        patience: seconds for which a task on another host may be silent; None if all are on this one.
     """
 
     jobs: dict[str, list[str]]
@@ -39,6 +40,7 @@ class ServerOptions:
     intra_op_threads: int
     inter_op_threads: int
     cores: list[int] | None = None
+    patience: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -72,6 +74,12 @@ def serve(options: ServerOptions) -> NoReturn:
         config=config,
         start=True,
     )
+    if options.patience is not None:
+        from kdist.cluster.tcp_timeouts import TcpTimeouts
+
+        addresses = [address for hosts in options.jobs.values() for address in hosts]
+        own = options.jobs[options.job][options.index]
+        TcpTimeouts(addresses, [int(own.rpartition(":")[2])], options.patience).start()
     os.write(1, READY)
     os.dup2(2, 1)
     print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)

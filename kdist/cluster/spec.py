@@ -121,6 +121,10 @@ class ClusterSpec:
         chief = {str(CHIEF): self.chief} if self.chief else {}
         return chief | {str(task): self.address(task) for task in self.shape.tasks}
 
+    def port(self, task: Task) -> int:
+        """The port of `task`; see `address`."""
+        return int(self.address(task).rpartition(":")[2])
+
     def address(self, task: Task) -> str:
         """The address of `task`.
 

@@ -11,13 +11,16 @@ from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.warn import warn
 
-_SOON_SECS = 0.5
+_SOON_SECS = 2.0
+_POLL_SECS = 0.1
 
 
 class Cluster(Protocol):
     """Where the tasks are: started by this process, or by others."""
 
     spec: ClusterSpec
+    #: `host:port` at which the tasks reach this process; known when it is launched.
+    chief_address: str
 
     def launch(self) -> None:
         """Starts what this process has to start, and returns at once."""
@@ -28,8 +31,17 @@ class Cluster(Protocol):
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that do not serve and will not by themselves, with what is known of it."""
 
+    def silent_tasks(self) -> set[Task]:
+        """The tasks that do not respond, and that do not count as lost yet."""
+
     def starting_tasks(self) -> set[Task]:
         """The tasks that were started again and do not serve yet."""
+
+    def cut_off(self, task: Task) -> None:
+        """Ends the connections with a task that is lost, if it may be silent: nobody is to wait for it."""
+
+    def let_in(self, task: Task) -> None:
+        """Undoes `cut_off`: the task is there again."""
 
     def restart(self, task: Task) -> bool:
         """Starts a lost task again at its address and returns at once; False if that is not for this process to do."""
@@ -70,6 +82,23 @@ class Supervisor:
         """Where the tasks are."""
         return self._cluster.spec
 
+    @property
+    def chief_address(self) -> str:
+        """Where the tasks reach this process."""
+        return self._cluster.chief_address
+
+    def silent(self) -> set[Task]:
+        """The tasks that do not respond, and may yet: training waits for them."""
+        return self._cluster.silent_tasks()
+
+    def cut_off(self, task: Task) -> None:
+        """Ends the connections with a task that is lost."""
+        self._cluster.cut_off(task)
+
+    def let_in(self, task: Task) -> None:
+        """Undoes `cut_off`."""
+        self._cluster.let_in(task)
+
     def check(self) -> list[int]:
         """Looks at every task once, and has lost workers started again.
 
@@ -100,9 +129,9 @@ class Supervisor:
 
     def lost_soon(self) -> dict[Task, str]:
         """The lost tasks; with none, those after a moment: a process that was killed ends after its connections."""
-        if not (lost := self._cluster.lost_tasks()):
-            time.sleep(_SOON_SECS)
-            lost = self._cluster.lost_tasks()
+        deadline = time.monotonic() + _SOON_SECS
+        while not (lost := self._cluster.lost_tasks()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
         return lost
 
     def _is_back(self, task: Task) -> None:

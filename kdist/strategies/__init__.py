@@ -124,7 +124,14 @@ def _cluster_on_servers(
     if membership is not None:
         from kdist.cluster.joined import JoinedCluster
 
-        return JoinedCluster(membership.spec, log_dir, start_timeout=config.start_timeout, devices=config.devices)
+        return JoinedCluster(
+            membership.spec,
+            log_dir,
+            start_timeout=config.start_timeout,
+            patience=config.patience,
+            chief_port=config.chief_port,
+            devices=config.devices,
+        )
     from kdist.cluster.local import LocalCluster
 
     return LocalCluster(

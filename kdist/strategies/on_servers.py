@@ -105,7 +105,7 @@ class OnServers(StoredStrategy):
         cluster.wait()
         self._supervisor = Supervisor(cluster, self._max_worker_restarts)
         with self._explaining():
-            self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, patience=grace_secs / 2)
+            self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, grace_secs=grace_secs / 2)
             self._coordinator.on_return = self._has_returned
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:

@@ -5,12 +5,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from helpers import wait_until
 
+from kdist import run_lock
 from kdist.errors import ConfigError
-from kdist.run_lock import Holder, RunLock
+from kdist.run_lock import Holder, RunLock, check_not_taken_over
 
 ME = Holder.this_process()
 
@@ -87,11 +90,110 @@ def test_a_zombie_holds_nothing(run_dir: Path) -> None:
     process.communicate()
 
 
-def test_another_machine_cannot_be_asked_and_its_lock_is_kept(run_dir: Path) -> None:
-    write(run_dir, held_by(host="elsewhere", pid=1))
-    with pytest.raises(ConfigError, match=rf"(?s)process 1 on elsewhere.*if that is gone, remove {run_dir}/\.lock"):
+ELSEWHERE = ({"host": "elsewhere"}, {"boot": "another"}, {"namespace": "pid:[1]"})
+
+
+class Clock:
+    """Time that passes when somebody sleeps.
+
+    Attributes:
+        beats_at: when the chief of another machine touches its lock.
+    """
+
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
+        self.now = 1_000_000.0
+        self.beats_at = float("inf")
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.beats_at:
+            os.utime(self._lock, (self.beats_at, self.beats_at))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> Clock:
+    clock = Clock(run_dir / ".lock")
+    monkeypatch.setattr(run_lock, "time", clock)
+    monkeypatch.setattr(RunLock, "_clock_is_behind", 0.0)
+    return clock
+
+
+@pytest.mark.parametrize("difference", ELSEWHERE, ids=lambda difference: next(iter(difference)))
+def test_a_chief_elsewhere_with_a_heartbeat_is_refused(run_dir: Path, clock: Clock, difference: dict[str, str]) -> None:
+    # Its process id is that of this process, as of any container: it is not taken for this process.
+    write(run_dir, held_by(**difference))
+    os.utime(run_dir / ".lock", (clock.now - 5, clock.now - 5))
+    clock.beats_at = clock.now + 5
+    with (
+        pytest.warns(UserWarning, match=r"was in use by process .* waiting for its heartbeat, at most 55 s"),
+        pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on "),
+    ):
         RunLock(run_dir).__enter__()
-    assert json.loads((run_dir / ".lock").read_text())["host"] == "elsewhere"
+    assert clock.now < 1_000_000 + 10
+    assert {**json.loads((run_dir / ".lock").read_text()), **difference} == json.loads((run_dir / ".lock").read_text())
+
+
+def test_a_chief_elsewhere_without_a_heartbeat_is_waited_for_a_minute(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by(host="elsewhere"))
+    os.utime(run_dir / ".lock", (clock.now - 5, clock.now - 5))
+    lock = RunLock(run_dir)
+    with pytest.warns(UserWarning, match="process .* on elsewhere"):
+        lock.check()
+    assert 55 <= clock.now - 1_000_000 <= 57
+    with lock:
+        assert json.loads((run_dir / ".lock").read_text())["host"] == ME.host
+
+
+def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, clock: Clock) -> None:
+    write(run_dir, held_by(host="elsewhere"))
+    os.utime(run_dir / ".lock", (clock.now - 61, clock.now - 61))
+    RunLock(run_dir).check()
+    assert clock.now == 1_000_000
+
+
+@pytest.mark.parametrize(("job", "is_taken_over"), [("17", True), ("18", False)])
+def test_a_job_replaces_its_own_predecessor_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, job: str, is_taken_over: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    write(run_dir, held_by(host="elsewhere", job=job))
+    assert (RunLock(run_dir).living_holder() is None) is is_taken_over
+
+
+def test_a_process_of_the_same_job_on_this_machine_keeps_its_lock(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with RunLock(run_dir), pytest.raises(ConfigError, match="in use by this process itself"):
+        RunLock(run_dir).check()
+
+
+def test_a_lock_that_is_held_has_a_heartbeat(run_dir: Path) -> None:
+    with RunLock(run_dir, heartbeat_secs=0.01):
+        os.utime(run_dir / ".lock", (1, 1))
+        wait_until(lambda: (run_dir / ".lock").stat().st_mtime > 1, 10, "a heartbeat")
+        # Another chief's is left alone.
+        (run_dir / ".lock").write_text(held_by(host="elsewhere"))
+        os.utime(run_dir / ".lock", (1, 1))
+        wait_until(lambda: "kdist-run-lock" not in {t.name for t in threading.enumerate()}, 10, "no more heartbeats")
+        assert (run_dir / ".lock").stat().st_mtime == 1
+
+
+def test_a_run_whose_lock_was_taken_over_is_told_so(run_dir: Path) -> None:
+    check_not_taken_over(run_dir)
+    with RunLock(run_dir):
+        check_not_taken_over(run_dir)
+        (run_dir / ".lock").write_text(held_by(pid=os.getppid()))
+        check_not_taken_over(run_dir)
+        (run_dir / ".lock").write_text(held_by(host="elsewhere"))
+        with pytest.raises(ConfigError, match=r"was taken over by process \d+ on elsewhere"):
+            check_not_taken_over(run_dir)
 
 
 def test_somebody_elses_lock_is_not_removed(run_dir: Path) -> None:

@@ -1,0 +1,24 @@
+"""Calling what may never return: it runs in a thread that can be left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Calls `function` in a daemon thread; the future gets what it returns or raises."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return outcome

@@ -1,0 +1,220 @@
+"""Whether a task serves at its address: one probe, or probes that go on in threads of their own.
+
+A refused connection shows at once that no task listens. Silence does not: a packet may be lost, a network may be down
+for some seconds. A task that is silent counts as lost only after `cluster.patience` seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kdist.cluster.bounded import in_thread
+from kdist.cluster.spec import Task
+
+_PAUSE_SECS = 0.5
+# A lost SYN packet is sent again after one second.
+_PROBE_SECS = 2.0
+
+#: What `socket.getaddrinfo` returns.
+AddressInfo = list[tuple[Any, Any, int, str, Any]]
+
+
+class State(enum.Enum):
+    """What a probe found."""
+
+    LISTENING = enum.auto()
+    REFUSED = enum.auto()
+    SILENT = enum.auto()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of one probe.
+
+    Attributes:
+        state: what the task at the address does.
+        why: for people; of an address where no task listens.
+        is_of_lookup: whether it is the name that was not found.
+    """
+
+    state: State
+    why: str = ""
+    is_of_lookup: bool = False
+
+
+def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
+    """Opens a connection to `address`, `host:port`, and closes it, within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    host, _, port = address.rpartition(":")
+    try:
+        found = resolve(host.strip("[]"), int(port), timeout)
+    except OSError:
+        return Found(State.SILENT, f"the name {host} cannot be resolved", is_of_lookup=True)
+    why = Found(State.SILENT, f"{address} does not respond")
+    for family, kind, protocol, _, socket_address in found:
+        with socket.socket(family, kind, protocol) as own:
+            own.settimeout(max(0.01, deadline - time.monotonic()))
+            with _counted(own):
+                try:
+                    own.connect(socket_address)
+                    return Found(State.LISTENING)
+                except ConnectionRefusedError:
+                    why = Found(State.REFUSED, f"nobody listens at {address}")
+                except OSError:
+                    # No route, or no answer in time; the answer may have come while this process could not run.
+                    if _is_connected(own):
+                        return Found(State.LISTENING)
+    return why
+
+
+#: Inodes of the sockets of probes that are under way.
+in_use: set[int] = set()
+
+
+@contextmanager
+def _counted(own: socket.socket) -> Iterator[None]:
+    inode = os.fstat(own.fileno()).st_ino
+    in_use.add(inode)
+    try:
+        yield
+    finally:
+        in_use.discard(inode)
+
+
+def _is_connected(own: socket.socket) -> bool:
+    try:
+        own.getpeername()
+        return True
+    except OSError:
+        return False
+
+
+def accepts_connections(address: str, timeout: float = _PROBE_SECS) -> bool:
+    """Whether a task listens at `address`, `host:port`."""
+    return probe(address, timeout).state is State.LISTENING
+
+
+_lookups: dict[tuple[str, int], Future[AddressInfo]] = {}
+
+
+def resolve(host: str, port: int, timeout: float) -> AddressInfo:
+    """What `socket.getaddrinfo` says of a host, for TCP, within `timeout` seconds; it has no time limit of its own.
+
+    Raises:
+        OSError: the name cannot be resolved, or not in time.
+    """
+    key = (host, port)
+    pending = _lookups.get(key)
+    if pending is None:
+        pending = _lookups[key] = in_thread(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    try:
+        found = pending.result(timeout)
+    except TimeoutError:
+        # The next one waits for the same lookup: threads must not pile up while a name server is away.
+        raise OSError(f"{host}: no answer within {timeout:g} s") from None
+    except OSError:
+        _lookups.pop(key, None)
+        raise
+    _lookups.pop(key, None)
+    return found
+
+
+class Silence:
+    """How long a task has been silent, as far as it was probed.
+
+    Between probes, time in which this process did not run counts for nothing: it was the one that was away. While the
+    system tries to connect, it counts.
+
+    Args:
+        patience: seconds of silence after which the task counts as lost.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._secs = 0.0
+        self._last: Found | None = None
+
+    def add(self, found: Found, secs: float) -> None:
+        """Takes in a probe that ended, `secs` seconds after the one before."""
+        self._secs = self._secs + secs if found.state is State.SILENT else 0.0
+        self._last = found
+
+    @property
+    def secs_left(self) -> float:
+        """Seconds of silence until the task counts as lost."""
+        return max(0.0, self._patience - self._secs)
+
+    @property
+    def is_listening(self) -> bool:
+        return self._last is not None and self._last.state is State.LISTENING
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the task is silent, and not yet lost."""
+        return self._last is not None and self._last.state is State.SILENT and self.secs_left > 0
+
+    @property
+    def lost_because(self) -> str | None:
+        """Why the task counts as lost; None if it does not."""
+        if self._last is None or self.is_listening or self.is_silent:
+            return None
+        if self._last.state is State.REFUSED:
+            return self._last.why
+        return f"{self._last.why} for {self._patience:g} s (cluster.patience)"
+
+
+class PortProbes:
+    """Probes tasks all the time, each in a thread of its own, so that nobody waits for a silent one.
+
+    Args:
+        addresses: `host:port` by task.
+        patience: seconds of silence after which a task counts as lost.
+        probe: address, seconds -> what it found.
+    """
+
+    def __init__(
+        self, addresses: Mapping[Task, str], patience: float, probe: Callable[[str, float], Found] = probe
+    ) -> None:
+        self._probe = probe
+        self._silences = {task: Silence(patience) for task in addresses}
+        self._stopped = threading.Event()
+        for task, address in addresses.items():
+            threading.Thread(target=self._work, args=[address, self._silences[task]], daemon=True).start()
+
+    def listening(self) -> set[Task]:
+        """The tasks that listened when they were last probed."""
+        return {task for task, silence in self._silences.items() if silence.is_listening}
+
+    def silent(self) -> set[Task]:
+        """The tasks that do not respond, and may yet."""
+        return {task for task, silence in self._silences.items() if silence.is_silent}
+
+    def lost(self) -> dict[Task, str]:
+        """The tasks that refused a connection, or were silent for too long, and how each was lost."""
+        found = {task: silence.lost_because for task, silence in self._silences.items()}
+        return {task: why for task, why in found.items() if why is not None}
+
+    def stop(self) -> None:
+        """Ends the threads, without waiting for them."""
+        self._stopped.set()
+
+    def _work(self, address: str, silence: Silence) -> None:
+        pause = 0.0
+        while not self._stopped.wait(pause):
+            # The last probe before the end of patience ends with it.
+            timeout = min(_PROBE_SECS, silence.secs_left - _PAUSE_SECS)
+            timeout = timeout if timeout > 0 else _PROBE_SECS
+            began = time.monotonic()
+            found = self._probe(address, timeout)
+            took = time.monotonic() - began
+            silence.add(found, pause + (min(timeout, took) if found.is_of_lookup else took))
+            pause = _PAUSE_SECS

@@ -1,0 +1,203 @@
+"""Bounds how long TensorFlow waits for a host that falls silent.
+
+A host that loses its power or its network closes no connection. Linux gives one up only after 16 minutes, and until
+then TensorFlow waits in places where nothing else of this process runs. TensorFlow and gRPC have no option for it; the
+system lets a process set it on any of its sockets: TCP_USER_TIMEOUT and keepalive, see tcp(7).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+from kdist.cluster import port_probe
+from kdist.cluster.port_probe import resolve
+
+_CHECK_SECS, _CUT_OFF_CHECK_SECS = 1.0, 0.25
+_LOOKUP_SECS = 3.0
+_DESCRIPTORS = "/proc/self/fd"
+# linux/tcp.h, net/tcp_states.h; Linux has the first it since 6.15.
+_TCP_RTO_MAX_MS = 44
+_SYN_SENT = "02"
+_RTO_MAX_SECS = 2.0
+# A connection is to end before its task counts as lost, so that nobody waits for it then.
+_SHARE_OF_PATIENCE = 0.9
+
+
+class TcpTimeouts:
+    """While started, connections of this process with tasks of the cluster end after some seconds of silence.
+
+    Other connections of the process stay as they are. New ones are found within a second. Works on Linux; elsewhere
+    the system's own limits hold.
+
+    Args:
+        addresses: `host:port` of tasks that this process connects to.
+        own_ports: ports that this process serves at.
+        patience: seconds of silence after which a task counts as lost; connections end somewhat earlier.
+    """
+
+    def __init__(self, addresses: Collection[str], own_ports: Collection[int], patience: float) -> None:
+        self._addresses = set(addresses)
+        self._ports = {int(address.rpartition(":")[2]) for address in addresses}
+        self._own_ports = set(own_ports)
+        self._secs = _SHARE_OF_PATIENCE * patience
+        #: IP addresses and ports of tasks, as far as they were looked up.
+        self._resolved: set[tuple[str, int]] = set()
+        #: Sockets that need no other look, by their inodes.
+        self._settled: set[int] = set()
+        #: Addresses of tasks that are lost.
+        self._cut_off: set[str] = set()
+        self._changed = threading.Event()
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """Sets the limits on the connections that are there, and from now on on those that come."""
+        if sys.platform == "linux":
+            threading.Thread(target=self._work, daemon=True, name="kdist-tcp-timeouts").start()
+
+    def stop(self) -> None:
+        """Leaves connections that come from now on as they are."""
+        self._is_stopped = True
+        self._changed.set()
+
+    def set_limits(self) -> None:
+        """Sets the limits on every connection that has none yet."""
+        present = set()
+        for inode, connection in _tcp_sockets():
+            present.add(inode)
+            with connection:
+                if inode not in self._settled and self._is_settled(connection):
+                    self._settled.add(inode)
+        self._settled &= present
+
+    def cut_off(self, address: str) -> None:
+        """Ends the connections with a task that is lost, as if its host had closed them: what waits there fails.
+
+        New ones end at once, until `let_in`: TensorFlow would wait 20 s for each.
+        """
+        if sys.platform == "linux":
+            self._cut_off.add(address)
+            self._end_connections()
+            self._changed.set()
+
+    def let_in(self, address: str) -> None:
+        """Undoes `cut_off`: the task is there again."""
+        self._cut_off.discard(address)
+
+    def _work(self) -> None:
+        while not self._is_stopped:
+            self.set_limits()
+            self._end_connections()
+            self._changed.wait(_CUT_OFF_CHECK_SECS if self._cut_off else _CHECK_SECS)
+            self._changed.clear()
+
+    def _end_connections(self) -> None:
+        """Ends the connections with tasks that are cut off, those that are being made included."""
+        if not self._cut_off:
+            return
+        of_tasks = {found for address in list(self._cut_off) for found in _resolved(address)}
+        hosts = {host for host, _ in of_tasks}
+        begun = _begun_connections()
+        for inode, connection in _tcp_sockets():
+            with connection, suppress(OSError):
+                if inode in port_probe.in_use:
+                    continue
+                # What is being made has no peer yet, as far as the socket says.
+                host, port = begun[inode] if inode in begun else _peer_of(connection)
+                # A task connects to this process from a port that says nothing.
+                if (host, port) in of_tasks or (host in hosts and connection.getsockname()[1] in self._own_ports):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_settled(self, connection: socket.socket) -> bool:
+        """Sets the limits if it is a connection of the cluster; False if it may become one."""
+        try:
+            peer = _peer_of(connection)
+        except OSError:
+            # It listens, or is being connected.
+            return False
+        with suppress(OSError):
+            if connection.getsockname()[1] in self._own_ports or self._is_task(peer):
+                self._limit(connection)
+        return True
+
+    def _is_task(self, peer: tuple[str, int]) -> bool:
+        if peer[1] in self._ports and peer not in self._resolved:
+            # Names are looked up again: a task may have moved.
+            for address in self._addresses:
+                if address.endswith(f":{peer[1]}"):
+                    self._resolved |= _resolved(address)
+        return peer in self._resolved
+
+    def _limit(self, connection: socket.socket) -> None:
+        options = {
+            socket.TCP_USER_TIMEOUT: round(1000 * self._secs),
+            socket.TCP_KEEPIDLE: max(1, int(self._secs / 4)),
+            socket.TCP_KEEPINTVL: max(1, int(self._secs / 4)),
+            socket.TCP_KEEPCNT: 4,
+        }
+        for option, value in options.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with suppress(OSError):
+            # Otherwise a host that was away for 7 s may be tried again only after 13.
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, round(1000 * _RTO_MAX_SECS))
+
+
+def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """The TCP sockets of this process, each with its inode: copies, to be closed by the caller."""
+    for name in os.listdir(_DESCRIPTORS):
+        # It may be closed, and another file get its number, at any moment: what is looked at is the copy.
+        with suppress(OSError):
+            copy = os.dup(int(name))
+            status = os.fstat(copy)
+            if not stat.S_ISSOCK(status.st_mode):
+                os.close(copy)
+                continue
+            found = socket.socket(fileno=copy)
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield status.st_ino, found
+            else:
+                found.close()
+
+
+def _begun_connections() -> dict[int, tuple[str, int]]:
+    """Where the connections go that are being made in this network, by the inodes of their sockets; see proc(5)."""
+    found = {}
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with suppress(OSError), open(table) as lines:
+            next(lines)
+            for line in lines:
+                fields = line.split()
+                if fields[3] == _SYN_SENT:
+                    address, port = fields[2].split(":")
+                    # Words of 32 bits in the order of this machine's bytes.
+                    words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
+                    host = str(ipaddress.ip_address(b"".join(words)))
+                    found[int(fields[9])] = (_plain(host), int(port, 16))
+    return found
+
+
+def _plain(host: str) -> str:
+    """An IP address; one of IPv4 that came as one of IPv6 is one of IPv4 again."""
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    return str(ip.ipv4_mapped or ip) if isinstance(ip, ipaddress.IPv6Address) else host
+
+
+def _peer_of(connection: socket.socket) -> tuple[str, int]:
+    host, port = connection.getpeername()[:2]
+    return _plain(host), port
+
+
+def _resolved(address: str) -> set[tuple[str, int]]:
+    """The IP addresses of a task, each with its port; none if its name cannot be looked up."""
+    host, _, port = address.rpartition(":")
+    try:
+        return {(_plain(str(found[4][0])), int(port)) for found in resolve(host.strip("[]"), int(port), _LOOKUP_SECS)}
+    except OSError:
+        return set()

@@ -1,0 +1,236 @@
+"""One cluster over the hosts of a network: a command a task, as people and schedulers start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commands import Command
+from helpers import environment, result_of, wait_until
+from network import Host, Network
+
+PORT = 2222
+CHIEF_PORT = 2230
+#: Seconds for processes that come up on a machine that has other things to do.
+PATIENCE = 120.0
+
+#: A small model of the tests' own; validated rarely, so that steps take the time.
+MINE = (
+    "model._target_=user_code.build",
+    "data._target_=user_code.data",
+    "run.trust=[user_code]",
+    "train.steps_per_epoch=2000",
+    "run.dir=D",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a cluster came to.
+
+    Attributes:
+        codes: exit codes by task.
+        console: what the chief printed.
+        result: the chief's `result.json`; empty if there is none.
+        seconds: from the start of the first task to the end of the last.
+    """
+
+    codes: dict[str, int]
+    console: str
+    result: dict[str, Any]
+    seconds: float
+
+    @property
+    def step(self) -> int | None:
+        return self.result.get("global_step")
+
+
+@dataclass
+class HostCluster:
+    """The tasks of one cluster.
+
+    Args:
+        network: whose hosts they are on.
+        tasks: hosts by task, as `ps:0`, `worker:1`, `chief`; without a chief of its own worker 0 is the chief.
+        arguments: of every command.
+        by_tf_config: whether the tasks are told who they are by TF_CONFIG.
+        run: tells files of clusters that follow each other apart.
+    """
+
+    network: Network
+    tasks: Mapping[str, Host]
+    arguments: tuple[str, ...] = ()
+    by_tf_config: bool = False
+    run: int = 0
+    _commands: dict[str, Command] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+    #: Every process that was seen of it, with what it was started as.
+    _seen: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def chief(self) -> str:
+        return "chief" if "chief" in self.tasks else "worker:0"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.tasks[self.chief].disk / "D"
+
+    def start(self, *tasks: str) -> None:
+        """Starts tasks, all if none is named."""
+        for task in tasks or self.tasks:
+            host = self.tasks[task]
+            self._console(task).parent.mkdir(parents=True, exist_ok=True)
+            self._console(task).write_text("")
+            self._commands[task] = Command(
+                *MINE,
+                *self._membership(task),
+                *self.arguments,
+                cwd=self.network.disk,
+                stdout=self._console(task),
+                env={**environment(), **self._variables(task)},
+                host=host.pid,
+            )
+
+    def said(self, task: str) -> str:
+        """What a task has printed so far."""
+        return self._console(task).read_text()
+
+    def wait_for(self, pattern: str, task: str | None = None, timeout: float = PATIENCE) -> str:
+        """Waits until a task, the chief if none is named, has printed what matches `pattern`; returns that."""
+        name = task or self.chief
+        found: list[str] = []
+
+        def is_there() -> bool:
+            if match := re.search(pattern, self.said(name), re.MULTILINE):
+                found.append(match[0])
+            assert found or self._commands[name].poll() is None, f"{name} ended without {pattern!r}:\n{self.all_said()}"
+            return bool(found)
+
+        wait_until(is_there, timeout, lambda: f"{pattern!r} in what {name} says:\n{self.all_said()}")
+        return found[0]
+
+    def wait_for_step(self, step: int) -> int:
+        """Waits until the chief has said that training is at `step` or later; returns the newest step it said."""
+        wait_until(
+            lambda: self.newest_step() >= step or self._commands[self.chief].poll() is not None,
+            PATIENCE,
+            lambda: f"step {step} in:\n{self.all_said()}",
+        )
+        assert self.newest_step() >= step, f"the chief ended before step {step}:\n{self.all_said()}"
+        return self.newest_step()
+
+    def newest_step(self) -> int:
+        """The newest step that the chief has said."""
+        steps = re.findall(r"^train \| step +(\d+)", self.said(self.chief), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
+
+    def pids(self, task: str) -> list[int]:
+        """The processes of a task: its command, and all that it has started."""
+        command = self._commands[task]
+        return [command.pid, *_descendants(command.pid)] if command.poll() is None else []
+
+    def signal_all(self, *numbers: signal.Signals) -> None:
+        """Sends signals to every process of every task, as a scheduler does, 10 ms apart if they are several."""
+        pids = [pid for task in self._commands for pid in self.pids(task)]
+        for place, number in enumerate(numbers):
+            time.sleep(0.01 * bool(place))
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def kill(self, task: str) -> None:
+        """Kills every process of a task, as the end of its host does."""
+        for pid in self.pids(task):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._commands[task].wait(10)
+
+    def code_of(self, task: str, timeout: float = PATIENCE) -> int:
+        """The exit code of a task, once there is one."""
+        command = self._commands[task]
+        self._look()
+        wait_until(lambda: command.poll() is not None, timeout, lambda: f"{task} ends:\n{self.all_said()}")
+        return command.wait()
+
+    def end(self, timeout: float = PATIENCE) -> Ended:
+        """Waits until all tasks have ended, and that nothing of them is left 5 s later."""
+        deadline = time.monotonic() + timeout
+        codes = {task: self.code_of(task, max(1.0, deadline - time.monotonic())) for task in self._commands}
+        seconds = time.monotonic() - self._started
+        wait_until(lambda: not self._left(), 5, lambda: f"no process is left: {self._left()}")
+        has_result = (self.run_dir / "result.json").exists()
+        return Ended(codes, self.said(self.chief), result_of(self.run_dir) if has_result else {}, seconds)
+
+    def abandon(self) -> None:
+        """Kills what is left, by its own process id."""
+        for task in self._commands:
+            self.kill(task)
+
+    def all_said(self) -> str:
+        """What all tasks have said, for a message of a test that failed."""
+        return "\n".join(f"--- {task}\n{self.said(task)}" for task in self._commands)
+
+    def _look(self) -> None:
+        for task in self._commands:
+            self._seen |= {pid: _started_at(pid) for pid in self.pids(task)}
+
+    def _left(self) -> list[int]:
+        return [pid for pid, started in self._seen.items() if started and _started_at(pid) == started]
+
+    def _console(self, task: str) -> Path:
+        return self.network.disk.parent / f"said-{self.run}" / f"{task.replace(':', '-')}.txt"
+
+    def _addresses(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for task, host in self.tasks.items():
+            job = task.partition(":")[0]
+            # Two tasks of one host have two ports.
+            port = PORT + [name for name, other in self.tasks.items() if other is host].index(task)
+            found.setdefault(job, []).append(f"{host.name}:{port}")
+        return found
+
+    def _membership(self, task: str) -> list[str]:
+        if self.by_tf_config:
+            return ["cluster=tf_config", f"cluster.chief_port={CHIEF_PORT}"]
+        job, _, index = task.partition(":")
+        addresses = self._addresses()
+        keys = [f"cluster.{name}=[{','.join(hosts)}]" for name, hosts in addresses.items() if name != "chief"]
+        keys += [f"cluster.chief={address}" for address in addresses.get("chief", [])]
+        keys += [f"cluster.job={job}", f"cluster.task={index or 0}", f"cluster.chief_port={CHIEF_PORT}"]
+        return ["cluster=hosts", *keys]
+
+    def _variables(self, task: str) -> dict[str, str]:
+        if not self.by_tf_config:
+            return {}
+        job, _, index = task.partition(":")
+        given = {"cluster": self._addresses(), "task": {"type": job, "index": int(index or 0)}}
+        return {"TF_CONFIG": json.dumps(given)}
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = [
+            int(child)
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+            for child in (thread / "children").read_text().split()
+        ]
+    except OSError:
+        return []
+    return [*children, *(below for child in children for below in _descendants(child))]
+
+
+def _started_at(pid: int) -> str:
+    """When a process was started; empty if it is gone."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
