@@ -144,7 +144,7 @@ def _update(server_def: tensorflow_server_pb2.ServerDef) -> None:
         )
         if code := library.TF_GetCode(status):
             message = library.TF_Message(status).decode(errors="replace")
-            raise tf.errors.exception_type_from_error_code(code)(None, None, message)
+            raise tf.compat.v1.errors.exception_type_from_error_code(code)(None, None, message)
     finally:
         library.TF_DeleteStatus(status)
     own._server_def = server_def

@@ -197,10 +197,26 @@ class Coordinator:
         Raises:
             ClusterError: a task does not answer, and it is not ours to replace.
         """
-        self._wait_for_silent()
-        silent, _ = self._ask()
-        if silent:
+        while True:
+            self.wait_for_silent()
+            silent, _ = self._ask()
+            if not silent:
+                return
             self._replace(silent, f"did not answer within {_ANSWER_SECS:g} s")
+            self.check_tasks()
+
+    def wait_for_silent(self, job: str | None = None) -> None:
+        """Waits while connected tasks, of one job if it is given, are silent: each comes back, or counts as lost.
+
+        Raises:
+            ClusterError: see `check_tasks`.
+        """
+
+        def is_connected(task: Task) -> bool:
+            return task.job == "ps" or task.index in self._calls.connected
+
+        while any(is_connected(task) and job in (None, task.job) for task in self._supervisor.silent()):
+            time.sleep(_CHECK_SECS)
             self.check_tasks()
 
     def all_answer(self) -> bool:
@@ -214,7 +230,7 @@ class Coordinator:
             ClusterError: a parameter server is lost, or the last worker.
         """
         # Without servers there is nothing to do but to wait for them; a worker is not waited for.
-        self._wait_for_silent("ps")
+        self.wait_for_silent("ps")
         _, broken = self._ask()
         if servers := [task for task in broken if task.job == "ps"]:
             lost = {task: how for task, how in self._supervisor.lost_soon().items() if task in servers}
@@ -324,6 +340,14 @@ class Coordinator:
         return bool(silent)
 
     def _replace(self, silent: Collection[Task], what: str) -> None:
+        """Kills tasks that do not answer, but those whose hosts do not respond: they come back, or count as lost.
+
+        Raises:
+            ClusterError: they are not ours to kill.
+        """
+        silent = set(silent) - self._supervisor.silent()
+        if not silent:
+            return
         names = ", ".join(map(str, sorted(silent, key=str)))
         if not self._supervisor.kill(silent):
             raise ClusterError(f"{names} {what}; stopped or out of reach")
@@ -334,20 +358,6 @@ class Coordinator:
         servers = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
         connected = servers | {Task("worker", worker) for worker in self._calls.connected}
         return ask(connected - self._supervisor.silent(), timeout)
-
-    def _wait_for_silent(self, job: str | None = None) -> None:
-        """Waits while connected tasks, of one job if it is given, are silent: each comes back, or counts as lost.
-
-        Raises:
-            ClusterError: see `check_tasks`.
-        """
-
-        def is_connected(task: Task) -> bool:
-            return task.job == "ps" or task.index in self._calls.connected
-
-        while any(is_connected(task) and job in (None, task.job) for task in self._supervisor.silent()):
-            time.sleep(_CHECK_SECS)
-            self.check_tasks()
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Parts with a worker whose call failed, if it is lost; otherwise lets it try again.

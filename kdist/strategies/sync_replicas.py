@@ -36,6 +36,8 @@ from kdist.strategies.quorum import Quorum
 from kdist.warn import warn
 from kdist.worker_data import iterator_spec
 
+_TRIES = 3
+
 
 @dataclass(frozen=True)
 class _Gradient:
@@ -93,6 +95,8 @@ class SyncReplicas(OnServers):
         self._in_lockstep = False
         #: How many workers had been lost when the last of these calls began.
         self._num_lost_before = 0
+        #: Calls over all tasks that failed in a row though no task was lost.
+        self._failures = 0
         #: The global step; None until it has been read from the servers.
         self._step: int | None = None
 
@@ -146,6 +150,7 @@ class SyncReplicas(OnServers):
                 raise
             return None
         self._in_lockstep = False
+        self._failures = 0
         self._step = step + size
         logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
         shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in workers}
@@ -169,14 +174,20 @@ class SyncReplicas(OnServers):
 
         Raises:
             ClusterError: an update was begun and not finished, or not by all servers; or a server is lost.
+            tf.errors.OpError: no task is lost, and such calls fail all the same.
         """
         self._in_lockstep = False
         # TensorFlow keeps, for each such function, what it found on each task.
         self._lockstep = None
         self._iterators.clear()
-        self._running().examine()
-        if self._running().num_lost == self._num_lost_before:
-            raise error
+        coordinator = self._running()
+        # One whose host does not respond is lost soon, or goes on: then all of them try again.
+        coordinator.wait_for_silent()
+        coordinator.examine()
+        if coordinator.num_lost == self._num_lost_before:
+            self._failures += 1
+            if self._failures > _TRIES:
+                raise error
         if not self._watched(self._store.is_whole):
             raise ClusterError(f"{self._names(self._lost())} was lost in the middle of an update")
         self._step = None

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commands import Command
+from drilling import Report
 from helpers import environment, result_of, wait_until
-from network import Host, Network
+from network import Host, Network, why_not
 
 PORT = 2222
 CHIEF_PORT = 2230
@@ -213,6 +215,46 @@ class HostCluster:
         job, _, index = task.partition(":")
         given = {"cluster": self._addresses(), "task": {"type": job, "index": int(index or 0)}}
         return {"TF_CONFIG": json.dumps(given)}
+
+
+class Hosts:
+    """Makes networks and clusters on them, and removes all of it at the end of a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._network: Network | None = None
+        self._clusters: list[HostCluster] = []
+        self.reports: list[Report] = []
+
+    def network(self, num_hosts: int, **options: Any) -> Network:
+        """The hosts of this test; `options` are those of `Network`."""
+        if (reason := why_not()) is not None:
+            pytest.skip(reason)
+        self._network = Network(num_hosts, self._folder, **options)
+        return self._network
+
+    def cluster(self, network: Network, tasks: dict[str, Host], *arguments: str, **options: Any) -> HostCluster:
+        """A cluster, not started; `options` are those of `HostCluster`."""
+        cluster = HostCluster(network, tasks, arguments, run=len(self._clusters), **options)
+        self._clusters.append(cluster)
+        return cluster
+
+    def report(self, number: int, fault: str, happened: str, ended: Ended, code: int | None = None) -> None:
+        """Adds a row to the table of drills; the code is that of the chief."""
+        chief = self._clusters[-1].chief
+        found = ended.codes[chief] if code is None else code
+        self.reports.append(Report(number, fault, happened, ended.step, ended.seconds, found))
+
+    def remove(self) -> None:
+        for cluster in self._clusters:
+            cluster.abandon()
+        if self._network is not None:
+            self._network.close()
+
+
+def four(network: Network) -> dict[str, Host]:
+    """`2ps2w` on four hosts; worker 0 is the chief as well."""
+    return dict(zip(("worker:0", "worker:1", "ps:0", "ps:1"), network.hosts))
 
 
 def _descendants(pid: int) -> list[int]:

@@ -59,12 +59,13 @@ class Host:
 
     Attributes:
         name: its host name, which the others know.
+        link: the name of its port of the bridge.
         address: its IP address.
         disk: the folder that its tasks see as `Network.disk`.
     """
 
     def __init__(self, name: str, address: str, disk: Path) -> None:
-        self.name = name
+        self.name = self.link = name
         self.address = address
         self.disk = disk
         self._holder = _hold("--net", "--mount", "--uts", "--propagation", "private")
@@ -147,12 +148,12 @@ class Network:
     def cut(self, *hosts: Host) -> None:
         """Lets hosts fall silent: no packet reaches them or leaves them, and nobody is told."""
         for host in hosts:
-            self._do("ip", "link", "set", host.name, "down")
+            self._do("ip", "link", "set", host.link, "down")
 
     def mend(self, *hosts: Host) -> None:
         """Undoes `cut`."""
         for host in hosts:
-            self._do("ip", "link", "set", host.name, "up")
+            self._do("ip", "link", "set", host.link, "up")
 
     def drop(self, percent: int) -> None:
         """Drops that many percent of all packets."""
@@ -178,9 +179,11 @@ class Network:
             host.do("tc", "qdisc", "add", "dev", _DEVICE, "root", "tbf", "rate", f"{mbit}mbit",
                     "burst", "128kb", "latency", "50ms")  # fmt: skip
 
-    def move(self, name: str, address: str) -> None:
-        """Lets a name stand for another address, on all hosts: what was there is elsewhere now."""
-        self._write_names({name: address})
+    def move(self, host: Host, to: Host) -> None:
+        """Gives the name of one host to another one, as when a pod is started on another machine."""
+        host.name, to.name = f"{host.name}-before", host.name
+        to.do("hostname", to.name)
+        self._write_names()
 
     def close(self) -> None:
         """Removes all hosts; processes on them have to be ended before."""
@@ -226,14 +229,13 @@ class Network:
         if not self._shared_disk:
             host.do("mount", "--bind", str(host.disk), str(self.disk))
 
-    def _write_names(self, elsewhere: dict[str, str] | None = None) -> None:
+    def _write_names(self) -> None:
         if self._folder is None:
             return
-        names = {host.name: host.address for host in self.hosts} | (elsewhere or {})
-        lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{address} {name}" for name, address in names.items())]
+        lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{host.address} {host.name}" for host in self.hosts)]
         for host in self.hosts:
             # In place: the file is mounted.
-            (self._folder / "etc" / host.name / "hosts").write_text("\n".join(lines) + "\n")
+            (self._folder / "etc" / host.link / "hosts").write_text("\n".join(lines) + "\n")
 
     def _know_neighbours(self) -> None:
         hardware = {

@@ -1,0 +1,85 @@
+"""Signals as schedulers send them: to every process of every task at once, and twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from clusters import HostCluster, Hosts, four
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
+
+def newest_checkpoint(cluster: HostCluster) -> int:
+    return max(int(path.stem.split("-")[1]) for path in (cluster.run_dir / "checkpoints").glob("ckpt-*.index"))
+
+
+@pytest.mark.parametrize("repetition", range(5))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_tasks_saves_the_step_that_was_reached(
+    hosts: Hosts, number: signal.Signals, repetition: int
+) -> None:
+    network = hosts.network(4)
+    sync = ["strategy=sync_replicas"] if repetition % 2 else []
+    cluster = hosts.cluster(network, four(network), "train.steps=1000000", *sync)
+    cluster.start()
+    # Each time at another place.
+    seen = cluster.wait_for_step(300 + 137 * repetition)
+    cluster.signal_all(number, number)
+    ended = cluster.end(40)
+    assert ended.codes == {"worker:0": 143, "worker:1": 0, "ps:0": 0, "ps:1": 0}, cluster.all_said()
+    assert (ended.result["status"], ended.result["stopped_by"]) == ("preempted", number.name)
+    assert ended.step is not None
+    assert ended.step >= seen
+    assert newest_checkpoint(cluster) == ended.step
+    for task in ("worker:1", "ps:0", "ps:1"):
+        said = cluster.said(task)
+        assert re.search(rf"{task}: {number.name}; it serves until the chief has saved, at most 30 s", said), said
+        assert f"done  | {task} | the chief is done" in said
+    if not repetition:
+        hosts.report(47, f"{number.name} twice to all processes of all tasks", "saved and ended", ended)
+
+
+@pytest.mark.parametrize("secs", [0.5, 2.0, 4.0])
+def test_a_signal_before_training_ends_all_tasks_in_order(hosts: Hosts, secs: float) -> None:
+    network = hosts.network(4)
+    cluster = hosts.cluster(network, four(network), "train.steps=1000000")
+    cluster.start()
+    time.sleep(secs)
+    cluster.signal_all(signal.SIGTERM, signal.SIGTERM)
+    ended = cluster.end(40)
+    assert ended.codes["worker:0"] == 143, cluster.all_said()
+    assert set(ended.codes.values()) <= {0, 143}, cluster.all_said()
+    for task in cluster.tasks:
+        assert "kdist: error" not in cluster.said(task), cluster.all_said()
+    hosts.report(48, f"SIGTERM to all {secs:g} s after the start", "ended in order", ended)
+
+
+def test_all_reduce_workers_save_and_end(hosts: Hosts) -> None:
+    network = hosts.network(3)
+    cluster = hosts.cluster(
+        network, {f"worker:{index}": host for index, host in enumerate(network.hosts)}, "train.steps=1000000"
+    )
+    cluster.start()
+    cluster.wait_for_step(200)
+    cluster.signal_all(signal.SIGTERM, signal.SIGTERM)
+    ended = cluster.end(40)
+    assert ended.codes == {"worker:0": 143, "worker:1": 0, "worker:2": 0}, cluster.all_said()
+    assert newest_checkpoint(cluster) == ended.step
+    hosts.report(47, "SIGTERM twice to all-reduce workers", "saved and ended", ended)
+
+
+def test_a_server_that_is_told_to_stop_alone_serves_for_the_grace_period(hosts: Hosts) -> None:
+    network = hosts.network(4)
+    cluster = hosts.cluster(network, four(network), "train.steps=1000000", "run.grace_secs=6")
+    cluster.start()
+    cluster.wait_for_step(300)
+    os.kill(cluster.pids("ps:1")[0], signal.SIGTERM)
+    assert cluster.code_of("ps:1", 20) == 143
+    assert "the chief has not ended 6 s after SIGTERM (run.grace_secs)" in cluster.said("ps:1")
+    assert cluster.code_of("worker:0", 30) == 75
+    ended = cluster.end(20)
+    hosts.report(49, "SIGTERM to a server alone", "it serves for run.grace_secs; then the run ends", ended)

@@ -1,0 +1,142 @@
+"""Runs over several hosts, each with a network, a name and an address of its own: to the exact step, and all end."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import CHIEF_PORT, PORT, Hosts, four
+from helpers import result_of
+from network import why_no_limit, why_no_loss
+
+pytestmark = pytest.mark.cluster
+_LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=_LONG)])
+def test_two_servers_and_two_workers_on_four_hosts(hosts: Hosts, strategy: str) -> None:
+    cluster = hosts.cluster(tasks := hosts.network(4), four(tasks), f"strategy={strategy}", "train.steps=300")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    result = ended.result
+    assert (result["status"], result["global_step"], result["extra_steps"]) == ("done", 300, 0)
+    assert (result["cluster"], result["strategy"], result["workers"]) == ("2ps2w", strategy, 2)
+    hosts.report(31, f"{strategy}, 2ps2w on four hosts", "trained", ended)
+
+
+@_LONG
+def test_three_all_reduce_workers_on_three_hosts(hosts: Hosts) -> None:
+    network = hosts.network(3)
+    tasks = {f"worker:{index}": host for index, host in enumerate(network.hosts)}
+    cluster = hosts.cluster(network, tasks, "train.steps=200")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(tasks, 0), cluster.all_said()
+    assert (ended.step, ended.result["strategy"], ended.result["workers"]) == (200, "multi_worker_mirrored", 3)
+    hosts.report(32, "multi_worker_mirrored, 3w on three hosts", "trained", ended)
+
+
+@_LONG
+def test_a_chief_of_its_own_on_a_fifth_host(hosts: Hosts) -> None:
+    network = hosts.network(5)
+    cluster = hosts.cluster(network, {**four(network), "chief": network.hosts[4]}, "train.steps=300")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert ended.step == 300
+    hosts.report(33, "a chief of its own, on a fifth host", "trained", ended)
+
+
+@_LONG
+def test_tf_config_on_five_hosts(hosts: Hosts) -> None:
+    network = hosts.network(5)
+    tasks = {**four(network), "chief": network.hosts[4]}
+    cluster = hosts.cluster(network, tasks, "train.steps=300", by_tf_config=True)
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert ended.step == 300
+    hosts.report(34, "TF_CONFIG, a chief of its own, on five hosts", "trained", ended)
+
+
+@_LONG
+@pytest.mark.parametrize("shape", ["1ps2w", "2w"])
+def test_names_that_stand_for_ipv6_addresses_alone(hosts: Hosts, shape: str) -> None:
+    network = hosts.network(3, ipv6=True)
+    names = ("worker:0", "worker:1", "ps:0") if "ps" in shape else ("worker:0", "worker:1")
+    cluster = hosts.cluster(network, dict(zip(names, network.hosts)), "train.steps=200")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert (ended.step, ended.result["cluster"]) == (200, shape)
+    hosts.report(35, f"IPv6 addresses alone, {shape}", "trained", ended)
+
+
+@_LONG
+def test_no_port_is_needed_but_those_that_the_docs_name(hosts: Hosts) -> None:
+    if (reason := why_no_loss()) is not None:
+        pytest.skip(reason)
+    network = hosts.network(4)
+    tasks = four(network)
+    for task, host in tasks.items():
+        network.open_only(host, {PORT, CHIEF_PORT} if task == "worker:0" else {PORT})
+    cluster = hosts.cluster(network, tasks, "train.steps=300")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert ended.step == 300
+    hosts.report(36, "firewalls: every task's port and cluster.chief_port alone", "trained", ended)
+
+
+@_LONG
+def test_hosts_without_a_common_disk(hosts: Hosts) -> None:
+    network = hosts.network(4, shared_disk=False)
+    cluster = hosts.cluster(network, four(network), "train.steps=300")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert ended.step == 300
+    # The chief's host has the run; the others have nothing.
+    assert [host.name for host in network.hosts if list(host.disk.iterdir())] == ["host0"]
+    assert result_of(network.hosts[0].disk / "D")["status"] == "done"
+    hosts.report(37, "no common disk", "trained; the chief's host has the run", ended)
+
+
+@_LONG
+def test_one_percent_of_all_packets_is_lost(hosts: Hosts) -> None:
+    if (reason := why_no_loss()) is not None:
+        pytest.skip(reason)
+    network = hosts.network(4)
+    network.drop(1)
+    cluster = hosts.cluster(network, four(network), "train.steps=4000")
+    cluster.start()
+    ended = cluster.end(300)
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert (ended.step, ended.result["extra_steps"], ended.result["restarts"]["worker"]) == (4000, 0, 0)
+    hosts.report(38, "1 % of all packets lost, 4000 steps", "trained; no task was lost", ended)
+
+
+@_LONG
+def test_100_mbit(hosts: Hosts) -> None:
+    if (reason := why_no_limit()) is not None:
+        pytest.skip(reason)
+    network = hosts.network(4)
+    network.limit(100)
+    cluster = hosts.cluster(
+        network, four(network), "model._target_=user_code.build_large", "+model.megabytes=1", "train.steps=200"
+    )
+    cluster.start()
+    ended = cluster.end(300)
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert (ended.step, ended.result["extra_steps"]) == (200, 0)
+    hosts.report(39, "100 Mbit/s, parameters of 1 MB", "trained", ended)
+
+
+@_LONG
+def test_5_ms_each_way(hosts: Hosts) -> None:
+    network = hosts.network(4, delay_secs=0.005)
+    cluster = hosts.cluster(network, four(network), "train.steps=300")
+    cluster.start()
+    ended = cluster.end(300)
+    assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+    assert (ended.step, ended.result["extra_steps"]) == (300, 0)
+    hosts.report(40, "5 ms each way", "trained", ended)
