@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test short drills long lint bench docs
+.PHONY: help mnist test short drills hosts long lint bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
+	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
 	@echo "make long    other tests that take minutes, every command of the documentation among them, about 6 minutes"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    the documentation, in build/site"
@@ -31,8 +32,12 @@ drills: $(READY)
 	$(BIN)/python -m pytest tests/drills/test_endurance.py tests/drills \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1500
 
-long: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 -m long --ignore tests/drills
+# What they measure is time: one at a time.
+hosts: $(READY)
+	$(BIN)/python -m pytest tests/hosts
+
+long: $(READY) hosts
+	$(BIN)/python -m pytest --numprocesses 2 -m long --ignore tests/drills --ignore tests/hosts
 
 lint: $(READY)
 	$(BIN)/ruff check .

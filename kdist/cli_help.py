@@ -35,7 +35,7 @@ hooks (hooks.NAME.KEY=VALUE; hooks.NAME=null removes one)
 {hooks}
 
 exit codes: 0 done, 1 the run failed, 2 the config is wrong, 75 the cluster failed (a retry may help),
-            130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint if training had begun
+            130 Ctrl-C and 143 a stop signal, both after a saved checkpoint if training had begun
 Hydra's own options: python -m kdist --hydra-help
 """
 
@@ -109,7 +109,9 @@ def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
     for item in fields(schema):
         make_default: Any = item.default_factory
         value = make_default() if item.default is MISSING else item.default
-        default = "null" if value is None else str(value)
+        # As it is typed.
+        listed = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+        default = "null" if value is None else listed
         yield f"{prefix}{item.name}", "" if is_dataclass(value) else default, meanings[item.name]
         if is_dataclass(value):
             yield from _walk(type(value), f"{prefix}{item.name}.")

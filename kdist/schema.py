@@ -70,10 +70,10 @@ class ClusterConfig:
     """How often each lost worker of a local cluster is started again; at least 0."""
 
     patience: float = 15.0
-    """cluster=hosts, tf_config: seconds for which a task may be silent before it counts as lost; at least 1."""
+    """hosts, tf_config: seconds for which a task may not respond before it counts as lost; at least 1."""
 
     chief_port: Optional[int] = None
-    """cluster=hosts, tf_config: port at which servers and workers reach the chief's process; null is any free one."""
+    """hosts, tf_config: port at which servers and workers reach the chief's process; null is any free one."""
 
     ps: list[str] = field(default_factory=list)
     """cluster=hosts: addresses (host:port) of the parameter servers."""
@@ -298,7 +298,7 @@ class RunConfig:
     """After a stop signal or Ctrl-C: seconds to save and end in good order; more than 0."""
 
     stop_signals: list[str] = field(default_factory=lambda: list(STOP_SIGNALS))
-    """Signals at which a run saves and ends with code 143, on every task; see docs/howto/machines.md."""
+    """Signals at which a run saves and ends with code 143, also when a scheduler sends them to all tasks."""
 
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""

@@ -84,6 +84,24 @@ def tasks_running(under: int | None = None, *, and_fork_servers: bool = False) -
     return [pid for pid in found if parents[pid] in {under, *servers} and (and_fork_servers or pid not in servers)]
 
 
+def descendants(pid: int) -> list[int]:
+    """Process ids of the children of a process, and of theirs."""
+    try:
+        threads = [(thread / "children").read_text().split() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    children = [int(child) for of_thread in threads for child in of_thread]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal itself."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def loopback_bytes() -> int:
     """Bytes that the loopback interface has carried so far."""
     for line in Path("/proc/net/dev").read_text().splitlines():

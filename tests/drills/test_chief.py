@@ -3,10 +3,12 @@
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 from drilling import MINE, Drill, DrillRun
+from helpers import catches, descendants, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -53,6 +55,69 @@ def test_a_signal_ends_the_run_in_good_order(drill: Drill, number: signal.Signal
     assert "Traceback" not in ended.console
     fault = "SIGTERM" if number is signal.SIGTERM else "Ctrl-C"
     drill.report(10 if number is signal.SIGTERM else 11, fault, "saved and ended", ended)
+
+
+def signal_all(run: DrillRun, number: signal.Signals) -> None:
+    """Sends a signal twice to every process of a run, as a scheduler does."""
+    pids = [run.process.pid, *descendants(run.process.pid)]
+    for _ in range(2):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments"),
+    [
+        (signal.SIGTERM, ["cluster=2ps2w"]),
+        pytest.param(signal.SIGUSR1, ["cluster=2ps2w", "strategy=sync_replicas"], marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR2, ["cluster=2w"], marks=pytest.mark.long),
+        pytest.param(
+            signal.SIGTERM, ["cluster=local", "strategy=mirrored", "strategy.devices=2"], marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_signal_to_every_process_of_a_run_saves_the_step_that_was_reached(
+    drill: Drill, number: signal.Signals, arguments: list[str]
+) -> None:
+    run = drill.start(*MINE, "train.steps=1000000", *arguments)
+    run.wait_for(r"train \| step +300")
+    signal_all(run, number)
+    ended = run.end(30)
+    assert (ended.code, ended.result["status"], ended.result["stopped_by"]) == (143, "preempted", number.name)
+    assert newest_step(run) == ended.step
+    assert ended.step is not None
+    assert ended.step >= 300
+    assert "is lost" not in ended.console
+    drill.report(10, f"{number.name} to all processes, {' '.join(arguments)}", "saved and ended", ended)
+
+
+@pytest.mark.long
+def test_a_signal_to_every_process_ten_times_in_a_row(drill: Drill) -> None:
+    step = 0
+    for _ in range(10):
+        run = drill.start(*MINE, "train.steps=1000000", "cluster=2ps2w")
+        run.wait_for(rf"train \| step +{100 * (step // 100 + 2)}")
+        signal_all(run, signal.SIGTERM)
+        ended = run.end(30)
+        assert ended.code == 143, ended.console
+        assert ended.step is not None
+        assert newest_step(run) == ended.step > step
+        step = ended.step
+    drill.report(10, "SIGTERM to all processes, 10 times in a row", "saved and resumed each time", ended)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("secs", [0.5, 2.0, 4.0])
+def test_a_signal_to_every_process_before_training(drill: Drill, secs: float) -> None:
+    run = drill.start(*MINE, "train.steps=1000000", "cluster=2ps2w")
+    wait_until(lambda: catches(run.process.pid, signal.SIGTERM), 60, "it handles signals")
+    time.sleep(secs)
+    signal_all(run, signal.SIGTERM)
+    ended = run.end(30)
+    assert ended.code == 143, ended.console
+    assert "kdist: error" not in ended.console
+    drill.report(10, f"SIGTERM to all processes {secs:g} s after the start", "ended in order", ended)
 
 
 @pytest.mark.long

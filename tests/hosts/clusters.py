@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from commands import Command
 from drilling import Report
-from helpers import environment, result_of, wait_until
+from helpers import descendants, environment, result_of, wait_until
 from network import Host, Network, why_not
 
 PORT = 2222
@@ -137,7 +137,7 @@ class HostCluster:
     def pids(self, task: str) -> list[int]:
         """The processes of a task: its command, and all that it has started."""
         command = self._commands[task]
-        return [command.pid, *_descendants(command.pid)] if command.poll() is None else []
+        return [command.pid, *descendants(command.pid)] if command.poll() is None else []
 
     def signal_all(self, *numbers: signal.Signals) -> None:
         """Sends signals to every process of every task, as a scheduler does, 10 ms apart if they are several."""
@@ -255,18 +255,6 @@ class Hosts:
 def four(network: Network) -> dict[str, Host]:
     """`2ps2w` on four hosts; worker 0 is the chief as well."""
     return dict(zip(("worker:0", "worker:1", "ps:0", "ps:1"), network.hosts))
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = [
-            int(child)
-            for thread in Path(f"/proc/{pid}/task").iterdir()
-            for child in (thread / "children").read_text().split()
-        ]
-    except OSError:
-        return []
-    return [*children, *(below for child in children for below in _descendants(child))]
 
 
 def _started_at(pid: int) -> str:

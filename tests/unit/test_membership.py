@@ -305,3 +305,42 @@ def test_wrong_devices_are_refused(job: str, devices: Any) -> None:
     with pytest.raises(ConfigError) as error:
         DevicesConfig(**{job: devices})
     assert refusal(error).startswith(f"cluster.devices.{job}={devices}: must be a list of GPU numbers, as [0,1]")
+
+
+@pytest.mark.parametrize("shape", ["2ps2w", "4w"])
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_several_copies_of_a_command_that_starts_its_own_tasks_are_refused(shape: str, variable: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        membership_of(ClusterConfig(shape), {variable: "3"})
+    message = str(error.value)
+    assert message.startswith(f"cluster={shape}: ")
+    assert f"started this command 3 times ({variable})" in message
+    for remedy in ("srun -n1", "cluster=hosts", "cluster=tf_config"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize("environment", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "3"}, {"PMI_SIZE": ""}])
+def test_one_copy_of_a_command_starts_its_own_tasks(environment: dict[str, str]) -> None:
+    assert membership_of(ClusterConfig("2ps2w"), environment) is None
+
+
+def test_tasks_that_a_launcher_starts_each_with_its_own_are_joined() -> None:
+    config = ClusterConfig("hosts", **HOSTS, job="ps", task=1)
+    membership = membership_of(config, {"SLURM_STEP_NUM_TASKS": "4"})
+    assert membership is not None
+    assert membership.task == Task("ps", 1)
+    assert membership_of(ClusterConfig("local"), {"SLURM_STEP_NUM_TASKS": "4"}) is None
+
+
+def test_the_chiefs_port_is_for_tasks_on_other_hosts() -> None:
+    assert by_hosts(job="worker", chief_port=2230).is_chief
+    with pytest.raises(ConfigError, match=r"cluster\.chief_port: is for cluster=hosts and tf_config, not .*=2ps2w"):
+        membership_of(ClusterConfig("2ps2w", chief_port=2230), {})
+    for port in (0, 65536):
+        with pytest.raises(ConfigError, match=rf"cluster\.chief_port={port}: must be a port"):
+            ClusterConfig("hosts", chief_port=port)
+
+
+def test_patience_is_at_least_a_second() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.patience=0\.5: must be at least 1 second"):
+        ClusterConfig("hosts", patience=0.5)
