@@ -15,7 +15,6 @@ from kdist import console
 from kdist.callbacks import set_states, states_of, without_model
 from kdist.cluster.serve import serve_until_done
 from kdist.cluster.spec import Membership
-from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError
 from kdist.joined_evaluator import evaluate_until_done
 from kdist.parameters.local import write_to_model
@@ -137,14 +136,7 @@ def _follow(trainer: Trainer, membership: Membership, arguments: FitArguments) -
     """Trains as one of the all-reduce workers."""
     console.print_line(f"kdist {__version__} | {membership.task} of {trainer.shape} | {trainer.strategy}")
     strategy: Any = trainer.make_strategy()
-    timeouts = TcpTimeouts(
-        membership.spec.worker, [membership.spec.port(membership.task)], trainer.cluster_config.patience
-    )
-    timeouts.start()
-    try:
-        strategy.follow(trainer.program(arguments.training_data(trainer.seed), arguments.batch_size))
-    finally:
-        timeouts.stop()
+    strategy.follow(trainer.program(arguments.training_data(trainer.seed), arguments.batch_size))
     write_to_model(trainer.model, strategy.read())
     if trainer.model.optimizer.use_ema:
         trainer.model.optimizer.finalize_variable_values(trainer.model.trainable_variables)

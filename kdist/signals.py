@@ -64,8 +64,8 @@ class _Arrivals:
 class _Handlers:
     """While entered, calls `handle(number)` at signals; the handlers from before come back on exit.
 
-    Does nothing outside the main thread, where Python takes no signals. A program that handles SIGUSR1 or the like
-    itself keeps it.
+    Does nothing outside the main thread, where Python takes no signals. What the process ignores it goes on to ignore,
+    as a task does that the chief has started; and a program that handles SIGUSR1 or the like itself keeps it.
 
     Args:
         names: of signals, beside SIGINT.
@@ -81,7 +81,8 @@ class _Handlers:
             return
         for number in self._numbers:
             before = signal.getsignal(number)
-            if number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early):
+            is_ours = number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early)
+            if is_ours and before != signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._handler)
 

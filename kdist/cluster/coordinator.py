@@ -88,6 +88,8 @@ class Coordinator:
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
         self._lanes: dict[int, Lane] = {}
         self._calls = Calls(self._workers)
+        #: Connected workers whose calls failed because their hosts do not respond; they get none until they do.
+        self._away: set[int] = set()
         #: Failures of a worker that is there, since its last result.
         self._failures = dict.fromkeys(self._workers, 0)
         self._last_check = time.monotonic()
@@ -254,9 +256,13 @@ class Coordinator:
             if worker not in serving and worker in self._calls.connected:
                 self._part_with(worker)
         silent = {task.index for task in self._supervisor.silent() if task.job == "worker"}
-        for worker in serving:
-            if worker not in self._calls.present and worker not in self._retired | self._waiting | silent:
+        for worker in set(serving) - silent - self._retired - self._waiting:
+            if worker not in self._calls.connected:
                 self._welcome(worker)
+            elif worker in self._away:
+                # If it is another process by now, its next call says so.
+                self._away.discard(worker)
+                self._calls.welcome(worker)
 
     def wait_for_worker(self, timeout: float) -> bool:
         """Waits until a worker is back; returns whether one is.
@@ -367,7 +373,10 @@ class Coordinator:
             tf.errors.OpError: the worker is there, and its calls fail all the same.
         """
         self.examine()
-        if worker in self._calls.connected and Task("worker", worker) not in self._supervisor.silent():
+        if worker in self._calls.connected:
+            if Task("worker", worker) in self._supervisor.silent():
+                self._away.add(worker)
+                return
             self._failures[worker] += 1
             if self._failures[worker] > _TRIES and error is not None:
                 raise error
@@ -376,6 +385,7 @@ class Coordinator:
     def _part_with(self, worker: int) -> None:
         self.num_lost += 1
         self._retired.discard(worker)
+        self._away.discard(worker)
         for call in self._calls.part_with(worker):
             outcome: Future[Any] = Future()
             outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
@@ -387,10 +397,6 @@ class Coordinator:
 
     def _welcome(self, worker: int) -> None:
         """Connects a worker that serves again; it may take another try in a moment."""
-        if worker in self._calls.connected:
-            # It was silent for a while, or failed: if it is another process, its next call says so.
-            self._calls.welcome(worker)
-            return
         # Not asked before that: who is stopped between the question and the connection stops this process.
         with first_calls.call(None):
             if not self.all_answer():

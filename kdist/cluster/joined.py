@@ -147,8 +147,10 @@ class JoinedCluster:
         if self._own is None or self._probes is None or self._tcp_timeouts is None:
             return
         if self._own.poll() is None:
-            others = self._probes.listening() - {chief_server(self.spec)[1]}
-            tell_tasks(self.spec, len(others), _STOP_SECS)
+            silent = self._probes.silent()
+            others = (self._probes.listening() | silent) - {chief_server(self.spec)[1]}
+            # Who comes back in time is to end in good order, and not to find that the chief is gone.
+            tell_tasks(self.spec, len(others), max(_STOP_SECS, self._patience) if silent else _STOP_SECS)
         self._probes.stop()
         self._tcp_timeouts.stop()
         end_children([self._own], _STOP_SECS)

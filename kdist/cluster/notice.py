@@ -8,6 +8,7 @@ read of a task that fell silent long ago.
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import TimeoutError
 from contextlib import suppress
@@ -22,6 +23,8 @@ from kdist.errors import ClusterError
 _POLL_SECS = 0.2
 _NOTED_POLL_SECS = 0.05
 _LAST_WORD_SECS = 1.0
+#: A task that has lost its chief can only end; it is to have ended when `patience` is over.
+_EXIT_SECS = 1.0
 _DONE, _NOTED = "kdist_done", "kdist_noted"
 
 
@@ -36,13 +39,13 @@ class Chief:
     Args:
         spec: the cluster.
         who: what this process is.
-        patience: seconds of silence after which the chief counts as lost.
+        patience: seconds of silence after which the tasks of a lost chief have ended.
     """
 
     def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
         self._address, self._task = chief_server(spec)
         self._who = who
-        self._probes = PortProbes({self._task: self._address}, patience)
+        self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
 
     def __str__(self) -> str:
         return f"{self._task} at {self._address}"
@@ -67,12 +70,14 @@ class Chief:
         Raises:
             ClusterError: it exited without saying so, or is silent for too long.
         """
+        is_done = threading.Event()
 
         def wait() -> None:
             session, done, noted = _session(self._address, self._task)
             with session.graph.as_default():
                 with suppress(tf.errors.OutOfRangeError):
                     session.run(done.dequeue())
+                is_done.set()
                 session.run(noted.enqueue(0))
 
         outcome = in_thread(wait)
@@ -83,10 +88,14 @@ class Chief:
                 # What a chief that has just ended said may still be on its way.
                 outcome.result(_LAST_WORD_SECS if lost else _POLL_SECS)
                 return
-            except TimeoutError:
+            except (TimeoutError, tf.errors.OpError) as error:
+                if isinstance(error, TimeoutError) and not lost:
+                    continue
+                if is_done.is_set():
+                    # Its server ends as soon as the last task has taken note, and leaves that one without an answer.
+                    return
                 if lost:
                     raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})") from None
-            except tf.errors.OpError as error:
                 raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion") from error
 
     def stop(self) -> None:

@@ -53,6 +53,8 @@ class TcpTimeouts:
         self._settled: set[int] = set()
         #: Addresses of tasks that are lost.
         self._cut_off: set[str] = set()
+        #: Held while connections are ended, so that none is after `let_in`.
+        self._ending = threading.Lock()
         self._changed = threading.Event()
         self._is_stopped = False
 
@@ -88,7 +90,8 @@ class TcpTimeouts:
 
     def let_in(self, address: str) -> None:
         """Undoes `cut_off`: the task is there again."""
-        self._cut_off.discard(address)
+        with self._ending:
+            self._cut_off.discard(address)
 
     def _work(self) -> None:
         while not self._is_stopped:
@@ -99,20 +102,22 @@ class TcpTimeouts:
 
     def _end_connections(self) -> None:
         """Ends the connections with tasks that are cut off, those that are being made included."""
-        if not self._cut_off:
+        resolved = {address: _resolved(address) for address in list(self._cut_off)}
+        if not resolved:
             return
-        of_tasks = {found for address in list(self._cut_off) for found in _resolved(address)}
-        hosts = {host for host, _ in of_tasks}
-        begun = _begun_connections()
-        for inode, connection in _tcp_sockets():
-            with connection, suppress(OSError):
-                if inode in port_probe.in_use:
-                    continue
-                # What is being made has no peer yet, as far as the socket says.
-                host, port = begun[inode] if inode in begun else _peer_of(connection)
-                # A task connects to this process from a port that says nothing.
-                if (host, port) in of_tasks or (host in hosts and connection.getsockname()[1] in self._own_ports):
-                    connection.shutdown(socket.SHUT_RDWR)
+        with self._ending:
+            of_tasks = {found for address in self._cut_off & resolved.keys() for found in resolved[address]}
+            hosts = {host for host, _ in of_tasks}
+            begun = _begun_connections()
+            for inode, connection in _tcp_sockets():
+                with connection, suppress(OSError):
+                    if inode in port_probe.in_use:
+                        continue
+                    # What is being made has no peer yet, as far as the socket says.
+                    host, port = begun[inode] if inode in begun else _peer_of(connection)
+                    # A task connects to this process from a port that says nothing.
+                    if (host, port) in of_tasks or (host in hosts and connection.getsockname()[1] in self._own_ports):
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def _is_settled(self, connection: socket.socket) -> bool:
         """Sets the limits if it is a connection of the cluster; False if it may become one."""

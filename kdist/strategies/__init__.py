@@ -92,7 +92,7 @@ def create(
     elif name == "multi_worker_mirrored":
         if membership is None:
             raise ValueError("multi_worker_mirrored runs in the workers' own processes")
-        given, options = (membership,), {"step_timeout": cluster.step_timeout}
+        given, options = (membership,), {"step_timeout": cluster.step_timeout, "patience": cluster.patience}
     elif name in _ON_SERVERS:
         from kdist.strategies.stored import Placement
 

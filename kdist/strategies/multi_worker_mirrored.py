@@ -7,17 +7,18 @@ small all-reduce what comes next, so that all of them take part.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import TimeoutError
 from contextlib import suppress
 from typing import ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster.bounded import in_thread
 from kdist.cluster.rendezvous import meet
 from kdist.cluster.spec import Membership
+from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError, ConfigError, reason
 from kdist.strategies.all_reduce import AllReduce, here
 from kdist.strategies.base import Program
@@ -62,11 +63,12 @@ class MultiWorkerMirrored(AllReduce):
     Args:
         membership: which worker this process is; it has to have joined the others.
         step_timeout: seconds that the other workers may take to answer.
+        patience: seconds for which their hosts may be silent.
     """
 
     name: ClassVar[str] = "multi_worker_mirrored"
 
-    def __init__(self, membership: Membership, *, step_timeout: float = 300.0) -> None:
+    def __init__(self, membership: Membership, *, step_timeout: float = 300.0, patience: float = 15.0) -> None:
         self._distribution = _distributions[membership]
         devices = len(self._distribution.extended.worker_devices)
         super().__init__(first_replica=membership.task.index * devices)
@@ -74,8 +76,11 @@ class MultiWorkerMirrored(AllReduce):
         self._is_chief = membership.is_chief
         self._step_timeout = step_timeout
         self._is_started = False
+        spec = membership.spec
+        self._tcp_timeouts = TcpTimeouts(spec.worker, [spec.port(membership.task)], patience)
 
     def start(self, program: Program) -> None:
+        self._tcp_timeouts.start()
         self._start(program, self._distribution)
         say = tf.function(self._all_say, autograph=False)
         self._say_together = say.get_concrete_function(tf.TensorSpec([2], tf.int64))
@@ -88,8 +93,8 @@ class MultiWorkerMirrored(AllReduce):
         Raises:
             ClusterError: the chief, or another worker, is lost.
         """
-        self.start(program)
         try:
+            self.start(program)
             while True:
                 # The chief may take its time between two calls: it validates and saves.
                 command, argument = self._say(0)
@@ -101,6 +106,8 @@ class MultiWorkerMirrored(AllReduce):
                     super()._call(argument)
         except _LOST as error:
             raise _lost(error) from error
+        finally:
+            self._tcp_timeouts.stop()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         super().write(values)
@@ -116,6 +123,7 @@ class MultiWorkerMirrored(AllReduce):
             self._is_started = False
             with suppress(ClusterError):
                 self._bounded(lambda: self._say(_STOP), _STOP_SECS)
+        self._tcp_timeouts.stop()
         super().stop()
 
     def _call(self, num_steps: int) -> StepLogs:
@@ -153,17 +161,8 @@ class MultiWorkerMirrored(AllReduce):
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Calls what waits for the other workers; given up, it stays behind in its thread."""
-        outcome: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                outcome.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised below
-                outcome.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
         try:
-            return outcome.result(timeout or self._step_timeout)
+            return in_thread(function).result(timeout or self._step_timeout)
         except TimeoutError:
             raise ClusterError(
                 f"the other workers did not answer within {self._step_timeout:g} s (cluster.step_timeout)"

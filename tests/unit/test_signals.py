@@ -126,6 +126,17 @@ def test_a_program_that_handles_sigusr1_itself_keeps_it(clock: Clock) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_what_is_ignored_stays_ignored(clock: Clock) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        session: Any = Session()
+        with StopSignals(session, 30):
+            raised("SIGTERM")
+        assert session.interrupted_by == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_task_that_the_chief_has_not_reached_ends(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error, TaskSignals(Task("ps", 1), 30):
         raised("SIGTERM")
