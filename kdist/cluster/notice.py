@@ -24,7 +24,7 @@ _POLL_SECS = 0.2
 _NOTED_POLL_SECS = 0.05
 _LAST_WORD_SECS = 1.0
 #: A task that has lost its chief can only end; it is to have ended when `patience` is over.
-_EXIT_SECS = 1.0
+_EXIT_SECS = 1.5
 _DONE, _NOTED = "kdist_done", "kdist_noted"
 
 
@@ -86,7 +86,7 @@ class Chief:
             lost = self._probes.lost()
             try:
                 # What a chief that has just ended said may still be on its way.
-                outcome.result(_LAST_WORD_SECS if lost else _POLL_SECS)
+                outcome.result(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS)
                 return
             except (TimeoutError, tf.errors.OpError) as error:
                 if isinstance(error, TimeoutError) and not lost:

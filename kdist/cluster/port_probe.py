@@ -158,6 +158,10 @@ class Silence:
         return self._last is not None and self._last.state is State.LISTENING
 
     @property
+    def is_refusing(self) -> bool:
+        return self._last is not None and self._last.state is State.REFUSED
+
+    @property
     def is_silent(self) -> bool:
         """Whether the task is silent, and not yet lost."""
         return self._last is not None and self._last.state is State.SILENT and self.secs_left > 0
@@ -167,7 +171,7 @@ class Silence:
         """Why the task counts as lost; None if it does not."""
         if self._last is None or self.is_listening or self.is_silent:
             return None
-        if self._last.state is State.REFUSED:
+        if self.is_refusing:
             return self._last.why
         return f"{self._last.why} for {self._patience:g} s (cluster.patience)"
 
@@ -193,6 +197,10 @@ class PortProbes:
     def listening(self) -> set[Task]:
         """The tasks that listened when they were last probed."""
         return {task for task, silence in self._silences.items() if silence.is_listening}
+
+    def refusing(self) -> set[Task]:
+        """The tasks that refused a connection when they were last probed: their processes have ended."""
+        return {task for task, silence in self._silences.items() if silence.is_refusing}
 
     def silent(self) -> set[Task]:
         """The tasks that do not respond, and may yet."""
