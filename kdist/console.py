@@ -68,10 +68,11 @@ def resume_line(step: int, last_step: int | None, path: Path) -> str:
     return _line("load", [_step(step).ljust(len(_step(step, last_step))), _short(path)])
 
 
-def again_line(error: BaseException, newest: Path, number: int, of: int) -> str:
-    """What is said when a cluster is started again after `error`, from its newest checkpoint."""
+def again_line(error: BaseException, newest: Path, number: int, of: int, *, cluster_is_there: bool = False) -> str:
+    """What is said when training goes back to the newest checkpoint after `error`."""
     reason = str(error).splitlines()[0]
-    return f"{reason}; the cluster is started again from {_short(newest)} ({number} of {of})"
+    what = "training goes back to" if cluster_is_there else "the cluster is started again from"
+    return f"{reason}; {what} {_short(newest)} ({number} of {of})"
 
 
 def last_lines(session: TrainSession, logs: Mapping[str, float], seconds: float) -> list[str]:

@@ -33,6 +33,10 @@ class ClusterError(KdistError):
     exit_code = 75
 
 
+class TornUpdateError(ClusterError):
+    """A worker was lost in the middle of an update, which some servers have applied; the servers are there."""
+
+
 class TaskError(KdistError):
     """The user's model or data failed while a task ran it.
 

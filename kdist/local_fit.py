@@ -133,8 +133,9 @@ class LocalFit:
             summaries=trainer.files.summaries(),
             last_step=last_step,
             resume=trainer.resume,
+            max_restarts=trainer.max_restarts,
             # Tasks that others started are theirs to start again.
-            max_restarts=trainer.max_restarts if trainer.membership is None else 0,
+            may_restart_tasks=trainer.membership is None,
             print_line=console.print_nothing if arguments.is_quiet else console.print_line,
         )
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kdist import console
 from kdist.account import Account
-from kdist.errors import CheckpointError, ClusterError, ConfigError
+from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.parameters.names import LEARNING_RATE, SEED
 from kdist.result import add_contributions
@@ -58,7 +58,9 @@ class TrainSession:
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew and sets
             older checkpoints aside. None goes on from the model as it is, and sets aside checkpoints of later steps.
-        max_restarts: how often a cluster that failed is started again.
+        max_restarts: how often training goes back to the newest checkpoint after a failure of the cluster.
+        may_restart_tasks: whether the tasks are the strategy's to start again; if others do, only a failure that left
+            them in place is recovered from.
         print_line: takes lines about saving and loading.
         clock: seconds from any start; a test's own.
     """
@@ -74,6 +76,7 @@ class TrainSession:
         last_step: int | None = None,
         resume: str | None = "auto",
         max_restarts: int = 0,
+        may_restart_tasks: bool = True,
         print_line: Callable[[str], None] = console.print_line,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +97,9 @@ class TrainSession:
         self._diverged = False
         self._make_strategy = make_strategy
         self._max_restarts = max_restarts
+        self._may_restart_tasks = may_restart_tasks
+        #: How often training went back to the newest checkpoint, and how often with a new cluster.
+        self._times_back = 0
         self._cluster_restarts = 0
         self._worker_restarts_before = 0
         self._resume = resume
@@ -151,7 +157,7 @@ class TrainSession:
         try:
             return self._run()
         except ClusterError as error:
-            self._start_again(error)
+            self._go_back(error)
             return None
 
     def read(self) -> dict[str, np.ndarray]:
@@ -271,33 +277,38 @@ class TrainSession:
                 return function()
             except ClusterError as error:
                 stopped_by, self.stopped_by = self.stopped_by, None
-                self._start_again(error)
+                self._go_back(error)
                 if stopped_by == _CALLER:
                     self.request_stop(_CALLER)
                 while not self.should_stop():
                     self.run()
 
-    def _start_again(self, error: ClusterError) -> None:
-        """Starts a new cluster in the place of one that failed, from the newest checkpoint.
+    def _go_back(self, error: ClusterError) -> None:
+        """Goes back to the newest checkpoint, on a new cluster if that is what has failed.
 
         Raises:
             ClusterError: `error`, or that of another failure, if that was once too often.
         """
         while True:
             newest = self.checkpoints.newest()
-            if self._cluster_restarts >= self._max_restarts or self.interrupted or newest is None:
+            cluster_is_there = isinstance(error, TornUpdateError)
+            if self._times_back >= self._max_restarts or self.interrupted or newest is None:
+                raise error
+            if not (cluster_is_there or self._may_restart_tasks):
                 raise error
             if self.checkpoints.steps()[-1] < self.first_step:
                 # It is of an earlier fit: what this one began with is saved nowhere.
                 raise error
-            self._cluster_restarts += 1
-            warn(console.again_line(error, newest, self._cluster_restarts, self._max_restarts))
-            self._worker_restarts_before += self.strategy.worker_restarts
+            self._times_back += 1
+            warn(
+                console.again_line(
+                    error, newest, self._times_back, self._max_restarts, cluster_is_there=cluster_is_there
+                )
+            )
             self._went_on_since = None
             try:
-                self.strategy.stop()
-                self.strategy = self._make_strategy()
-                self.strategy.start(self.program)
+                if not cluster_is_there:
+                    self._replace_cluster()
                 self._restore_newest()
                 self.global_step = self.strategy.global_step()
                 for hook in self.hooks:
@@ -305,6 +316,13 @@ class TrainSession:
                 return
             except ClusterError as another:
                 error = another
+
+    def _replace_cluster(self) -> None:
+        self._cluster_restarts += 1
+        self._worker_restarts_before += self.strategy.worker_restarts
+        self.strategy.stop()
+        self.strategy = self._make_strategy()
+        self.strategy.start(self.program)
 
     @property
     def restarts(self) -> dict[str, int]:

@@ -60,7 +60,7 @@ class Trainer:
         step_timeout: seconds without any progress after which a task that does not answer is replaced, or the run
             given up.
         max_worker_restarts: how often each lost worker of a local cluster is started again.
-        max_restarts: how often a local cluster that failed is started again from the newest checkpoint.
+        max_restarts: how often training goes back to the newest checkpoint after a failure, on a new local cluster.
         grace_secs: after a stop signal or Ctrl-C, seconds to save and end in good order.
         stop_signals: names of signals at which the run saves and ends; SIGUSR1 and the like are left to a program that
             handles them itself.

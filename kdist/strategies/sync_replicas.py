@@ -24,7 +24,7 @@ import tensorflow as tf
 from kdist.cluster.coordinator import fetch
 from kdist.cluster.lanes import Finished, may_be_lost
 from kdist.cluster.spec import Task
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, TornUpdateError
 from kdist.parameters.contributions import Contribution, Contributions
 from kdist.replica import batch_size_of
 from kdist.result import Contributions as Counts
@@ -173,7 +173,8 @@ class SyncReplicas(OnServers):
         """Finds out who is lost after a call over all tasks failed, and what was done of it.
 
         Raises:
-            ClusterError: an update was begun and not finished, or not by all servers; or a server is lost.
+            TornUpdateError: an update was begun and not finished, or not by all servers.
+            ClusterError: a server is lost.
             tf.errors.OpError: no task is lost, and such calls fail all the same.
         """
         self._in_lockstep = False
@@ -189,7 +190,9 @@ class SyncReplicas(OnServers):
             if self._failures > _TRIES:
                 raise error
         if not self._watched(self._store.is_whole):
-            raise ClusterError(f"{self._names(self._lost())} was lost in the middle of an update")
+            self._step = None
+            names = self._names(self._lost()) or "a worker"
+            raise TornUpdateError(f"{names} was lost in the middle of an update")
         self._step = None
 
     def _one_update(self) -> StepLogs:

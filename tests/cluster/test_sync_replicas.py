@@ -16,6 +16,7 @@ import kdist
 from kdist.cluster.connection import reconnect
 from kdist.cluster.first_calls import first_calls
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
+from kdist.parameters.store import ParameterStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -151,6 +152,48 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, mo
     # No fetch began while the connection changed.
     assert was_alone
     assert all(was_alone)
+
+
+def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_whole, seen = ParameterStore.is_whole, []
+
+    def torn_once(store: ParameterStore) -> bool:
+        if not seen:
+            # As if the second server had applied the update that the lost worker was in, and the first had not.
+            store._steps[1].assign_add(1)
+            store._applied[1].assign_add(1)
+        seen.append(is_whole(store))
+        return seen[-1]
+
+    monkeypatch.setattr(ParameterStore, "is_whole", torn_once)
+
+    class KillOnce(Hook):
+        def after_run(self, context: Any, values: Any) -> None:
+            if values.global_step == 15 and not seen:
+                pids = context.session.strategy.pids
+                os.kill(next(pid for task, pid in pids.items() if str(task) == "worker:1"), signal.SIGKILL)
+
+        def due_in(self, step: int) -> int | None:
+            return 15 - step if step < 15 else None
+
+        def end(self, session: Any) -> None:
+            seen.append(is_whole(session.strategy._store))
+
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        models.mlp,
+        cluster="2ps2w",
+        strategy="sync_replicas",
+        run_dir=run_dir,
+        hooks=[CheckpointSaver(every_steps=10), KillOnce()],
+    )
+    with pytest.warns(UserWarning, match=r"in the middle of an update; training goes back to .*ckpt-10 \(1 of 3\)"):
+        trainer.fit(x, y, batch_size=8, steps=60, verbose=0)
+    result = result_of(run_dir)
+    assert (result["global_step"], result["restarts"]["cluster"]) == (60, 0)
+    assert seen == [False, True]
 
 
 def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:

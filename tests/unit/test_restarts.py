@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fakes import CountingStrategy, FakeCheckpoints, FakeProgram, FakeSummaries
 from test_session import Recorder, run_all
 
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, TornUpdateError
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
 from kdist.session import TrainSession
 
 
 class FailingStrategy(CountingStrategy):
     """Loses a task when it comes to one of some steps, each time that it does for the first time."""
+
+    error: ClassVar[ClusterError] = ClusterError("ps:0 is lost (killed)")
 
     def __init__(self, fail_at: set[int], fail_in: str = "run") -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class FailingStrategy(CountingStrategy):
     def _fail(self, what: str, step: int) -> None:
         if what == self._fail_in and step in self._fail_at_steps:
             self._fail_at_steps.discard(step)
-            raise ClusterError("ps:0 is lost (killed)")
+            raise self.error
 
 
 class SavedCheckpoints(FakeCheckpoints):
@@ -45,7 +47,12 @@ class SavedCheckpoints(FakeCheckpoints):
 
 
 def session_that_fails(
-    fail_at: set[int], hooks: list[Hook], *, fail_in: str = "run", max_restarts: int = 3
+    fail_at: set[int],
+    hooks: list[Hook],
+    *,
+    fail_in: str = "run",
+    max_restarts: int = 3,
+    may_restart_tasks: bool = True,
 ) -> tuple[TrainSession, list[FailingStrategy]]:
     made: list[FailingStrategy] = []
 
@@ -60,6 +67,7 @@ def session_that_fails(
         checkpoints=SavedCheckpoints(),  # type: ignore[arg-type]
         summaries=FakeSummaries(),  # type: ignore[arg-type]
         max_restarts=max_restarts,
+        may_restart_tasks=may_restart_tasks,
         print_line=lambda line: None,
     )
     return session, made
@@ -81,6 +89,33 @@ def test_a_failed_cluster_is_started_again_from_the_newest_checkpoint() -> None:
     assert [strategy.stopped for strategy in made] == [1, 1]
     assert recorder.events.count("begin") == recorder.events.count("end") == 1
     assert recorder.events.count("after_create_session") == 2
+
+
+@pytest.mark.parametrize("may_restart_tasks", [True, False])
+def test_after_a_torn_update_the_tasks_stay(monkeypatch: pytest.MonkeyPatch, may_restart_tasks: bool) -> None:
+    monkeypatch.setattr(FailingStrategy, "error", TornUpdateError("worker:1 was lost in the middle of an update"))
+    session, made = session_that_fails({60}, savers(), may_restart_tasks=may_restart_tasks)
+    with pytest.warns(
+        UserWarning, match=r"worker:1 was lost in the middle of an update; training goes back to .*ckpt-40 \(1 of 3"
+    ):
+        run_all(session)
+    assert (session.global_step, len(made)) == (100, 1)
+    assert session.restarts == {"worker": 0, "cluster": 0}
+
+
+def test_torn_updates_are_borne_so_often_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FailingStrategy, "error", TornUpdateError("worker:1 was lost in the middle of an update"))
+    session, made = session_that_fails({40, 60}, savers(), max_restarts=1)
+    with pytest.warns(UserWarning, match="1 of 1"), pytest.raises(TornUpdateError):
+        run_all(session)
+    assert len(made) == 1
+
+
+def test_tasks_of_others_are_not_started_again() -> None:
+    session, made = session_that_fails({60}, savers(), may_restart_tasks=False)
+    with pytest.raises(ClusterError, match="ps:0 is lost"):
+        run_all(session)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -123,5 +158,5 @@ def test_a_run_that_is_told_to_end_starts_nothing_again() -> None:
             session.run()
         session.interrupt("SIGTERM")
         with pytest.raises(ClusterError, match="ps:0 is lost"):
-            session._start_again(ClusterError("ps:0 is lost"))
+            session._go_back(ClusterError("ps:0 is lost"))
     assert len(made) == 1
