@@ -300,13 +300,15 @@ def unpickled(packed: bytes) -> dict[str, Any]:
 
 def main(options: ProgramOptions) -> NoReturn:
     """Runs the program as one of its workers; ends the process."""
-    end_with_parent()
-    name_process(str(Task("worker", options.index)))
-    sys.path[:] = options.path
-    if options.index == 0:
-        # The chief: the others end with it, and ignore what a scheduler sends to all of them.
+    is_chief = options.index == 0
+    if is_chief:
+        # The others end with it, and ignore what a scheduler sends to all of them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signals.stop_before_training()
+    end_with_parent(ignored=()) if is_chief else end_with_parent()
+    name_process(str(Task("worker", options.index)))
+    sys.path[:] = options.path
+    if is_chief:
         # In one piece: other threads print, too.
         warnings.showwarning = lambda message, *_, **__: print(f"{_WARNING}{message}\n", end="", flush=True)
     if options.live_line is not None:

@@ -45,6 +45,7 @@ class Holder:
         boot: which start of the machine it runs in; None where the system does not say.
         namespace: in which of the machine's containers its process id counts; None where the system does not say.
         job: the Slurm job that it is part of, if any.
+        job_restarts: how often that job had been requeued.
     """
 
     pid: int
@@ -54,13 +55,13 @@ class Holder:
     boot: str | None = None
     namespace: str | None = None
     job: str | None = None
+    job_restarts: int = 0
 
     @classmethod
     def this_process(cls) -> Holder:
         pid = os.getpid()
         since = datetime.now().isoformat(" ", "seconds")
-        job = os.environ.get("SLURM_JOB_ID")
-        return cls(pid, socket.gethostname(), _start_of(pid), since, _boot_id(), _pid_namespace(), job)
+        return cls(pid, socket.gethostname(), _start_of(pid), since, _boot_id(), _pid_namespace(), *_slurm_job())
 
     @property
     def is_elsewhere(self) -> bool:
@@ -72,8 +73,9 @@ class Holder:
     def has_ended(self) -> bool:
         """Whether the process has certainly ended."""
         if self.is_elsewhere:
-            # A job that was requeued has none but its present processes.
-            return self.job is not None and self.job == os.environ.get("SLURM_JOB_ID")
+            # A job that was requeued has none but its present processes; those may be on several machines.
+            job, job_restarts = _slurm_job()
+            return self.job is not None and self.job == job and self.job_restarts < job_restarts
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -218,8 +220,9 @@ def check_not_taken_over(folder: Path) -> None:
     if found is None:
         return
     holder, _ = found
-    # The chief may be a process that the holder has started.
-    if holder.is_elsewhere or holder.pid not in (os.getpid(), os.getppid()):
+    here = (_boot_id(), _pid_namespace())
+    # The chief may be a process that the holder has started. Host names may change while a process runs.
+    if (holder.boot, holder.namespace) != here or holder.pid not in (os.getpid(), os.getppid()):
         raise ConfigError(
             f"run.dir={folder}: was taken over by {holder} at {holder.since}: this run gave no heartbeat for "
             f"{STALE_SECS:g} s; it ends, and saves nothing more"
@@ -277,6 +280,12 @@ def _start_of(pid: int) -> int | None:
         return None
     # A zombie has ended; only its parent has not asked after it.
     return -1 if state in "ZX" else int(fields[18])
+
+
+def _slurm_job() -> tuple[str | None, int]:
+    """The Slurm job that this process is part of, if any, and how often it was requeued."""
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+    return os.environ.get("SLURM_JOB_ID"), int(restarts) if restarts.isdecimal() else 0
 
 
 def _boot_id() -> str | None:

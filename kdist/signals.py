@@ -82,7 +82,8 @@ class _Handlers:
         for number in self._numbers:
             before = signal.getsignal(number)
             is_ours = number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early)
-            if is_ours and before != signal.SIG_IGN:
+            is_free = before != signal.SIG_IGN and not (before == signal.SIG_DFL and _is_caught(number))
+            if is_ours and is_free:
                 self._before[number] = before
                 signal.signal(number, self._handler)
 
@@ -93,6 +94,16 @@ class _Handlers:
 
     def _handler(self, number: int, _frame: FrameType | None) -> None:
         self._handle(number)
+
+
+def _is_caught(number: int) -> bool:
+    """Whether this process catches a signal in C, of which Python does not know, as faulthandler does; see proc(5)."""
+    try:
+        with open("/proc/self/status") as lines:
+            caught = next(line for line in lines if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 _early = _Arrivals()

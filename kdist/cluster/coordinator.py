@@ -210,20 +210,22 @@ class Coordinator:
     def wait_for_silent(self, job: str | None = None) -> None:
         """Waits while connected tasks, of one job if it is given, are silent: each comes back, or counts as lost.
 
+        A run that is to end waits for no worker.
+
         Raises:
             ClusterError: see `check_tasks`.
         """
-
-        def is_connected(task: Task) -> bool:
-            return task.job == "ps" or task.index in self._calls.connected
-
-        while any(is_connected(task) and job in (None, task.job) for task in self._supervisor.silent()):
+        while silent := {t for t in self._supervisor.silent() if job in (None, t.job)} & self._connected():
+            if self.interrupted() and (workers := [task.index for task in silent if task.job == "worker"]):
+                for worker in workers:
+                    self._part_with(worker)
+                continue
             time.sleep(_CHECK_SECS)
             self.check_tasks()
 
     def all_answer(self) -> bool:
         """Whether every connected task answers within a few seconds, if only that it is another process."""
-        return not self._ask(_ABANDON_SECS)[0]
+        return not self._connected() & self._supervisor.silent() and not self._ask(_ABANDON_SECS)[0]
 
     def examine(self) -> None:
         """Finds out who is lost after something failed, and parts with workers that are.
@@ -356,14 +358,20 @@ class Coordinator:
             return
         names = ", ".join(map(str, sorted(silent, key=str)))
         if not self._supervisor.kill(silent):
+            if self.interrupted() and all(task.job == "worker" for task in silent):
+                for task in silent:
+                    self._part_with(task.index)
+                return
             raise ClusterError(f"{names} {what}; stopped or out of reach")
         warn(f"{names} {what} and {'is' if len(silent) == 1 else 'are'} killed")
 
     def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
         """Asks every connected task for a sign of life, but those that do not respond at all; see `ask`."""
+        return ask(self._connected() - self._supervisor.silent(), timeout)
+
+    def _connected(self) -> set[Task]:
         servers = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
-        connected = servers | {Task("worker", worker) for worker in self._calls.connected}
-        return ask(connected - self._supervisor.silent(), timeout)
+        return servers | {Task("worker", worker) for worker in self._calls.connected}
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Parts with a worker whose call failed, if it is lost; otherwise lets it try again.

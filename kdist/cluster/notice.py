@@ -94,6 +94,11 @@ class Chief:
                 if is_done.is_set():
                     # Its server ends as soon as the last task has taken note, and leaves that one without an answer.
                     return
+                if not lost and self._task in self._probes.silent():
+                    # The connection ended somewhat earlier than patience does; the chief may come back.
+                    time.sleep(_POLL_SECS)
+                    outcome = in_thread(wait)
+                    continue
                 if lost:
                     raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})") from None
                 raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion") from error

@@ -57,7 +57,7 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
     host, _, port = address.rpartition(":")
     try:
         found = resolve(host.strip("[]"), int(port), timeout)
-    except OSError:
+    except (OSError, UnicodeError):
         return Found(State.SILENT, f"the name {host} cannot be resolved", is_of_lookup=True)
     why = Found(State.SILENT, f"{address} does not respond")
     for family, kind, protocol, _, socket_address in found:
@@ -121,7 +121,7 @@ def resolve(host: str, port: int, timeout: float) -> AddressInfo:
     except TimeoutError:
         # The next one waits for the same lookup: threads must not pile up while a name server is away.
         raise OSError(f"{host}: no answer within {timeout:g} s") from None
-    except OSError:
+    except (OSError, UnicodeError):
         _lookups.pop(key, None)
         raise
     _lookups.pop(key, None)

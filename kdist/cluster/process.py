@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -42,14 +42,14 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent() -> None:
+def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:
     """Lets this process end when its standard input closes or its parent is gone, from now on, and not by a signal.
 
     A pipe is closed by the kernel even after `kill -9` of the parent. A process that is stopped does not see it; Linux
     is asked to kill it then. Schedulers send the signals by which they end a run to every process of it at once: the
     parent saves what its children hold, and ends them then.
     """
-    for number in _IGNORED:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     if sys.platform == "linux":

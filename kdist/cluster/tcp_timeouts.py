@@ -85,7 +85,8 @@ class TcpTimeouts:
         """
         if sys.platform == "linux":
             self._cut_off.add(address)
-            self._end_connections()
+            with suppress(OSError):
+                self._end_connections()
             self._changed.set()
 
     def let_in(self, address: str) -> None:
@@ -95,8 +96,10 @@ class TcpTimeouts:
 
     def _work(self) -> None:
         while not self._is_stopped:
-            self.set_limits()
-            self._end_connections()
+            # A process that may open no more files for now must not lose its limits for good.
+            with suppress(OSError):
+                self.set_limits()
+                self._end_connections()
             self._changed.wait(_CUT_OFF_CHECK_SECS if self._cut_off else _CHECK_SECS)
             self._changed.clear()
 
@@ -107,7 +110,10 @@ class TcpTimeouts:
             return
         with self._ending:
             of_tasks = {found for address in self._cut_off & resolved.keys() for found in resolved[address]}
-            hosts = {host for host, _ in of_tasks}
+            # Those alone where no other task is.
+            hosts = {host for host, _ in of_tasks} - {
+                host for host, port in self._resolved if (host, port) not in of_tasks
+            }
             begun = _begun_connections()
             for inode, connection in _tcp_sockets():
                 with connection, suppress(OSError):
@@ -157,15 +163,17 @@ class TcpTimeouts:
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
     """The TCP sockets of this process, each with its inode: copies, to be closed by the caller."""
     for name in os.listdir(_DESCRIPTORS):
-        # It may be closed, and another file get its number, at any moment: what is looked at is the copy.
         with suppress(OSError):
+            # Sockets alone: to close a copy of a file's descriptor gives up this process's locks on the file.
+            if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                continue
+            # It may be closed, and another file get its number, at any moment: what is looked at is the copy.
             copy = os.dup(int(name))
             status = os.fstat(copy)
-            if not stat.S_ISSOCK(status.st_mode):
-                os.close(copy)
-                continue
-            found = socket.socket(fileno=copy)
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            # With this type Python leaves it blocking, or not, as it is; see socket.setdefaulttimeout.
+            found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
+            is_stream = found.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
+            if stat.S_ISSOCK(status.st_mode) and is_stream and found.family in (socket.AF_INET, socket.AF_INET6):
                 yield status.st_ino, found
             else:
                 found.close()

@@ -108,6 +108,8 @@ class StoredStrategy(Strategy):
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._store.values.write(values)
+        # What was done before led to other values.
+        self._ahead = self._last_end = None
         if GLOBAL_STEP in values:
             self._sizer.begin_at(int(values[GLOBAL_STEP]))
 

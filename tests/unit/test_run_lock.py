@@ -157,12 +157,15 @@ def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, clo
     assert clock.now == 1_000_000
 
 
-@pytest.mark.parametrize(("job", "is_taken_over"), [("17", True), ("18", False)])
-def test_a_job_replaces_its_own_predecessor_at_once(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, job: str, is_taken_over: bool
+@pytest.mark.parametrize(
+    ("job", "restarts", "is_taken_over"), [("17", 0, True), ("17", 1, True), ("17", 2, False), ("18", 0, False)]
+)
+def test_a_job_that_was_requeued_replaces_its_predecessor_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int, is_taken_over: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    write(run_dir, held_by(host="elsewhere", job=job))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    write(run_dir, held_by(host="elsewhere", job=job, job_restarts=restarts))
     assert (RunLock(run_dir).living_holder() is None) is is_taken_over
 
 
@@ -191,7 +194,10 @@ def test_a_run_whose_lock_was_taken_over_is_told_so(run_dir: Path) -> None:
         check_not_taken_over(run_dir)
         (run_dir / ".lock").write_text(held_by(pid=os.getppid()))
         check_not_taken_over(run_dir)
+        # The host has got another name.
         (run_dir / ".lock").write_text(held_by(host="elsewhere"))
+        check_not_taken_over(run_dir)
+        (run_dir / ".lock").write_text(held_by(host="elsewhere", boot="another"))
         with pytest.raises(ConfigError, match=r"was taken over by process \d+ on elsewhere"):
             check_not_taken_over(run_dir)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -124,6 +125,19 @@ def test_a_program_that_handles_sigusr1_itself_keeps_it(clock: Clock) -> None:
         assert received == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_is_caught_in_c_stays_there(clock: Clock) -> None:
+    faulthandler.register(signal.SIGUSR2)
+    try:
+        session: Any = Session()
+        with StopSignals(session, 30):
+            raised("SIGUSR2")
+        assert session.interrupted_by == []
+        # Without its handler it would end this process.
+        raised("SIGUSR2")
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
 
 
 def test_what_is_ignored_stays_ignored(clock: Clock) -> None:

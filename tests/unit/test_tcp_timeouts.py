@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from helpers import wait_until
@@ -101,6 +105,34 @@ def test_a_task_that_is_cut_off_is_disconnected_until_it_is_let_in(
         timeouts.stop()
 
 
+def test_files_keep_their_locks_and_sockets_stay_blocking(stack: ExitStack, tmp_path: Path) -> None:
+    task = Pair(stack)
+    task.client.setblocking(True)
+    file = stack.enter_context((tmp_path / "file").open("w"))
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    socket.setdefaulttimeout(5)
+    try:
+        TcpTimeouts([task.address], [], 10).set_limits()
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(task.client.fileno())
+    # Locks are between processes.
+    other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    done = subprocess.run([sys.executable, "-c", other, tmp_path / "file"], capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in done.stderr
+
+
+def test_who_is_on_the_host_of_a_lost_task_stays_connected(stack: ExitStack) -> None:
+    own, lost, neighbour = Pair(stack), Pair(stack), Pair(stack)
+    timeouts = TcpTimeouts([lost.address, neighbour.address], [own.port], 10)
+    timeouts.set_limits()
+    timeouts.cut_off(lost.address)
+    assert lost.client.recv(1) == b""
+    for connection, end in ((own.client, own.served), (neighbour.client, neighbour.served)):
+        connection.send(b"x")
+        assert end.recv(1) == b"x"
+
+
 def test_a_connection_that_is_being_made_ends_as_well_but_not_that_of_a_probe(stack: ExitStack) -> None:
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     address = server.getsockname()
@@ -120,6 +152,4 @@ def test_a_connection_that_is_being_made_ends_as_well_but_not_that_of_a_probe(st
 
 
 def _inode(connection: socket.socket) -> int:
-    import os
-
     return os.fstat(connection.fileno()).st_ino
