@@ -11,7 +11,7 @@ help:
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
-	@echo "make long    other tests that take minutes, every command of the documentation among them, about 6 minutes"
+	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, 20 minutes"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
