@@ -245,7 +245,7 @@ class TrainConfig:
     """Validate at multiples of this step, beside the ends of epochs; null does not."""
 
     max_restarts: int = 3
-    """How often training goes back to the newest checkpoint, with a new cluster if a local one failed; at least 0."""
+    """How often training goes back to the newest checkpoint after a failure; at least 0."""
 
     validate_with_ema: bool = False
     """Validate the moving averages of an optimizer with `use_ema`, and not the parameters, during training."""
