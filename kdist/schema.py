@@ -298,7 +298,7 @@ class RunConfig:
     """After a stop signal or Ctrl-C: seconds to save and end in good order; more than 0."""
 
     stop_signals: list[str] = field(default_factory=lambda: list(STOP_SIGNALS))
-    """Signals at which a run saves and ends with code 143, also when a scheduler sends them to all tasks."""
+    """Signals at which a run saves and exits with code 143, also when sent to all of its tasks."""
 
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew."""
