@@ -59,17 +59,22 @@ def run(arguments: list[str]) -> int:
         return 0
     try:
         _run_hydra(arguments)
-    except KeyboardInterrupt:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        return _exit_code_of(signals.asked_to_exit() or error)
+    return 0
+
+
+def _exit_code_of(error: BaseException) -> int:
+    """Says what ended the command, and returns its exit code."""
+    if isinstance(error, KeyboardInterrupt):
         print("kdist: interrupted", file=sys.stderr)
         return signals.INTERRUPTED
-    except SystemExit as error:
+    if isinstance(error, SystemExit):
         if error.code == signals.STOPPED:
             print("kdist: terminated", file=sys.stderr)
         return error.code if isinstance(error.code, int) else 1
-    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
-        _print_error(error)
-        return error.exit_code if isinstance(error, KdistError) else 1
-    return 0
+    _print_error(error)
+    return error.exit_code if isinstance(error, KdistError) else 1
 
 
 def _run_hydra(arguments: list[str]) -> None:
@@ -374,7 +379,7 @@ def _quoted_key(message: str) -> str | None:
     return parts[1] if len(parts) > 2 and "Could not" in parts[0] else None
 
 
-def _print_error(error: Exception) -> None:
+def _print_error(error: BaseException) -> None:
     """One message; an error of the user's own code comes with the lines of that code that led to it."""
     if isinstance(error, KdistError):
         print(f"kdist: error: {error}", file=sys.stderr)

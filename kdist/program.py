@@ -318,6 +318,7 @@ def main(options: ProgramOptions) -> NoReturn:
         outcome = Outcome(value=_run(options, folder))
     except BaseException as error:  # noqa: BLE001 - raised where the program came from
         traceback.print_exc()
+        error = signals.asked_to_exit() or error
         outcome = Outcome(error=_travelling(error, str(Task("worker", options.index))))
     unfinished = folder / f".outcome-{options.index}"
     unfinished.write_bytes(cloudpickle.dumps(outcome))

@@ -17,6 +17,7 @@ from kdist.checkpoint import Checkpoints
 from kdist.errors import ConfigError, KdistError
 from kdist.folders import OWNER_ONLY, make_private, write_whole
 from kdist.parameters.picture import draw_plan
+from kdist.run_lock import check_not_taken_over
 from kdist.summaries import Summaries
 from kdist.warn import warn
 
@@ -116,7 +117,9 @@ class RunDir:
 
         Raises:
             KdistError: the file cannot be written.
+            ConfigError: another chief has taken over the run dir; so does `write_result`.
         """
+        check_not_taken_over(self.path)
         unfinished = self.path / ".unfinished.keras"
         try:
             model.save(unfinished)
@@ -161,6 +164,13 @@ class RunDir:
         Raises:
             KdistError: the result of a run that did not fail cannot be written; what was there before is untouched.
         """
+        try:
+            check_not_taken_over(self.path)
+        except ConfigError as error:
+            if result.status != "failed":
+                raise
+            warn(str(error))
+            return
         try:
             make_private(self.path)
             write_whole(self.path / "result.json", result.to_json())

@@ -123,6 +123,15 @@ def _raise_early(number: int, _frame: FrameType | None) -> None:
         _raise(signal.Signals(number))
 
 
+def asked_to_exit() -> SystemExit | None:
+    """The exit that a stop signal asked for before there was anything to save; None if none came.
+
+    A signal arrives anywhere. In the middle of a library its exception may be discarded, or replaced by another one, as
+    in a `finally` that uses a variable which was not assigned yet.
+    """
+    return None if _early.first is None else SystemExit(exit_code_of(_early.first))
+
+
 class StopSignals:
     """While entered, Ctrl-C and stop signals interrupt `session`, which then saves and ends.
 
@@ -139,6 +148,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._handlers.__enter__()
+        if (asked := asked_to_exit()) is not None:
+            self._handlers.__exit__()
+            raise asked
         return self
 
     def __exit__(
@@ -146,6 +158,8 @@ class StopSignals:
     ) -> None:
         self._ended.set()
         self._handlers.__exit__()
+        if isinstance(error, Exception) and not self._session.is_started:
+            self.raise_received()
 
     @property
     def received(self) -> signal.Signals | None:
@@ -204,13 +218,21 @@ class TaskSignals:
         self._handlers.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self._handlers.__exit__()
+        if kind is not None and issubclass(kind, Exception):
+            self._exit_if_stopped()
 
     def begin_to_serve(self) -> None:
         """From now on the chief may need this task."""
+        self._exit_if_stopped()
         self._is_serving = True
+
+    def _exit_if_stopped(self) -> None:
+        """Exits if a signal came before the chief did; see `asked_to_exit` for why that may have been lost."""
+        if self._arrivals.first is not None and not self._is_serving:
+            raise SystemExit(0)
 
     def _stop(self, number: int) -> None:
         is_first = self._arrivals.first is None

@@ -11,6 +11,7 @@ from kdist.errors import CheckpointError
 from kdist.folders import write_whole
 from kdist.hooks.base import Hook
 from kdist.hooks.monitor import Monitor
+from kdist.run_lock import check_not_taken_over
 from kdist.warn import warn
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class BestCheckpoint(Hook):
 
     def _save(self, session: TrainSession, logs: Mapping[str, float]) -> None:
         step, checkpoints = session.global_step, _best(session)
+        check_not_taken_over(session.run_dir)
         path = checkpoints.save(step, session.values())
         checkpoints.keep_only(step)
         record = {"global_step": step, "validation": dict(logs)}

@@ -1,14 +1,17 @@
 """What is written once, where it can be and where it cannot, and who may read it."""
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import keras
 import models
 import pytest
 
-from kdist.errors import KdistError
+from kdist.errors import ConfigError, KdistError
 from kdist.result import Result
 from kdist.run_dir import RunDir
+from kdist.run_lock import Holder
 
 
 def mode_of(path: Path) -> int:
@@ -57,3 +60,19 @@ def test_a_model_that_cannot_be_written_is_an_error_and_leaves_nothing(
     with pytest.raises(KdistError, match=r"model\.keras: cannot be written: No space.*\n  last checkpoint: none was"):
         RunDir(run_dir, "mine").write_model(models.mlp())
     assert list(run_dir.iterdir()) == []
+
+
+def test_a_chief_that_was_replaced_writes_nothing_over_what_its_successor_wrote(run_dir: Path) -> None:
+    folder = RunDir(run_dir, "mine")
+    folder.write_result(Result("done", 7))
+    successor = replace(Holder.this_process(), boot="another", host="elsewhere")
+    (run_dir / ".lock").write_text(json.dumps(asdict(successor)))
+    before = (run_dir / "result.json").read_text()
+    with pytest.raises(ConfigError, match="was taken over by process"):
+        folder.write_result(Result("done", 8))
+    with pytest.warns(UserWarning, match="was taken over by process"):
+        folder.write_result(Result("failed", 8))
+    with pytest.raises(ConfigError, match="was taken over by process"):
+        folder.write_model(models.mlp())
+    assert (run_dir / "result.json").read_text() == before
+    assert {path.name for path in run_dir.iterdir()} == {".lock", "result.json"}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,61 @@ def test_each_signal_interrupts_a_session(clock: Clock, name: str) -> None:
 def test_before_the_session_has_started_there_is_nothing_to_save(clock: Clock, name: str) -> None:
     with pytest.raises(SystemExit, match="143"), StopSignals(Session(is_started=False), 30):  # type: ignore[arg-type]
         raised(name)
+
+
+def in_a_library(name: str) -> None:
+    """What a signal meets that arrives before the assignment."""
+    try:
+        raised(name)
+        found = 1
+    finally:
+        found += 1
+
+
+def test_an_exit_that_a_library_has_turned_into_an_error_is_an_exit_again(clock: Clock) -> None:
+    session: Any = Session(is_started=False)
+    with pytest.raises(SystemExit, match="143"), StopSignals(session, 30):
+        in_a_library("SIGTERM")
+    with pytest.raises(SystemExit, match="0"), TaskSignals(Task("ps", 1), 30):
+        in_a_library("SIGTERM")
+
+
+def test_an_exit_that_a_library_has_discarded_is_not_forgotten(clock: Clock) -> None:
+    with TaskSignals(Task("ps", 1), 30) as stop:
+        with suppress(SystemExit):
+            raised("SIGTERM")
+        with pytest.raises(SystemExit, match="0"):
+            stop.begin_to_serve()
+
+
+def test_an_error_of_a_running_session_stays_what_it_is(clock: Clock) -> None:
+    def fail_after_a_signal() -> None:
+        raised("SIGTERM")
+        raise RuntimeError
+
+    session: Any = Session()
+    with pytest.raises(RuntimeError), StopSignals(session, 30):
+        fail_after_a_signal()
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_stop_signal_before_the_config_is_read_ends_the_command_line(is_replaced: bool) -> None:
+    code = (
+        "import signal, sys\n"
+        "from kdist import cli, signals\n"
+        "def run(_):\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "        found = 1\n"
+        f"    {'finally' if is_replaced else 'except SystemExit'}:\n"
+        f"        {'found += 1' if is_replaced else 'pass'}\n"
+        "    with signals.StopSignals(None, 30):\n"
+        "        print('trains')\n"
+        "cli._run_hydra = run\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "kdist: terminated\n")
 
 
 @pytest.mark.parametrize(("secs", "ends_at_once"), [(0.01, False), (0.4, False), (0.6, True)])
