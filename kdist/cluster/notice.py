@@ -45,6 +45,7 @@ class Chief:
     def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
         self._address, self._task = chief_server(spec)
         self._who = who
+        self._patience = patience
         self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
 
     def __str__(self) -> str:
@@ -81,6 +82,7 @@ class Chief:
                 session.run(noted.enqueue(0))
 
         outcome = in_thread(wait)
+        failing_since: float | None = None
         while True:
             # A machine that is switched off ends no connection.
             lost = self._probes.lost()
@@ -88,20 +90,25 @@ class Chief:
                 # What a chief that has just ended said may still be on its way.
                 outcome.result(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS)
                 return
-            except (TimeoutError, tf.errors.OpError) as error:
-                if isinstance(error, TimeoutError) and not lost:
+            except TimeoutError:
+                failing_since = None
+                if not lost:
                     continue
+            except tf.errors.OpError:
                 if is_done.is_set():
                     # Its server ends as soon as the last task has taken note, and leaves that one without an answer.
                     return
-                if not lost and self._task in self._probes.silent():
-                    # The connection ended somewhat earlier than patience does; the chief may come back.
-                    time.sleep(_POLL_SECS)
-                    outcome = in_thread(wait)
-                    continue
-                if lost:
-                    raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})") from None
-                raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion") from error
+            if self._task in self._probes.refusing():
+                raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion")
+            if lost:
+                raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})")
+            # The connection has ended, and as far as was probed the chief has not: a network was away for a moment, or
+            # the chief exited after the last probe, which the next one finds out.
+            failing_since = failing_since or time.monotonic()
+            if time.monotonic() - failing_since > self._patience:
+                raise ClusterError(f"{self._who}: the chief ({self}) responds, but not to this task")
+            time.sleep(_POLL_SECS)
+            outcome = in_thread(wait)
 
     def stop(self) -> None:
         """Ends what watches the chief."""
