@@ -12,7 +12,7 @@ help:
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, 20 minutes"
-	@echo "make lint    ruff and mypy only"
+	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
 
@@ -42,6 +42,8 @@ long: $(READY) hosts
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/lint/rules.py
 	$(BIN)/mypy
 
 docs: $(VENV)/ready-for-docs

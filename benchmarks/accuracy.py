@@ -73,9 +73,6 @@ def main(arguments: dict[str, Any], num_seeds: int) -> None:
             if self.secs is None and logs["accuracy"] >= _GOAL:
                 self.secs = time.monotonic() - self.started
 
-        def idle_in(self, step: int) -> int | None:
-            return None
-
     data, runs = load_data(), []
     # The same number of examples, however many batches make an update.
     batches_per_step = 2 if arguments.get("strategy") == "sync_replicas" else arguments.get("local_steps", 1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kdist._compat.quick_import import quick_import
+from kdist.config.targets import trust
 from kdist.errors import (
     CheckpointError,
     ClusterError,
@@ -16,19 +18,17 @@ from kdist.errors import (
     NonFiniteError,
     TaskError,
 )
-from kdist.quick_import import quick_import
-from kdist.trusted import trust
 from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist import hooks, layers
-    from kdist.data import DataContext
+    from kdist.data.sources import DataContext
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
 
 _MODULES = ("hooks", "layers")
 _LAZY = {
-    "DataContext": "kdist.data",
+    "DataContext": "kdist.data.sources",
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
 }

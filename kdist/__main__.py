@@ -1,6 +1,6 @@
-"""`python -m kdist`; see `kdist.cli`."""
+"""`python -m kdist`; see `kdist.cli.main`."""
 
-from kdist.cli import main
+from kdist.cli.main import main
 
 if __name__ == "__main__":
     main()

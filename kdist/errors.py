@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Lines in which TensorFlow says where in a graph an error happened; the reason stands before or after them.
+# Lines that say where in a graph an error happened; the reason comes before or after them.
 _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+File "|\s+\[\[')
-# Of several errors of one call, the first.
+# The first of several errors of one call.
 _FIRST_ROOT = re.compile(r"root error\(s\) found\.\s*\(0\) \w+:\s*(.*?)\s*(?:\(1\) \w+:|\d+ successful|\Z)", re.DOTALL)
 _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
 
@@ -22,26 +22,26 @@ class KdistError(Exception):
 
 
 class ConfigError(KdistError):
-    """What was asked for cannot be done: a wrong key, value, model or data description (exit code 2)."""
+    """The request is invalid: a wrong key, value, model or data description (exit code 2)."""
 
     exit_code = 2
 
 
 class ClusterError(KdistError):
-    """A task of the cluster did not start, died or stopped answering (exit code 75: a retry may help)."""
+    """A task of the cluster did not start, died or stopped responding (exit code 75: a retry may help)."""
 
     exit_code = 75
 
 
 class TornUpdateError(ClusterError):
-    """A worker was lost in the middle of an update, which some servers have applied; the servers are there."""
+    """A worker was lost in the middle of an update that only some servers have applied; the servers are running."""
 
 
 class TaskError(KdistError):
     """The user's model or data failed while a task ran it.
 
     Args:
-        task: the task it came from, as `worker:1` or `chief`.
+        task: the task that failed, for example `worker:1` or `chief`.
         cause: the user's error as TensorFlow or Python reported it.
     """
 
@@ -51,7 +51,7 @@ class TaskError(KdistError):
         super().__init__(f"{task}: {type(cause).__name__}: {reason(cause)}")
 
     def __reduce__(self) -> Any:
-        # The cause may be of a class that other processes do not know.
+        # Other processes may not know the class of the cause.
         return _received_task_error, (self.task, str(self))
 
 

@@ -1,6 +1,6 @@
-"""`TrainSession`: the training loop with its hooks. What `MonitoredTrainingSession` was to TF1.
+"""`TrainSession`: the training loop with its hooks, as TF1's `MonitoredTrainingSession` was.
 
-with TrainSession(make_strategy, program, hooks, ...) as session:
+with TrainSession(make_strategy, spec, hooks, ...) as session:
     while not session.should_stop():
         session.run()
 """
@@ -8,82 +8,82 @@ with TrainSession(make_strategy, program, hooks, ...) as session:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kdist import console
-from kdist.account import Account
+from kdist.config.schema import RESUME_MODES, RunConfig, TrainConfig
+from kdist.console import lines
+from kdist.console.warn import warn
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.parameters.names import LEARNING_RATE, SEED
-from kdist.result import add_contributions
-from kdist.run_lock import check_not_taken_over
-from kdist.schema import RESUME_MODES
-from kdist.warn import warn
+from kdist.model.names import LEARNING_RATE, SEED
+from kdist.run.run_lock import check_not_taken_over
+from kdist.run.statistics import RunStatistics
+from kdist.strategies.gradient_counts import add_counts
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kdist.checkpoint import Checkpoints
-    from kdist.strategies.base import Program, Strategy
-    from kdist.summaries import Summaries
+    from kdist.run.checkpoint import Checkpoints
+    from kdist.run.summaries import Summaries
+    from kdist.strategies.base import Strategy, TrainingSpec
 
-# The loop comes back at least this often, for hooks that go by the clock.
+# The loop returns at least this often, for hooks that act by the clock.
 _LONGEST_RUN_SECS = 1.0
 _FIRST_RUN_STEPS = 16
 _LONGEST_RUN_GROWTH = 4
-#: Why a session ends whose caller does not run it on.
+#: Why a session ends that its caller does not continue.
 _CALLER = "the caller"
 
 
 class TrainSession:
-    """Runs a program by a strategy, and its hooks around it.
+    """Runs a spec by a strategy, and its hooks around it.
 
-    Entering it starts the strategy and restores the newest checkpoint; leaving it ends both, whatever happened. When
-    the cluster fails meanwhile, it is started again from the newest checkpoint.
+    Entering it starts the strategy and restores the newest checkpoint; leaving it stops the strategy and closes the
+    hooks, whatever happened. When the cluster fails in between, training resumes from the newest checkpoint.
 
     Args:
-        make_strategy: makes how steps are run: a new one, not started.
-        program: what is run.
+        make_strategy: makes a strategy, not started; called again for each new cluster.
+        spec: what is trained.
         hooks: called in this order; `kdist.hooks.base` says when.
-        checkpoints: where to resume from and save to.
+        checkpoints: to resume from and save to.
         summaries: TensorBoard writers for the hooks.
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
-        resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts anew and sets
-            older checkpoints aside. None goes on from the model as it is, and sets aside checkpoints of later steps.
-        max_restarts: how often training goes back to the newest checkpoint after a failure of the cluster.
-        may_restart_tasks: whether the tasks are the strategy's to start again; if others do, only a failure that left
-            them in place is recovered from.
-        print_line: takes lines about saving and loading.
-        clock: seconds from any start; a test's own.
+        resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over and sets
+            older checkpoints aside. None continues from the model as it is, and sets checkpoints of later steps aside.
+        max_restarts: how often training resumes from the newest checkpoint after a failure of the cluster.
+        may_restart_tasks: whether the strategy may restart the tasks; otherwise training recovers only from failures
+            that left them running.
+        print_line: prints lines about saving and loading.
+        clock: returns seconds; replaced in tests.
     """
 
     def __init__(
         self,
         make_strategy: Callable[[], Strategy],
-        program: Program,
+        spec: TrainingSpec,
         hooks: Sequence[Hook],
         *,
         checkpoints: Checkpoints,
         summaries: Summaries,
         last_step: int | None = None,
-        resume: str | None = "auto",
-        max_restarts: int = 0,
+        resume: str | None = RunConfig.resume,
+        max_restarts: int = TrainConfig.max_restarts,
         may_restart_tasks: bool = True,
-        print_line: Callable[[str], None] = console.print_line,
+        print_line: Callable[[str], None] = lines.print_line,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if resume is not None and resume not in RESUME_MODES:
             raise ConfigError(f"run.resume={resume}: choose one of {', '.join(RESUME_MODES)}")
         self.strategy = make_strategy()
-        self.program = program
+        self.spec = spec
         self.hooks = list(hooks)
         self.checkpoints = checkpoints
         self.summaries = summaries
@@ -93,12 +93,12 @@ class TrainSession:
         self.stopped_by: str | None = None
         self.interrupted = False
         self.is_started = False
-        self.account = Account()
+        self.statistics = RunStatistics()
         self._diverged = False
         self._make_strategy = make_strategy
         self._max_restarts = max_restarts
         self._may_restart_tasks = may_restart_tasks
-        #: How often training went back to the newest checkpoint, and how often with a new cluster.
+        #: How often training resumed from the newest checkpoint, and how often on a new cluster.
         self._times_back = 0
         self._cluster_restarts = 0
         self._worker_restarts_before = 0
@@ -108,15 +108,18 @@ class TrainSession:
         self._saved_step: int | None = None
         self._longest_run = _FIRST_RUN_STEPS
         self._went_on_since: float | None = None
+        #: Whether a caller further out recovers from a failure of the cluster.
+        self._is_recovering = False
 
     def __enter__(self) -> TrainSession:
         try:
-            for hook in self.hooks:
-                hook.begin(self)
-            self.strategy.start(self.program)
-            self._restore()
-            for hook in self.hooks:
-                hook.after_create_session(self)
+            with self._recovery_is_ours():
+                for hook in self.hooks:
+                    hook.begin(self)
+                self.strategy.start(self.spec)
+                self._restore()
+                for hook in self.hooks:
+                    hook.after_create_session(self)
         except BaseException:
             self._close()
             raise
@@ -128,19 +131,19 @@ class TrainSession:
         return self.stopped_by is not None
 
     def request_stop(self, reason: str) -> None:
-        """Lets the session end before its next run. The first reason counts."""
+        """Ends the session before its next run. The first reason counts."""
         if self.stopped_by is None:
             self.stopped_by = reason
 
     def interrupt(self, reason: str) -> None:
-        """Like `request_stop`, and ends the present run early; may be called from a signal handler."""
+        """Like `request_stop`, but also ends the present run early; may be called from a signal handler."""
         self.interrupted = True
         self.request_stop(reason)
-        # A validation that is under way ends early as well.
-        self.program.model.stop_evaluating = True
+        # A validation in progress ends early, too.
+        self.spec.model.stop_evaluating = True
 
     def stop_diverged(self, reason: str) -> None:
-        """Like `request_stop`, and saves no more: what training has come to is worth nothing."""
+        """Like `request_stop`, but saves no further checkpoint: the parameters are worthless."""
         self._diverged = True
         self.request_stop(reason)
 
@@ -148,40 +151,35 @@ class TrainSession:
         """Runs as many steps as the hooks allow, with the hooks around them.
 
         Returns:
-            What the run brought; None if it was interrupted before its first step, or if the cluster failed and
+            The values of the run; None if it was interrupted before its first step, or if the cluster failed and
             training is back at the newest checkpoint.
 
         Raises:
             ClusterError: the cluster failed too often, or there is no checkpoint.
         """
         try:
-            return self._run()
+            with self._recovery_is_ours():
+                return self._run()
         except ClusterError as error:
             self._go_back(error)
             return None
 
     def read(self) -> dict[str, np.ndarray]:
-        """The value of everything that training changes, by name, when it has stopped."""
-        return self._insist(lambda: self.strategy.read())  # noqa: PLW0108 - of the strategy that is there then
+        """The value of everything that training changes, by name, when no step is in flight."""
+        return self._insist(lambda: self.strategy.read())  # noqa: PLW0108 - of the strategy that runs then
 
     def _run(self) -> RunValues | None:
         context = RunContext(self, self.global_step, self._steps_until_due())
         for hook in self.hooks:
             hook.before_run(context)
-        values = self._run_steps(context.num_steps, self._steps_until_idle(context.num_steps))
+        return self._run_in(context, self._steps_until_idle(context.num_steps))
+
+    def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
+        values = self._run_steps(context.num_steps, may_begin)
         if values is not None:
             for hook in self.hooks:
                 hook.after_run(context, values)
         return values
-
-    def _finish_begun(self) -> None:
-        """Lets the hooks see the steps that were begun and not asked for."""
-        if begun := self.strategy.settle():
-            context = RunContext(self, self.global_step, begun)
-            values = self._run_steps(begun, begun)
-            if values is not None:
-                for hook in self.hooks:
-                    hook.after_run(context, values)
 
     def save(self, *, keep: int) -> None:
         """Saves a checkpoint of the present step, unless there is one already or training has diverged.
@@ -196,24 +194,24 @@ class TrainSession:
         """
         if self.is_saved:
             return
-        # What was in flight is done when the servers are read; it may be more than the hooks have seen.
+        # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
         step = self.strategy.global_step()
         check_not_taken_over(self.run_dir)
         path = self.checkpoints.save(step, self.values(), keep=keep)
         self._saved_step = step
-        self.print_line(console.save_line(step, self.last_step, path))
+        self.print_line(lines.save_line(step, self.last_step, path))
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is nothing to save: there is a checkpoint of the present step, or training has diverged."""
+        """Whether there is nothing to save: a checkpoint of the present step exists, or training has diverged."""
         return self._diverged or self._saved_step == self.strategy.global_step()
 
     def values(self) -> dict[str, np.ndarray]:
         """What a checkpoint of the present step holds, by name."""
-        return {**self.strategy.read(), SEED: np.array(self.program.seed, np.int64)}
+        return {**self.strategy.read(), SEED: np.array(self.spec.seed, np.int64)}
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Sets values on the tasks, between two runs.
+        """Sets values on the tasks between two runs.
 
         Args:
             values: by their names in a checkpoint, in their shapes; `learning_rate` is that of the optimizer.
@@ -223,25 +221,19 @@ class TrainSession:
         """
         arrays = {name: np.asarray(value) for name, value in values.items()}
         if (learning_rate := arrays.pop("learning_rate", None)) is not None:
-            self.program.set_learning_rate(float(learning_rate))
+            self.spec.set_learning_rate(float(learning_rate))
             arrays[LEARNING_RATE] = learning_rate
-        shapes = self.strategy.shapes
-        for name, array in arrays.items():
-            if name not in shapes:
-                known = ", ".join(sorted(shapes))
-                raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
-            if array.shape != tuple(shapes[name]):
-                raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(shapes[name])}")
+        self.strategy.check_values(arrays)
         self.strategy.write(arrays)
 
     def publish_validation(self, logs: Mapping[str, float]) -> None:
-        """Tells every hook the validation loss and metrics of the present step."""
+        """Passes the validation loss and metrics of the present step to every hook."""
         for hook in self.hooks:
             hook.after_validation(self, logs)
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
-        return self.program.learning_rate(self.global_step)
+        return self.spec.learning_rate(self.global_step)
 
     @property
     def run_dir(self) -> Path:
@@ -264,17 +256,25 @@ class TrainSession:
             self._close()
 
     def _end(self) -> None:
-        self._finish_begun()
-        # Of a call that was given up some steps may be done.
+        # Steps that were begun ahead of the last run: the hooks see them as well.
+        if begun := self.strategy.drain():
+            self._run_in(RunContext(self, self.global_step, begun), begun)
+        # Some steps of a discarded call may have been applied.
         self.global_step = self.strategy.global_step()
         for hook in self.hooks:
             hook.end(self)
 
     def _insist(self, function: Callable[[], T]) -> T:
-        """Calls what needs the cluster after the last step; if it fails then, trains to that step again."""
+        """Calls a function that needs the cluster; if the cluster fails after the last step, trains to that step again.
+
+        A failure inside a run, or while the session starts, is handled there.
+        """
+        if self._is_recovering:
+            return function()
         while True:
             try:
-                return function()
+                with self._recovery_is_ours():
+                    return function()
             except ClusterError as error:
                 stopped_by, self.stopped_by = self.stopped_by, None
                 self._go_back(error)
@@ -283,11 +283,20 @@ class TrainSession:
                 while not self.should_stop():
                     self.run()
 
+    @contextmanager
+    def _recovery_is_ours(self) -> Iterator[None]:
+        """Inside it, failures of the cluster are passed on to the caller."""
+        before, self._is_recovering = self._is_recovering, True
+        try:
+            yield
+        finally:
+            self._is_recovering = before
+
     def _go_back(self, error: ClusterError) -> None:
-        """Goes back to the newest checkpoint, on a new cluster if that is what has failed.
+        """Resumes from the newest checkpoint, on a new cluster if the cluster has failed.
 
         Raises:
-            ClusterError: `error`, or that of another failure, if that was once too often.
+            ClusterError: `error`, or the error of a later failure, when no restart is left.
         """
         while True:
             newest = self.checkpoints.newest()
@@ -297,22 +306,21 @@ class TrainSession:
             if not (cluster_is_there or self._may_restart_tasks):
                 raise error
             if self.checkpoints.steps()[-1] < self.first_step:
-                # It is of an earlier fit: what this one began with is saved nowhere.
+                # It belongs to an earlier fit: the values that this one began with were not saved.
                 raise error
             self._times_back += 1
             warn(
-                console.again_line(
-                    error, newest, self._times_back, self._max_restarts, cluster_is_there=cluster_is_there
-                )
+                lines.again_line(error, newest, self._times_back, self._max_restarts, cluster_is_there=cluster_is_there)
             )
             self._went_on_since = None
             try:
-                if not cluster_is_there:
-                    self._replace_cluster()
-                self._restore_newest()
-                self.global_step = self.strategy.global_step()
-                for hook in self.hooks:
-                    hook.after_create_session(self)
+                with self._recovery_is_ours():
+                    if not cluster_is_there:
+                        self._replace_cluster()
+                    self._restore_newest()
+                    self.global_step = self.strategy.global_step()
+                    for hook in self.hooks:
+                        hook.after_create_session(self)
                 return
             except ClusterError as another:
                 error = another
@@ -322,11 +330,11 @@ class TrainSession:
         self._worker_restarts_before += self.strategy.worker_restarts
         self.strategy.stop()
         self.strategy = self._make_strategy()
-        self.strategy.start(self.program)
+        self.strategy.start(self.spec)
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How many workers were lost and came back, and how often the whole cluster was started again."""
+        """How many workers were lost and returned, and how often the whole cluster was restarted."""
         workers = self._worker_restarts_before + self.strategy.worker_restarts
         return {"worker": workers, "cluster": self._cluster_restarts}
 
@@ -335,12 +343,12 @@ class TrainSession:
         return max(1, min([self._longest_run, *due]))
 
     def _steps_until_idle(self, num_steps: int) -> int:
-        """Steps that may be begun in the next run of `num_steps`: at least those."""
+        """How many steps may be started in the next run: at least `num_steps`."""
         idle = [steps for hook in self.hooks if (steps := hook.idle_in(self.global_step)) is not None]
         return max(num_steps, min([num_steps + self._longest_run, *idle]))
 
     def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
-        # While hooks looked on, workers went on with what had been begun: that time counts.
+        # While hooks ran, workers continued with steps that had been started: that time counts.
         started = self._clock() if self._went_on_since is None else self._went_on_since
         logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
         ended = self._clock()
@@ -348,8 +356,8 @@ class TrainSession:
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
-        # A call that ran again after its worker was lost has counted its steps twice; the servers know best, as soon as
-        # nothing is in flight.
+        # A call that was repeated after its worker was lost has counted its steps twice. The servers hold the exact
+        # count, which can be read when nothing is in flight.
         self.global_step = self.strategy.global_step() if self.strategy.is_idle else expected
         values = RunValues(
             global_step=self.global_step,
@@ -359,13 +367,13 @@ class TrainSession:
             warming_up=self.strategy.warming_up,
             totals=logs.metrics.total(),
             staleness=logs.staleness,
-            contributions=reduce(add_contributions, logs.contributions, {}),
+            gradient_counts=reduce(add_counts, logs.gradient_counts, {}),
         )
-        # What is missing in the logs was done once if updates are synchronous, and nobody could tell of it.
-        self.account.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)
+        # Synchronous steps that are missing from the logs ran exactly once; only their metrics were lost.
+        self.statistics.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)
         if not values.warming_up and seconds > 0:
             in_time = max(1, int(values.num_steps / seconds * _LONGEST_RUN_SECS))
-            # Steps may have been done before they were asked for: a single run says little.
+            # Steps may have been done before they were requested: a single run says little.
             self._longest_run = min(in_time, _LONGEST_RUN_GROWTH * self._longest_run)
         return values
 
@@ -377,25 +385,25 @@ class TrainSession:
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.folder}")
         self.global_step = self.first_step = self.strategy.global_step()
         if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
-            # They would count as newer than what comes now.
+            # They would count as newer than those of this run.
             self.checkpoints.set_aside()
 
     def _restore_newest(self) -> bool:
-        """Restores the newest good checkpoint; False if there is none."""
+        """Restores the newest undamaged checkpoint; False if there is none."""
         self.checkpoints.tidy()
         restored = self.checkpoints.restore(self.strategy.shapes)
         if restored is None:
             return False
         path, values = restored
-        # The learning rate is what this run was told, not what an earlier one was.
+        # The learning rate is that of this run, not of an earlier one.
         self.strategy.write({name: value for name, value in values.items() if name != LEARNING_RATE})
         self._saved_step = int(values["global_step"])
-        self.print_line(console.resume_line(self._saved_step, self.last_step, path))
+        self.print_line(lines.resume_line(self._saved_step, self.last_step, path))
         return True
 
     def _close(self) -> None:
         with ExitStack() as closing:
-            # Each is called whatever another one raises; the last first.
+            # All are called even if one raises; the last one first.
             closing.callback(self.strategy.stop)
             closing.callback(self.summaries.close)
             for hook in reversed(self.hooks):

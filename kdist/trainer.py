@@ -5,36 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from kdist import strategies
-from kdist.callbacks import checked
-from kdist.checks import STOP_SIGNALS, check_stop_signals, checked_steps_per_call
 from kdist.cluster import isolate
-from kdist.cluster.membership import common_seed, membership_of, shape_of
+from kdist.cluster.resolve import common_seed, membership_of, shape_of
 from kdist.cluster.spec import Membership
-from kdist.data import TrainingData, read_locally, split_validation
+from kdist.config.checks import STOP_SIGNALS, check_seed, check_stop_signals, checked_steps_per_call
+from kdist.config.hparams import plain
+from kdist.config.schema import ClusterConfig, RunConfig, TrainConfig
+from kdist.config.strategy_options import strategy_config
+from kdist.data.sources import read_locally, split_validation
 from kdist.errors import ConfigError
-from kdist.evaluation import evaluate, evaluate_on_workers, predict_on_workers
-from kdist.fit_arguments import FitArguments
+from kdist.evaluation.evaluate import WorkerPool, evaluate
 from kdist.hooks import Hook, with_defaults
-from kdist.hparams import plain
-from kdist.local_fit import LocalFit
-from kdist.parameters.placement import Plan
-from kdist.remote_fit import fit_in_processes, take_part
-from kdist.replica import check_model
-from kdist.result import Result
-from kdist.run_dir import RunDir, name_of_program
-from kdist.run_lock import RunLock
-from kdist.schema import ClusterConfig, strategy_config
+from kdist.hooks.keras_callbacks import checked
+from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
+from kdist.launch.fit_arguments import FitArguments
+from kdist.launch.in_process import LocalFit
+from kdist.launch.select import launcher_for
+from kdist.model.source import ModelSource
+from kdist.parameters.placement import PlacementPlan, PlacementPolicy
+from kdist.run.result import Result
+from kdist.run.run_dir import RunDir, name_of_program
+from kdist.run.run_lock import RunLock
 from kdist.session import TrainSession
-from kdist.strategies.base import Program, Strategy
+from kdist.strategies.base import Strategy
 from kdist.strategies.multi_worker_mirrored import join
-from kdist.strategies.stored import Placement, prepare
+from kdist.strategies.store_backed import prepare
 
 
 class Trainer:
@@ -44,37 +46,40 @@ class Trainer:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
         cluster: `NpsMw` starts N parameter servers and M workers on this machine for the time of a `fit`, `Mw`
             workers alone; `local` is this process; `tf_config` is what the environment variable TF_CONFIG says. Or a
-            `kdist.schema.ClusterConfig`, for what the config group `cluster` can say.
+            `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
-            pick by the cluster. Or a class of yours, derived from that of one of these; `arguments` are its own.
-        run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A folder
-            with checkpoints is resumed.
-        hooks: beside the default hooks, or instead of the one of the same class.
+            choose by the cluster. Or your own class, derived from the class of one of these; `arguments` are passed to
+            it.
+        run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A run dir
+            that holds checkpoints is resumed.
+        hooks: added to the default hooks; a hook replaces the default one of its class.
         callbacks: Keras callbacks for every `fit`.
-        name: shown in the first line and used for the default `run_dir`; the script's name if None.
-        steps_per_call: steps that a worker runs for one call of the chief; `auto` fits them to the model.
+        name: shown on the first line and used in the default `run_dir`; the script's name if None.
+        steps_per_call: steps that a worker runs per call of the chief; `auto` adapts them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
-        seed: makes shuffling and Dropout repeatable, at least 0 and less than 2**32; if None that of the run that is
-            resumed, and random in a new one.
-        start_timeout: seconds within which every task must serve.
-        step_timeout: seconds without any progress after which a task that does not answer is replaced, or the run
-            given up.
-        max_worker_restarts: how often each lost worker of a local cluster is started again.
-        max_restarts: how often training goes back to the newest checkpoint after a failure, on a new local cluster.
-        grace_secs: after a stop signal or Ctrl-C, seconds to save and end in good order.
-        stop_signals: names of signals at which the run saves and ends; SIGUSR1 and the like are left to a program that
-            handles them itself.
-        use_default_hooks: whether the default hooks are there at all.
-        membership: what this process is in a cluster whose tasks others started; None follows from `cluster`.
-        hparams: what was chosen for this run, by names of your own: its row in TensorBoard's HParams tab.
+        seed: makes shuffling and Dropout repeatable; at least 0 and less than 2**32. None: the seed of the run that is
+            resumed, random in a new run.
+        start_timeout: seconds within which every task must serve; None: as in `cluster`.
+        step_timeout: seconds without progress after which an unresponsive task is replaced, or the run fails; None: as
+            in `cluster`.
+        max_worker_restarts: how often each lost worker of a local cluster is restarted; None: as in `cluster`.
+        max_restarts: how often training resumes from the newest checkpoint after a failure, on a new local cluster.
+        grace_secs: seconds to save and exit after a stop signal or Ctrl-C.
+        stop_signals: names of the signals at which the run saves and exits; a program that handles SIGUSR1 or the like
+            itself keeps its handler.
+        use_default_hooks: whether to add the default hooks.
+        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
+        membership: the role of this process in a cluster whose tasks were started one by one; None: derived from
+            `cluster`.
+        hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
             `on_lost_worker` and `worker_timeout` (`sync_replicas`),
             `local_steps` (`parameter_server`), `wire_dtype` (with servers), `devices` (`mirrored`).
-            See `kdist.schema.StrategyConfig`.
+            See `kdist.config.schema.StrategyConfig`.
 
     Raises:
-        ConfigError: a value that is not allowed, or a model that cannot be trained so.
+        ConfigError: a value is not allowed, or the model cannot be trained with this strategy.
     """
 
     def __init__(
@@ -87,70 +92,78 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         callbacks: Sequence[keras.callbacks.Callback] = (),
         name: str | None = None,
-        steps_per_call: int | str = "auto",
-        resume: str = "auto",
+        steps_per_call: int | str = TrainConfig.steps_per_call,
+        resume: str = RunConfig.resume,
         seed: int | None = None,
-        start_timeout: float = 120.0,
-        step_timeout: float = 300.0,
-        max_worker_restarts: int = 3,
-        max_restarts: int = 3,
-        grace_secs: float = 30.0,
+        start_timeout: float | None = None,
+        step_timeout: float | None = None,
+        max_worker_restarts: int | None = None,
+        max_restarts: int = TrainConfig.max_restarts,
+        grace_secs: float = RunConfig.grace_secs,
         stop_signals: Sequence[str] = STOP_SIGNALS,
         use_default_hooks: bool = True,
+        lock_run_dir: bool = True,
         membership: Membership | None = None,
         hparams: Mapping[str, Any] | None = None,
         **strategy_options: Any,
     ) -> None:
-        if isinstance(cluster, str):
-            cluster = ClusterConfig(cluster, start_timeout, step_timeout, max_worker_restarts)
-        self.cluster_config = cluster
-        self.membership = membership or membership_of(cluster, os.environ)
-        self.shape = shape_of(cluster, self.membership)
-        self._strategy_class = None if isinstance(strategy, str) else strategy
-        name_of_strategy = strategy if isinstance(strategy, str) else strategy.name
-        self._strategy_config = strategy_config(name_of_strategy, strategy_options, custom=self._strategy_class)
-        self.strategy = strategies.resolve(self._strategy_config, self.shape)
-        if self.membership is None and not self.shape.is_local:
+        cluster = _with_given(
+            ClusterConfig(cluster) if isinstance(cluster, str) else cluster,
+            start_timeout=start_timeout,
+            step_timeout=step_timeout,
+            max_worker_restarts=max_worker_restarts,
+        )
+        membership = membership or membership_of(cluster, os.environ)
+        custom = None if isinstance(strategy, str) else strategy
+        strategy_name = strategy if isinstance(strategy, str) else strategy.name
+        self._strategy = StrategyRequest(
+            strategy_config(strategy_name, strategy_options, custom=custom),
+            custom,
+            cluster,
+            shape_of(cluster, membership),
+            membership,
+        )
+        if membership is None and not self._strategy.shape.is_local:
             isolate.require(cluster.isolate)
-        if self.strategy == "multi_worker_mirrored" and self.membership is not None and self.membership.runs_program:
+        if self._strategy.name == "multi_worker_mirrored" and membership is not None and membership.runs_program:
             # Before a model runs TensorFlow's first ops.
-            join(self.membership, cluster.start_timeout)
+            join(membership, cluster.start_timeout)
         self.name = name or name_of_program()
         self.files = RunDir(run_dir, self.name)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams or {})
-        self.build_model = build_model
-        self._model = self._checked(build_model) if isinstance(build_model, keras.Model) else None
+        self._source = ModelSource(build_model, self.strategy_name)
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
-        self.max_restarts = max_restarts
-        self.grace_secs = grace_secs
+        self._max_restarts = max_restarts
+        self._grace_secs = grace_secs
         check_stop_signals("stop_signals", stop_signals)
-        self.stop_signals = tuple(stop_signals)
-        # None goes on from the model as it is.
-        self.resume: str | None = resume
-        if seed is not None and not 0 <= seed < 2**32:
-            raise ConfigError(f"seed={seed}: must be at least 0 and less than 2**32")
+        self._stop_signals = tuple(stop_signals)
+        # None continues from the model as it is.
+        self._resume: str | None = resume
+        check_seed("seed", seed)
         self._follows_run = seed is None
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-        if seed is None and self.membership is not None and self.membership.runs_program:
-            self.seed = common_seed(self.membership)
+        if seed is None and membership is not None and membership.runs_program:
+            self.seed = common_seed(membership)
             self._follows_run = False
-        #: Whether somebody else keeps other processes out of the run dir for this trainer.
-        self.run_dir_is_locked = False
+        self._lock_run_dir = lock_run_dir
         self.result = Result()
 
     @property
+    def strategy_name(self) -> str:
+        """The strategy, never `auto`."""
+        return self._strategy.name
+
+    @property
     def run_dir(self) -> Path:
-        """Folder of everything that the run leaves behind."""
+        """The folder that holds everything the run produces."""
         return self.files.path
 
     @property
     def model(self) -> keras.Model:
-        """The model: an ordinary local Keras model, with the trained values as soon as `fit` returns."""
-        if self._model is None:
-            self._model = self._checked(self.build_model())
-        return self._model
+        """The model: an ordinary local Keras model, which holds the trained values as soon as `fit` returns."""
+        return self._source.model
 
     def fit(
         self,
@@ -158,7 +171,7 @@ class Trainer:
         y: Any = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: int | str = "auto",
+        verbose: Any = RunConfig.verbose,
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
@@ -173,40 +186,44 @@ class Trainer:
         *,
         steps: int | None = None,
         validation_every_steps: int | None = None,
-        validate_with_ema: bool = False,
+        validate_with_ema: bool = TrainConfig.validate_with_ema,
     ) -> keras.callbacks.History:
         """Trains the model, as `keras.Model.fit` does.
 
-        The first `fit` of a trainer resumes from the newest checkpoint in `run_dir`; a later one goes on from `model`.
+        The first `fit` of a trainer resumes from the newest checkpoint in `run_dir`; a later one continues from
+        `model`.
 
         Args:
             x: arrays (also in dicts or tuples), a `tf.data.Dataset` of batches, or a function
-                `(DataContext) -> tf.data.Dataset` of batches. Workers read different parts of it, without end.
+                `(DataContext) -> tf.data.Dataset` of batches. Each worker reads a different part of it, repeated
+                endlessly.
             y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
-                part of its elements.
-            batch_size: examples per replica and step; 32 if None. Every step has a full batch: the last of an epoch is
-                filled up from the next.
+                part of the elements.
+            batch_size: examples per replica and step; 32 if None. Every batch is full: the last one of an epoch is
+                filled from the next epoch.
             epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. A run that
-                is resumed from a checkpoint goes on to the end of epoch `epochs` and counts from where it stopped.
-            verbose: 0 prints nothing; 1 and `auto` keep a live line on a terminal, below the others; 2 prints lines
-                only; 3 tells which tasks there are as well, and where variables live.
-            callbacks: Keras's, beside those of the trainer; see `kdist.callbacks` for when they see what.
-            validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras;
-                besides, the final parameters are always validated.
-            steps: the global step to stop at; `epochs` does not count then.
-            validation_every_steps: validate at multiples of this global step as well.
-            validate_with_ema: validate the moving averages of an optimizer with `use_ema`, and not the parameters, also
-                during training. At the end the averages are what the model gets and what is validated anyway.
+                resumes from a checkpoint continues to the end of epoch `epochs`, counting from where it stopped.
+            verbose: 0 prints nothing; 1 and `auto` keep a live line below the others on a terminal; 2 prints lines
+                only; 3 also lists the tasks and the placement of variables.
+            callbacks: Keras callbacks, in addition to those of the trainer; see `kdist.hooks.keras_callbacks` for when
+                they see what.
+            validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras; in
+                addition, the final parameters are always validated.
+            steps: the global step to stop at; overrides `epochs`.
+            validation_every_steps: also validate at multiples of this global step.
+            validate_with_ema: during training, too, validate the moving averages of an optimizer with `use_ema` instead
+                of the parameters. At the end the model always gets the averages, and they are validated.
 
         Returns:
-            The `History` of this fit, by epochs; an empty one in a task that is not the chief, which takes part in what
-            the chief does and returns when that is done.
+            The `History` of this fit, by epochs. In a task that is not the chief, which takes part until the chief has
+            finished, it is empty.
 
         Raises:
-            ConfigError: arguments, data or a model that cannot be used, or a `run_dir` that another process trains in.
+            ConfigError: arguments, data or a model cannot be used, or another process trains in `run_dir`.
             TaskError: the model or the data failed on a task.
-            ClusterError: a task was lost, or stopped answering.
-            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint was saved and the tasks ended.
+            ClusterError: a task was lost, or stopped responding.
+            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint was saved and the tasks have
+                exited.
         """
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
@@ -230,113 +247,89 @@ class Trainer:
             validation_every_steps=validation_every_steps,
             validate_with_ema=validate_with_ema,
         )
-        if self.membership is not None and not self._is_chief:
-            take_part(self, self.membership, arguments)
-            self.resume = None
-            return keras.callbacks.History()
         with self._one_chief():
-            if (num_cpus := self._own_processes()) is not None:
-                return fit_in_processes(self, num_cpus, arguments)
-            return self.fit_here(arguments)
-
-    def fit_here(self, arguments: FitArguments) -> keras.callbacks.History:
-        """`fit` in this process."""
-        history = keras.callbacks.History()
-        with LocalFit(self, arguments, history).session() as session:
-            while not session.should_stop():
-                session.run()
-        return history
+            outcome = launcher_for(self._strategy).launch(self._request(arguments))
+        self._take(outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.history
 
     @contextmanager
     def session(self, x: Any, y: Any = None, **arguments: Any) -> Iterator[TrainSession]:
-        """The loop in your own hands; `fit` is this with a loop of two lines.
+        """The training loop in your own hands; `fit` is this with a loop of two lines.
 
             with trainer.session(x, y, steps=2000) as session:
                 while not session.should_stop():
                     session.run()
 
-        The arguments are those of `fit`, but for `validation_split`. With neither `steps` nor `epochs`, only hooks and
-        the caller stop the session.
+        The arguments are those of `fit`, except `validation_split`. Without `steps` and `epochs`, only hooks and the
+        caller stop the session.
 
         Yields:
-            The session, started. When it ends `model` has the trained values, and `model.keras` and `result.json` are
-            in `run_dir`.
+            The session, started. When it has ended, `model` holds the trained values, and `run_dir` holds `model.keras`
+            and `result.json`.
         """
-        if self._own_processes() is not None:
-            raise ConfigError(f"strategy={self.strategy} trains in processes of its own, not in your loop; use fit")
+        if self._strategy.own_processes() is not None:
+            raise ConfigError(
+                f"strategy={self.strategy_name} trains in processes of its own, not in your loop; use fit"
+            )
         arguments["callbacks"] = [*self.callbacks, *(arguments.get("callbacks") or ())]
-        given = FitArguments(x, y, **arguments)
-        with self._one_chief(), LocalFit(self, given, keras.callbacks.History()).session() as session:
-            yield session
+        with self._one_chief():
+            fit = LocalFit(self._request(FitArguments(x, y, **arguments)))
+            try:
+                with fit.session() as session:
+                    yield session
+            finally:
+                self._take(fit.outcome())
 
     @contextmanager
     def _one_chief(self) -> Iterator[None]:
-        """Keeps other chiefs out of the run dir, and goes on with the seed of the run that is in it."""
-        with nullcontext() if self.run_dir_is_locked else RunLock(self.run_dir):
-            if self._follows_run and self.resume in ("auto", "must"):
+        """Keeps other chiefs out of the run dir, and adopts the seed of the run that is resumed."""
+        if not self._strategy.is_chief:
+            yield
+            return
+        with RunLock(self.run_dir) if self._lock_run_dir else nullcontext():
+            if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
             yield
 
-    def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> Plan:
-        """Where each variable would live; starts nothing.
+    def _request(self, arguments: FitArguments) -> FitRequest:
+        return FitRequest(
+            self._source,
+            self._strategy,
+            arguments,
+            self.files,
+            self.hooks,
+            self.name,
+            self._steps_per_call,
+            self._resume,
+            self.seed,
+            self._max_restarts,
+            self._grace_secs,
+            self._stop_signals,
+            self.hparams,
+        )
 
-        Args: those of `fit`; the data says for which input the model is built.
+    def _take(self, outcome: FitOutcome) -> None:
+        self.result, self._resume = outcome.result, outcome.resume
+
+    def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
+        """Shows which server would hold each variable; starts nothing.
+
+        Args: those of `fit`; the model is built for the shapes of the data.
 
         Raises:
             ConfigError: the cluster has no parameter servers.
         """
-        if not self.shape.num_ps:
-            raise ConfigError(f"cluster={self.shape} has no parameter servers to place variables on; use NpsMw")
-        data = FitArguments(x, y, batch_size=batch_size).training_data(self.seed)
-        options = self._strategy_config
-        prepared = prepare(self.program(data, batch_size), self.shape.num_workers)
-        plan = prepared.plan(self.shape.num_ps, Placement(options.placement, options.partition_min_bytes))
+        shape = self._strategy.shape
+        if not shape.num_ps:
+            raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
+        request = self._request(FitArguments(x, y, batch_size=batch_size))
+        prepared = prepare(request.training_spec(request.training_data()), shape.num_workers)
+        plan = prepared.plan(shape.num_ps, PlacementPolicy.of(self._strategy.config))
         self.files.write_plan(plan)
         return plan
-
-    def make_strategy(self) -> Strategy:
-        """A new strategy, not started."""
-        return strategies.create(
-            self._strategy_config, self.cluster_config, self.shape, self.membership, self._strategy_class
-        )
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments that make another trainer like this one."""
-        options = {key: value for key, value in vars(self._strategy_config).items() if key not in ("name", "_target_")}
-        return {
-            "build_model": self.build_model,
-            "cluster": self.cluster_config,
-            "strategy": self._strategy_class or self._strategy_config.name,
-            "run_dir": self.run_dir,
-            "hooks": self.hooks,
-            "hparams": self.hparams,
-            "name": self.name,
-            "steps_per_call": self._steps_per_call or "auto",
-            "resume": self.resume,
-            "seed": self.seed,
-            "max_restarts": 0,
-            "grace_secs": self.grace_secs,
-            "stop_signals": self.stop_signals,
-            "use_default_hooks": False,
-            **options,
-        }
-
-    def program(self, data: TrainingData, batch_size: int | None, last_step: int | None = None) -> Program:
-        """What a strategy is to run."""
-        return Program(
-            model=self.model,
-            data=data,
-            batch_size=batch_size,
-            steps_per_call=self._steps_per_call,
-            seed=self.seed,
-            # A task that is not the chief writes no logs, and makes no run dir for them.
-            log_dir=self.files.logs if self._is_chief else Path(),
-            last_step=last_step,
-            grace_secs=self.grace_secs,
-            # A run that resumes began at step 0, a later fit begins at the model's own.
-            data_begins_at=int(self.model.optimizer.iterations) if self.resume is None else 0,
-        )
 
     def evaluate(
         self,
@@ -349,15 +342,15 @@ class Trainer:
         *,
         on_workers: bool = False,
     ) -> dict[str, float]:
-        """Loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)`.
+        """Returns loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)` does.
 
         Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
-            on_workers: start the cluster for it, with parameter servers, and have each worker evaluate a part. That
-                pays where evaluating takes much longer than the seconds that a cluster needs to start. Data that cannot
-                be cut (functions, generators, or with `steps`) is evaluated here.
+            on_workers: start the cluster, which must have parameter servers, and let each worker evaluate a part. This
+                is worthwhile if the evaluation takes much longer than a cluster needs to start. Data that cannot be
+                split (functions, generators, or with `steps`) is evaluated in this process.
         """
-        if on_workers and steps is None:
-            logs = evaluate_on_workers(self, x, y, sample_weight, batch_size)
+        if on_workers and steps is None and (workers := self._workers()) is not None:
+            logs = workers.evaluate(self.model, x, y, sample_weight, batch_size)
             if logs is not None:
                 return logs
         return evaluate(
@@ -373,25 +366,24 @@ class Trainer:
         *,
         on_workers: bool = False,
     ) -> Any:
-        """Outputs of the present parameters, as `keras.Model.predict`, in the order of the data.
+        """Returns the outputs of the present parameters, as `keras.Model.predict` does, in the order of the data.
 
         Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
         """
-        if on_workers and steps is None:
-            outputs = predict_on_workers(self, x, batch_size)
+        if on_workers and steps is None and (workers := self._workers()) is not None:
+            outputs = workers.predict(self.model, x, batch_size)
             if outputs is not None:
                 return outputs
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
 
-    @property
-    def _is_chief(self) -> bool:
-        return self.membership is None or self.membership.is_chief
+    def _workers(self) -> WorkerPool | None:
+        """The workers that can be started for an evaluation; None without parameter servers."""
+        strategy = self._strategy
+        if not strategy.shape.num_ps or strategy.membership is not None:
+            return None
+        return WorkerPool(strategy.make, strategy.shape.num_workers, self.files.logs, self._grace_secs)
 
-    def _own_processes(self) -> int | None:
-        return strategies.own_processes(self._strategy_config, self.shape, self.membership)
 
-    def _checked(self, model: Any) -> keras.Model:
-        if not isinstance(model, keras.Model):
-            raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
-        check_model(model, self.strategy)
-        return model
+def _with_given(cluster: ClusterConfig, **given: Any) -> ClusterConfig:
+    """The cluster, changed by the arguments that were given to the trainer in addition."""
+    return replace(cluster, **{name: value for name, value in given.items() if value is not None})

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist import console
-from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer
+from kdist.console import lines
+from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, Session
 
 if TYPE_CHECKING:
     import keras
-
-    from kdist.session import TrainSession
 
 
 def build_model(learning_rate: float = 0.02) -> keras.Model:
@@ -68,7 +66,7 @@ class PrintParameters(Hook):
         self._timer = SecondOrStepTimer(every_steps=every_steps, owner="hooks.print_parameters")
         self._printed_step: int | None = None
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
         self._printed_step = None
 
@@ -77,17 +75,21 @@ class PrintParameters(Hook):
             self._print(context.session)
             self._timer.restart(values.global_step)
 
-    def end(self, session: TrainSession) -> None:
+    def end(self, session: Session) -> None:
         if self._printed_step != session.global_step:
             self._print(session)
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
-    def _print(self, session: TrainSession) -> None:
-        parameters = session.strategy.read()
+    def idle_in(self, step: int) -> int | None:
+        # The values of that very step.
+        return self.due_in(step)
+
+    def _print(self, session: Session) -> None:
+        parameters = session.read()
         weight = parameters["parameters/dense/kernel"].item()
         bias = parameters["parameters/dense/bias"].item()
         columns = (f"w {weight:.4f}", f"b {bias:.4f}")
-        session.print_line(console.event_line("line", session.global_step, session.last_step, *columns))
+        session.print_line(lines.event_line("line", session.global_step, session.last_step, *columns))
         self._printed_step = session.global_step

@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from kdist.recipes import mnist
 
-from kdist import console
-from kdist.checks import check_whole_number
+from kdist.config.checks import check_whole_number
+from kdist.console import lines
 from kdist.errors import ConfigError
-from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, StepCounter
+from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, Session, StepCounter
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from kdist.data import DataContext
-    from kdist.session import TrainSession
+    from kdist.data.sources import DataContext
 
 _PARAMETERS = "parameters/"
 
@@ -136,14 +135,14 @@ class WeightHistograms(Hook):
     def __init__(self, every_steps: int = 100) -> None:
         self._timer = SecondOrStepTimer(every_steps=every_steps, owner="hooks.weight_histograms")
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if not self._timer.due(values.global_step):
             return
         session = context.session
-        for name, value in session.strategy.read().items():
+        for name, value in session.read().items():
             if name.startswith(_PARAMETERS):
                 tag = f"weights/{name.removeprefix(_PARAMETERS)}"
                 session.summaries.histogram("train", tag, value, values.global_step)
@@ -151,6 +150,10 @@ class WeightHistograms(Hook):
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
+
+    def idle_in(self, step: int) -> int | None:
+        # The values of that very step.
+        return self.due_in(step)
 
 
 class PrintSpeed(StepCounter):
@@ -160,9 +163,9 @@ class PrintSpeed(StepCounter):
         every_steps: steps between two lines; at least 1.
     """
 
-    def report(self, session: TrainSession, steps_per_sec: float, examples_per_sec: float) -> None:
+    def report(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
         columns = (f"{examples_per_sec:.1f} examples/sec", f"{1 / steps_per_sec:.3f} sec/batch")
-        session.print_line(console.event_line("speed", session.global_step, session.last_step, *columns))
+        session.print_line(lines.event_line("speed", session.global_step, session.last_step, *columns))
 
 
 def _write_whole(path: Path, images: np.ndarray, labels: np.ndarray) -> None:

@@ -111,7 +111,7 @@ def _run(
         os.close(file)
     sys.argv = ["kdist", *arguments]
     local.ForkServer = _ForkServer  # type: ignore[misc]
-    from kdist.cli import main
+    from kdist.cli.main import main
 
     main()
 

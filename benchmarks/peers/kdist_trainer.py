@@ -37,7 +37,7 @@ def main(task: Task) -> None:
             session.run()
             progress.set(session.global_step)
             if not (task.folder / "save_secs").exists():
-                session.strategy.settle()
+                session.strategy.drain()
                 started = time.monotonic()
                 session.save(keep=1)
                 (task.folder / "save_secs").write_text(str(time.monotonic() - started))

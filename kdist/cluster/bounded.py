@@ -1,4 +1,4 @@
-"""Calling what may never return: it runs in a thread that can be left behind."""
+"""Calls functions that may never return, in a thread that can be left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Calls `function` in a daemon thread; the future gets what it returns or raises."""
+    """Calls `function` in a daemon thread; the future gets its result or error."""
     outcome: Future[T] = Future()
 
     def work() -> None:

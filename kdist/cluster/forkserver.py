@@ -1,7 +1,7 @@
-"""Starts server tasks for the price of one: a process imports TensorFlow once, then forks each of them.
+"""Starts server tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
 
 `python -m kdist.cluster.forkserver <file descriptor of a socket>`, after the fork server of Python's multiprocessing.
-It ends when its socket closes, or with its parent; its tasks end with it. The chief's side is `ForkServer`.
+It exits when its socket closes, or with its parent; its tasks exit with it. The chief's side is `ForkServer`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
+from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, start_child
 from kdist.cluster.server import ServerOptions, serve
-from kdist.quick_import import quick_import
 
-#: What the process is called.
+#: The name of the process.
 NAME = "kdist-forks"
 
 _REPORT_SECS = 0.05
@@ -39,12 +39,12 @@ _MAX_MESSAGE = 1 << 16
 
 @dataclass(frozen=True)
 class _Order:
-    """One task to fork. The message has its standard input, output and error with it.
+    """One task to fork. The message carries its standard input, output and error.
 
     Attributes:
-        number: stands for the task in reports.
+        number: identifies the task in reports.
         options: `ServerOptions` as JSON.
-        environment: variables that are other than those of the fork server; None for those that it has not.
+        environment: variables that differ from those of the fork server; None unsets the variable.
     """
 
     number: int
@@ -53,11 +53,12 @@ class _Order:
 
 
 class ForkedTask:
-    """A task as the chief sees it: what kdist needs of `subprocess.Popen`, which knows its own children only.
+    """A task as the chief sees it: the part of `subprocess.Popen` that kdist needs, which handles its own children
+    only.
 
     Attributes:
-        stdin: the task ends when this is closed.
-        stdout: what the task writes to its standard output.
+        stdin: the task exits when this is closed.
+        stdout: the standard output of the task.
         returncode: as that of `Popen`; None while the task runs.
     """
 
@@ -75,12 +76,12 @@ class ForkedTask:
         return self._server.process.pid if self.forked_pid is None else self.forked_pid
 
     def poll(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Its exit code; None while it runs."""
         self._server.update(0.0)
         return self.returncode
 
     def wait(self, timeout: float = KILLED_SECS) -> int:
-        """Waits until it has ended.
+        """Waits until it has exited.
 
         Raises:
             subprocess.TimeoutExpired: it has not within `timeout` seconds.
@@ -101,23 +102,23 @@ class ForkedTask:
 
 
 class ForkServer:
-    """The chief's side: starts the process, has it fork tasks, and hears from it how they are.
+    """The chief's side: starts the process, lets it fork tasks, and reads its reports about them.
 
     Args:
         environment: that of the process.
-        log: takes what it has to say.
+        log: gets its output.
     """
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self._environment = dict(environment)
         self._numbers = itertools.count()
-        #: The tasks of which no end was reported, by their numbers.
+        #: The tasks whose end was not reported yet, by number.
         self._tasks: dict[int, ForkedTask] = {}
-        # It keeps messages apart, and takes file descriptors along.
+        # It keeps messages apart, and carries file descriptors.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A process that is stopped takes no orders; that its task does not serve is found by who waits for that.
+        # A stopped process accepts no orders; whatever waits for its task finds that it does not serve.
         self._socket.settimeout(_SEND_SECS)
-        # Several threads ask whether a task lives.
+        # Several threads ask whether a task is alive.
         self._lock = threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log.open("ab") as log_file:
@@ -130,12 +131,12 @@ class ForkServer:
         return self._socket.fileno() >= 0
 
     def fork(self, options: ServerOptions, environment: Mapping[str, str], log: Path) -> ForkedTask:
-        """Has a task forked, as soon as TensorFlow is imported, and returns at once.
+        """Orders a task, which is forked as soon as TensorFlow is imported; returns at once.
 
         Args:
             options: what to serve.
-            environment: that of the task; what TensorFlow reads when it is imported was read before.
-            log: takes its standard error.
+            environment: that of the task; variables that TensorFlow reads on import have no effect.
+            log: gets its standard error.
         """
         common = self._environment
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
@@ -146,7 +147,7 @@ class ForkServer:
         task = ForkedTask(self, our_in, our_out)
         with self._lock, log.open("ab") as log_file:
             self._tasks[order.number] = task
-            # If the process has ended, waiting for its tasks will tell.
+            # If the process has exited, waiting for its tasks will show it.
             with suppress(OSError):
                 descriptors = [child_in, child_out, log_file.fileno()]
                 socket.send_fds(self._socket, [json.dumps(asdict(order)).encode()], descriptors)
@@ -155,7 +156,7 @@ class ForkServer:
         return task
 
     def update(self, timeout: float) -> None:
-        """Reads what was reported, waiting at most `timeout` seconds for more."""
+        """Reads the reports, waiting at most `timeout` seconds for more."""
         with self._lock:
             while self._can_read(timeout):
                 try:
@@ -167,7 +168,7 @@ class ForkServer:
                 self._end_tasks()
 
     def close(self) -> None:
-        """Ends the process, and with it tasks that are left."""
+        """Stops the process, and with it the remaining tasks."""
         self.update(0.0)
         with self._lock:
             self._socket.close()
@@ -208,7 +209,7 @@ class ForkServer:
             self._tasks.pop(int(number)).returncode = int(value)
 
     def _end_tasks(self) -> None:
-        """Without its report nobody knows how a task ended, but it has: tasks end with the process."""
+        """Without a report the exit code of a task is not known, but it has exited: tasks exit with the process."""
         if self._tasks:
             code = self.process.wait(KILLED_SECS)
             for task in self._tasks.values():
@@ -217,7 +218,7 @@ class ForkServer:
 
 
 class _Forks:
-    """The process: forks what it is told to, and reports how its children end.
+    """The process: forks tasks on order, and reports how its children end.
 
     Args:
         orders: the socket to the chief.
@@ -226,12 +227,12 @@ class _Forks:
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
         self._numbers: dict[int, int] = {}
-        # A child that ends wakes the loop: Python writes to this pipe when a signal comes.
+        # A child that exits wakes the loop: Python writes to this pipe when a signal arrives.
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def run(self) -> None:
-        """Works until the chief closes the socket."""
+        """Runs until the chief closes the socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
         poll = select.poll()
@@ -284,7 +285,7 @@ class _Forks:
                 self._report("ended", self._numbers.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _report(self, what: str, number: int, value: int) -> None:
-        # If the chief has closed the socket, the loop sees it next.
+        # If the chief has closed the socket, the loop notices it next.
         with suppress(OSError):
             self._orders.send(f"{what} {number} {value}".encode())
 
@@ -293,11 +294,11 @@ def main() -> NoReturn:
     end_with_parent()
     name_process(NAME)
     with socket.socket(fileno=int(sys.argv[1])) as orders:
-        # For all of them, once.
+        # Once for all of them.
         with quick_import(keras=False):
             import tensorflow  # noqa: F401
 
-        # Tasks share its memory for as long as nobody writes there, as the collector does when it looks at an object.
+        # Tasks share its memory until something writes there, as the garbage collector does when it visits an object.
         gc.freeze()
         _Forks(orders).run()
     os._exit(0)

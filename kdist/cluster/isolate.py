@@ -1,8 +1,8 @@
-"""A network namespace for a run on this machine: nobody else reaches its servers, which listen on all interfaces.
+"""A network namespace for a run on this machine: no other process reaches its servers, which listen on all interfaces.
 
-Linux lets a process leave the system's network for one of its own, in which there is nothing but a loopback device, and
-all that it starts follows. A process with threads cannot take them along, so the command line does it before anything
-that has threads is imported. See unshare(2), network_namespaces(7) and user_namespaces(7).
+Linux lets a process leave the system's network for one of its own, with nothing but a loopback device, and its children
+follow. A process with threads cannot do that, so the command line does it before it imports anything that starts
+threads. See unshare(2), network_namespaces(7) and user_namespaces(7).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import struct
 import sys
 from pathlib import Path
 
+from kdist.console.warn import warn
 from kdist.errors import ConfigError
-from kdist.warn import warn
 
 MODES = ("never", "auto", "must")
 
@@ -38,7 +38,7 @@ def is_isolated() -> bool:
 
 
 def enter(mode: str) -> None:
-    """Takes this process, and all that it will start, to a network namespace of its own.
+    """Moves this process, and its future children, to a network namespace of its own.
 
     Args:
         mode: of `MODES`: `never` does nothing; `auto` leaves it to `require` to say that it did not work.
@@ -50,7 +50,7 @@ def enter(mode: str) -> None:
     if mode == "never" or is_isolated():
         return
     if _why_not is _IN_PYTHON:
-        # Once: what stood in the way stays there, and threads come to it.
+        # Once: the obstacle remains, and threads are added to it.
         try:
             _try_in_a_child()
             _unshare()
@@ -62,7 +62,7 @@ def enter(mode: str) -> None:
 
 
 def require(mode: str) -> None:
-    """Warns, once, if this process is to be isolated and is not; refuses to go on without it if `must`.
+    """Warns once if this process should be isolated and is not; with `must`, refuses to continue.
 
     Raises:
         ConfigError: it is not isolated, and `must`.
@@ -86,7 +86,7 @@ def require(mode: str) -> None:
 
 
 def network_line() -> str:
-    """What is true of the network that the servers of a run are in."""
+    """A line about the network of a run's servers."""
     if is_isolated():
         return "network   private namespace: only processes of this run reach its servers"
     return (
@@ -96,10 +96,10 @@ def network_line() -> str:
 
 
 def _try_in_a_child() -> None:
-    """Does it in a child process first: one that got half of the way has no network and no way back.
+    """Tries it in a child process first: a process in which only a part of it works has no network and no way back.
 
     Raises:
-        OSError: what stands in the way.
+        OSError: the obstacle.
     """
     if sys.platform != "linux":
         raise OSError("only Linux has them")
@@ -125,16 +125,16 @@ def _try_in_a_child() -> None:
 
 
 def _unshare() -> None:
-    """Enters a new namespace; without the rights of root, inside a user namespace in which it has them.
+    """Enters a new namespace; without root privileges, inside a user namespace that grants them.
 
-    The user stays who it is, so that files have the same owner inside and outside.
+    The user id stays the same, so that files have the same owner inside and outside.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.geteuid(), os.getegid()
     if libc.unshare(_CLONE_NEWNET) != 0:
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             raise OSError(f"unshare(2): {os.strerror(ctypes.get_errno())}")
-        # Without this, Linux lets nobody write a map of groups.
+        # Without this, Linux does not allow to write a map of groups.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -153,7 +153,7 @@ def _is_up(interface: str) -> bool:
     try:
         return bool(_flags(interface) & _IFF_UP)
     except OSError:
-        return False  # It is gone since it was listed.
+        return False  # It was removed after it was listed.
 
 
 def _flags(interface: str) -> int:

@@ -11,30 +11,29 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-from kdist.cluster import guard
+from kdist.cluster import sigstop_watchdog
 from kdist.cluster.forkserver import ForkedTask, ForkServer
 from kdist.cluster.process import (
     KILLED_SECS,
     end_children,
     free_ports,
     how_it_ended,
+    last_lines,
+    log_tail,
     start_child,
     task_environment,
 )
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
+from kdist.config.schema import ClusterConfig, DevicesConfig
 from kdist.errors import ClusterError
-
-if TYPE_CHECKING:
-    from kdist.schema import DevicesConfig
 
 _START_ATTEMPTS = 3
 _STOP_SECS = 2.0
 # The chief finds most stopped tasks itself, and says so.
 _GUARD_EXTRA_SECS = 10.0
-_LOG_LINES = 12
 
 
 def available_cores() -> int:
@@ -43,20 +42,20 @@ def available_cores() -> int:
 
 
 def thread_budget(job: str, shape: ClusterShape, cores: int) -> tuple[int, int]:
-    """Threads (intra-op, inter-op) of one task, so that the tasks together fit `cores`.
+    """Threads (intra-op, inter-op) of one task, so that all tasks together fit `cores`.
 
-    Workers compute and share the cores; parameter servers mostly move memory. Fewer than two inter-op threads would
-    let a step that waits for another task block that very task.
+    Workers compute and share the cores; parameter servers mostly move memory. With fewer than two inter-op threads, a
+    step that waits for another task could block that task.
     """
     share = max(1, cores // shape.num_workers) if job == "worker" else 1
     return share, max(2, 2 * share)
 
 
 def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int] | None:
-    """The cores that a task keeps to; None if there are enough for the system to choose well.
+    """The cores that a task is bound to; None if there are enough for the system to choose well.
 
-    A step passes through dozens of threads, most of which wait for the one before. Where workers have one core each at
-    most, waking a thread on the other core costs more than what the thread does.
+    A step passes through dozens of threads, most of which wait for the previous one. If there is at most one core per
+    worker, waking a thread on another core costs more than the work of the thread.
     """
     if len(cores) > shape.num_workers:
         return None
@@ -64,22 +63,22 @@ def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int]
 
 
 def log_path(log_dir: Path, task: Task) -> Path:
-    """Where the output of a task goes."""
+    """The log file of a task."""
     return log_dir / f"{task.job}-{task.index}.log"
 
 
-#: What the tasks of clusters are forked from, inside `prepared`; at most one.
+#: The fork server of all clusters inside `prepared`; at most one.
 _prepared: list[ForkServer] = []
 
 
 @contextmanager
 def prepared(log: Path) -> Iterator[None]:
-    """Starts at once what the tasks of every `LocalCluster` inside the block will be forked from.
+    """Starts the fork server of every `LocalCluster` inside the block.
 
-    It imports TensorFlow while this process does so itself, and only once for clusters that follow each other.
+    It imports TensorFlow while this process does so as well, and only once for clusters that follow each other.
 
     Args:
-        log: takes what it has to say.
+        log: gets its output.
     """
     if sys.platform != "linux" or _prepared:
         yield
@@ -96,7 +95,7 @@ def _new_fork_server(log: Path) -> ForkServer:
 
 
 class LocalCluster:
-    """Starts the tasks of `shape` on free ports of this machine and ends them with it.
+    """Starts the tasks of `shape` on free ports of this machine; they end with this process.
 
     Each task's output goes to `<log_dir>/<job>-<index>.log`. A task ends when its standard input closes, so it cannot
     outlive this process (see `kdist.cluster.server`). Use as a context manager, or `start` and `stop`.
@@ -105,12 +104,12 @@ class LocalCluster:
         shape: how many parameter servers and workers.
         log_dir: folder for the logs; made if missing.
         start_timeout: seconds within which every task must serve.
-        step_timeout: seconds for which a task may be stopped (SIGSTOP), and a few more, before it is killed; the chief
-            may be waiting for it in a place where it cannot look after it.
+        step_timeout: seconds for which a task may be stopped (SIGSTOP) before it is killed, a few seconds later; the
+            chief may be waiting for it where it cannot watch it.
         devices: which GPUs tasks may use.
 
     Raises:
-        ClusterError: on `start`, naming the task that died or did not answer, with the end of its log.
+        ClusterError: on `start`; names the task that died or did not respond, with the end of its log.
     """
 
     def __init__(
@@ -118,8 +117,8 @@ class LocalCluster:
         shape: ClusterShape,
         log_dir: Path,
         *,
-        start_timeout: float = 120.0,
-        step_timeout: float = 300.0,
+        start_timeout: float = ClusterConfig.start_timeout,
+        step_timeout: float = ClusterConfig.step_timeout,
         devices: DevicesConfig | None = None,
     ) -> None:
         self.shape = shape
@@ -132,10 +131,10 @@ class LocalCluster:
         self._were_stopped: set[int] = set()
         self._processes: dict[Task, ForkedTask | subprocess.Popen[bytes]] = {}
         self._fork_server: ForkServer | None = None
-        #: Where the present process's part of each log begins.
+        #: Where the part of the present process begins in each log.
         self._log_starts: dict[Task, int] = {}
         self._ready: set[Task] = set()
-        #: Tasks that were started again and do not serve yet, with the time by which they must.
+        #: Tasks that were restarted and do not serve yet, with the time by which they must.
         self._starting: dict[Task, float] = {}
         self._deadline = 0.0
         self.spec = ClusterSpec((), ())
@@ -156,14 +155,14 @@ class LocalCluster:
         self._processes = {task: self._launch(task) for task in self.shape.tasks}
 
     def wait(self) -> None:
-        """Waits until every task serves; a port that was taken meanwhile costs another attempt."""
+        """Waits until every task serves; starts all of them again if a port was taken in the meantime."""
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._wait_until_ready()
                 self._watch_over(self.shape.tasks)
                 return
             except ClusterError:
-                port_taken = any("Address already in use" in self.log_tail(task) for task in self.shape.tasks)
+                port_taken = any(self._says(task, "Address already in use") for task in self.shape.tasks)
                 self.stop()
                 if attempt == _START_ATTEMPTS or not port_taken:
                     raise
@@ -175,7 +174,7 @@ class LocalCluster:
         return self
 
     def stop(self) -> None:
-        """Ends every task and waits for it, at most a few seconds. May be called again."""
+        """Stops every task and waits for it, at most a few seconds. May be called repeatedly."""
         end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()
         self._starting.clear()
@@ -187,14 +186,14 @@ class LocalCluster:
         self._fork_server = None
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
-        """Kills tasks, all if None, so that they are gone; `stop` is due all the same."""
+        """Kills tasks, all if None, and waits until they have exited; `stop` has to be called all the same."""
         for task in self._processes if tasks is None else tasks:
             self._processes[task].kill()
             self._processes[task].wait(KILLED_SECS)
         return True
 
     def restart(self, task: Task) -> bool:
-        """Starts a task that has ended again, at its old address, and returns at once."""
+        """Restarts a task that has exited, at its old address, and returns at once."""
         end_children([self._processes[task]], _STOP_SECS)
         self._processes[task] = self._launch(task)
         self._watch_over([task])
@@ -203,23 +202,23 @@ class LocalCluster:
         return True
 
     def silent_tasks(self) -> set[Task]:
-        """None: a process of this machine runs, or has ended."""
+        """None: a process of this machine runs, or has exited."""
         return set()
 
     def cut_off(self, task: Task) -> None:
-        """Nothing: the system closes the connections of a process that has ended."""
+        """Does nothing: the system closes the connections of a process that has exited."""
 
     def let_in(self, task: Task) -> None:
         """Nothing."""
 
     def starting_tasks(self) -> set[Task]:
-        """The tasks that were started again and do not serve yet; one that takes too long is killed."""
+        """The tasks that were restarted and do not serve yet; one that takes too long is killed."""
         for task, deadline in list(self._starting.items()):
             process = self._processes[task]
             assert process.stdout is not None
             if process.poll() is None and time.monotonic() > deadline:
                 process.kill()
-            # A process that has ended is among the lost ones.
+            # A process that has exited is among the lost ones.
             if process.poll() is not None or _can_read(process.stdout):
                 del self._starting[task]
         return set(self._starting)
@@ -234,43 +233,36 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[Task, int]:
-        """The process id of each task that was started."""
+        """The process id of each task."""
         return {task: process.pid for task, process in self._processes.items()}
 
     def lost_tasks(self) -> dict[Task, str]:
-        """The tasks that have ended, with how they ended."""
+        """The tasks that have exited, and how."""
         ended = {task: process.poll() for task, process in self._processes.items()}
-        lost = {task: how_it_ended(code) for task, code in ended.items() if code is not None}
+        lost = {task: f"died ({how_it_ended(code)})" for task, code in ended.items() if code is not None}
         if lost and self._guard is not None and self._guard.stdout is not None and _can_read(self._guard.stdout):
             self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
         for task in lost:
             if self._processes[task].pid in self._were_stopped:
-                lost[task] = f"it was stopped for {self._guard_secs:g} s, and killed"
+                lost[task] = f"was stopped for {self._guard_secs:g} s and killed"
         return lost
 
     def _watch_over(self, tasks: Sequence[Task]) -> None:
-        """Has tasks killed that are stopped for too long; see `kdist.cluster.guard`."""
+        """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.sigstop_watchdog`."""
         if sys.platform != "linux":
             return
         if self._guard is None:
             self._guard = start_child(
-                [sys.executable, "-S", guard.__file__, str(self._guard_secs)], stdout=subprocess.PIPE
+                [sys.executable, "-S", sigstop_watchdog.__file__, str(self._guard_secs)], stdout=subprocess.PIPE
             )
         assert self._guard.stdin is not None
-        # Without a guard, tasks are as they are; it may be killed like any process.
+        # The watchdog may be killed like any process; the tasks do not need it.
         with suppress(BrokenPipeError):
             self._guard.stdin.write("".join(f"{self._processes[task].pid}\n" for task in tasks).encode())
             self._guard.stdin.flush()
 
-    def log_tail(self, task: Task) -> str:
-        """The last lines of the task's log, of those since it was started."""
-        try:
-            with self._log_path(task).open("rb") as log:
-                log.seek(self._log_starts.get(task, 0))
-                lines = log.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        return "\n".join(lines[-_LOG_LINES:])
+    def _says(self, task: Task, text: str) -> bool:
+        return text in last_lines(self._log_path(task), self._log_starts.get(task, 0))
 
     def _log_path(self, task: Task) -> Path:
         return log_path(self.log_dir, task)
@@ -283,7 +275,7 @@ class LocalCluster:
 
     def _launch(self, task: Task) -> ForkedTask | subprocess.Popen[bytes]:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
-        # Elsewhere a process that has imported TensorFlow may not survive a fork.
+        # On other systems, a process that has imported TensorFlow may not survive a fork.
         if sys.platform == "linux":
             return self._forks().fork(options, environment, log)
         with log.open("ab") as log_file:
@@ -297,7 +289,7 @@ class LocalCluster:
     def _forks(self) -> ForkServer:
         if self._fork_server is None:
             living = [server for server in _prepared if server.is_alive]
-            # What happens before the first task is forked is in its log.
+            # Messages from before the first task is forked are in its log.
             self._fork_server = living[0] if living else _new_fork_server(self._log_path(self.shape.tasks[0]))
         return self._fork_server
 
@@ -312,8 +304,8 @@ class LocalCluster:
                 if not events:
                     names = ", ".join(sorted(map(str, waiting)))
                     raise ClusterError(
-                        f"{names} did not answer within {self._start_timeout:g} s (cluster.start_timeout)"
-                        + self._logs_of(waiting)
+                        f"{names} did not respond within {self._start_timeout:g} s (cluster.start_timeout)"
+                        + self._log_tail(waiting)
                     )
                 for key, _ in events:
                     task = key.data
@@ -322,15 +314,14 @@ class LocalCluster:
                     if os.read(key.fd, len(READY)) != READY:
                         code = self._processes[task].wait(_STOP_SECS)
                         raise ClusterError(
-                            f"{task} ended while it started ({how_it_ended(code)})" + self._logs_of({task})
+                            f"{task} exited while starting ({how_it_ended(code)})" + self._log_tail([task])
                         )
                     self._ready.add(task)
                     waiting.discard(task)
 
-    def _logs_of(self, tasks: set[Task]) -> str:
+    def _log_tail(self, tasks: Collection[Task]) -> str:
         task = min(tasks, key=str)
-        tail = self.log_tail(task)
-        return f"\n  log: {self._log_path(task)}" + (f" (last lines follow)\n{tail}" if tail else " (empty)")
+        return log_tail(self._log_path(task), self._log_starts.get(task, 0))
 
 
 def _can_read(pipe: IO[bytes]) -> bool:

@@ -1,7 +1,7 @@
-"""Whether a task serves at its address: one probe, or probes that go on in threads of their own.
+"""Whether a task serves at its address: a single probe, or continuous probes in threads of their own.
 
-A refused connection shows at once that no task listens. Silence does not: a packet may be lost, a network may be down
-for some seconds. A task that is silent counts as lost only after `cluster.patience` seconds.
+A refused connection shows at once that no task listens. Silence does not: a packet may be lost, or a network be down
+for some seconds. A silent task counts as lost only after `cluster.patience` seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +19,12 @@ from typing import Any
 
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
+from kdist.errors import ClusterError
 
 _PAUSE_SECS = 0.5
 # A lost SYN packet is sent again after one second.
 _PROBE_SECS = 2.0
+_MEET_POLL_SECS = 0.1
 
 #: What `socket.getaddrinfo` returns.
 AddressInfo = list[tuple[Any, Any, int, str, Any]]
@@ -42,8 +44,8 @@ class Found:
 
     Attributes:
         state: what the task at the address does.
-        why: for people; of an address where no task listens.
-        is_of_lookup: whether it is the name that was not found.
+        why: for people, if no task listens at the address.
+        is_of_lookup: whether the name could not be resolved.
     """
 
     state: State
@@ -58,8 +60,8 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
     try:
         found = resolve(host.strip("[]"), int(port), timeout)
     except (OSError, UnicodeError):
-        return Found(State.SILENT, f"the name {host} cannot be resolved", is_of_lookup=True)
-    why = Found(State.SILENT, f"{address} does not respond")
+        return Found(State.SILENT, f"the name {host} has not been resolved", is_of_lookup=True)
+    why = Found(State.SILENT, f"{address} has not responded")
     for family, kind, protocol, _, socket_address in found:
         with socket.socket(family, kind, protocol) as own:
             own.settimeout(max(0.01, deadline - time.monotonic()))
@@ -68,15 +70,15 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
                     own.connect(socket_address)
                     return Found(State.LISTENING)
                 except ConnectionRefusedError:
-                    why = Found(State.REFUSED, f"nobody listens at {address}")
+                    why = Found(State.REFUSED, f"nothing listens at {address}")
                 except OSError:
-                    # No route, or no answer in time; the answer may have come while this process could not run.
+                    # No route, or no response in time; it may have arrived while this process could not run.
                     if _is_connected(own):
                         return Found(State.LISTENING)
     return why
 
 
-#: Inodes of the sockets of probes that are under way.
+#: Inodes of the sockets of present probes.
 in_use: set[int] = set()
 
 
@@ -107,7 +109,7 @@ _lookups: dict[tuple[str, int], Future[AddressInfo]] = {}
 
 
 def resolve(host: str, port: int, timeout: float) -> AddressInfo:
-    """What `socket.getaddrinfo` says of a host, for TCP, within `timeout` seconds; it has no time limit of its own.
+    """The result of `socket.getaddrinfo` for TCP within `timeout` seconds; it has no timeout of its own.
 
     Raises:
         OSError: the name cannot be resolved, or not in time.
@@ -119,7 +121,7 @@ def resolve(host: str, port: int, timeout: float) -> AddressInfo:
     try:
         found = pending.result(timeout)
     except TimeoutError:
-        # The next one waits for the same lookup: threads must not pile up while a name server is away.
+        # The next caller waits for the same lookup: threads must not pile up while a name server is down.
         raise OSError(f"{host}: no answer within {timeout:g} s") from None
     except (OSError, UnicodeError):
         _lookups.pop(key, None)
@@ -129,10 +131,10 @@ def resolve(host: str, port: int, timeout: float) -> AddressInfo:
 
 
 class Silence:
-    """How long a task has been silent, as far as it was probed.
+    """How long a task has been silent, judged by its probes.
 
-    Between probes, time in which this process did not run counts for nothing: it was the one that was away. While the
-    system tries to connect, it counts.
+    Time between probes in which this process did not run does not count: it was this process that was away. Time in
+        which the system tries to connect does.
 
     Args:
         patience: seconds of silence after which the task counts as lost.
@@ -144,7 +146,7 @@ class Silence:
         self._last: Found | None = None
 
     def add(self, found: Found, secs: float) -> None:
-        """Takes in a probe that ended, `secs` seconds after the one before."""
+        """Adds a probe that ended `secs` seconds after the previous one."""
         self._secs = self._secs + secs if found.state is State.SILENT else 0.0
         self._last = found
 
@@ -173,16 +175,16 @@ class Silence:
             return None
         if self.is_refusing:
             return self._last.why
-        return f"{self._last.why} for {self._patience:g} s (cluster.patience)"
+        return f"{self._last.why} for {self._patience:g} s, cluster.patience"
 
 
 class PortProbes:
-    """Probes tasks all the time, each in a thread of its own, so that nobody waits for a silent one.
+    """Probes tasks continuously, each in a thread of its own, so that nothing waits for a silent one.
 
     Args:
         addresses: `host:port` by task.
         patience: seconds of silence after which a task counts as lost.
-        probe: address, seconds -> what it found.
+        probe: address, seconds -> the outcome.
     """
 
     def __init__(
@@ -199,20 +201,20 @@ class PortProbes:
         return {task for task, silence in self._silences.items() if silence.is_listening}
 
     def refusing(self) -> set[Task]:
-        """The tasks that refused a connection when they were last probed: their processes have ended."""
+        """The tasks that refused a connection when they were last probed: their processes have exited."""
         return {task for task, silence in self._silences.items() if silence.is_refusing}
 
     def silent(self) -> set[Task]:
-        """The tasks that do not respond, and may yet."""
+        """The tasks that do not respond at present."""
         return {task for task, silence in self._silences.items() if silence.is_silent}
 
     def lost(self) -> dict[Task, str]:
-        """The tasks that refused a connection, or were silent for too long, and how each was lost."""
+        """The tasks that refused a connection, or were silent for too long, each with the reason."""
         found = {task: silence.lost_because for task, silence in self._silences.items()}
         return {task: why for task, why in found.items() if why is not None}
 
     def stop(self) -> None:
-        """Ends the threads, without waiting for them."""
+        """Stops the threads, without waiting for them."""
         self._stopped.set()
 
     def _work(self, address: str, silence: Silence) -> None:
@@ -226,3 +228,38 @@ class PortProbes:
             took = time.monotonic() - began
             silence.add(found, pause + (min(timeout, took) if found.is_of_lookup else took))
             pause = _PAUSE_SECS
+
+
+def meet(workers: Sequence[str], index: int, timeout: float) -> None:
+    """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
+
+    A worker has joined when something listens at its address: the worker, in this function, or later its server.
+
+    Args:
+        workers: addresses of all workers.
+        index: of this worker.
+        timeout: seconds to wait.
+
+    Raises:
+        ClusterError: names the workers that did not join; or this worker's address is in use.
+    """
+    deadline = time.monotonic() + timeout
+    missing = {Task("worker", i): address for i, address in enumerate(workers) if i != index}
+    try:
+        own = _listening(int(workers[index].rpartition(":")[2]), len(workers))
+    except OSError:
+        me = Task("worker", index)
+        raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
+    with own:
+        while missing := {task: address for task, address in missing.items() if not accepts_connections(address)}:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{task} ({address})" for task, address in missing.items())
+                raise ClusterError(f"{names} did not respond within {timeout:g} s (cluster.start_timeout)")
+            time.sleep(_MEET_POLL_SECS)
+
+
+def _listening(port: int, backlog: int) -> socket.socket:
+    """A socket that listens on all interfaces, by IPv4 and by IPv6 if the system has it."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=backlog)

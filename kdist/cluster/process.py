@@ -1,4 +1,4 @@
-"""What every process that kdist starts has in common: it ends with its parent, and it sees the devices it should."""
+"""What all processes that kdist starts have in common: they end with their parent, and see their devices only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from kdist.cluster.spec import Task
 
 if TYPE_CHECKING:
-    from kdist.schema import DevicesConfig
+    from kdist.config.schema import DevicesConfig
 
 _PARENT_CHECK_SECS = 1.0
-#: A process that was killed is gone long before; one that the kernel cannot end is not waited for without end.
+#: A killed process exits long before that; one that the kernel cannot end is not waited for any longer.
 KILLED_SECS = 10.0
+_LOG_LINES = 12
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -32,8 +33,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Starts a process that calls `end_with_parent`.
 
-    It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that come
-    before it ignores them wait until it does.
+    It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
+        before it ignores them wait until it does.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
@@ -43,11 +44,11 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
 
 
 def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:
-    """Lets this process end when its standard input closes or its parent is gone, from now on, and not by a signal.
+    """From now on this process exits when its standard input closes or its parent exits, and not on a signal.
 
-    A pipe is closed by the kernel even after `kill -9` of the parent. A process that is stopped does not see it; Linux
-    is asked to kill it then. Schedulers send the signals by which they end a run to every process of it at once: the
-    parent saves what its children hold, and ends them then.
+    The kernel closes the pipe even after `kill -9` of the parent. A stopped process does not notice that; Linux kills
+    it then. Schedulers send the signals that end a run to all of its processes at once: the parent saves what its
+    children hold, and then ends them.
     """
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -58,7 +59,7 @@ def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:
 
 
 def name_process(name: str) -> None:
-    """Gives this process the name that `top` shows, on Linux: its first 15 bytes."""
+    """Gives this process the name that `top` shows, on Linux; at most 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
@@ -68,7 +69,7 @@ def _end_with(parent: int) -> None:
         readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECS)
         if readable and not os.read(0, 1024):
             break
-    # A TensorFlow server has no stop; leaving at once is its clean end, it holds nothing that must be written.
+    # A TensorFlow server cannot be stopped; exiting at once is its clean end, it holds nothing that must be written.
     os._exit(0)
 
 
@@ -82,7 +83,7 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
     for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
         environment.pop(name, None)
-    # The task finds the same kdist as the chief, installed or not.
+    # The task uses the same kdist as the chief, installed or not.
     package_root = str(Path(__file__).resolve().parents[2])
     paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -95,7 +96,7 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
 
 
 def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
-    """The GPUs that a task may use, as CUDA_VISIBLE_DEVICES has them; None if nothing is said of its job."""
+    """The GPUs that a task may use, in the form of CUDA_VISIBLE_DEVICES; None if nothing is specified for its job."""
     chosen: Sequence[Any] | None = getattr(devices, task.job, None)
     if chosen is None:
         return None
@@ -105,7 +106,7 @@ def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all are held until the last is found, so that they differ."""
+    """Ports that were free a moment ago; all are held until the last one is found, so that they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:
@@ -114,7 +115,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Process(Protocol):
-    """What is needed of a `subprocess.Popen` to end it."""
+    """What ending a process needs of `subprocess.Popen`."""
 
     @property
     def stdin(self) -> IO[Any] | None: ...
@@ -142,10 +143,27 @@ def end_children(processes: Iterable[Process], timeout: float) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """`exit code 1`, or `killed by signal 9, SIGKILL`."""
+    """`exit code 1`, or `signal 9, SIGKILL`."""
     if code < 0:
         try:
-            return f"killed by signal {-code}, {signal.Signals(-code).name}"
+            return f"signal {-code}, {signal.Signals(-code).name}"
         except ValueError:
-            return f"killed by signal {-code}"
+            return f"signal {-code}"
     return f"exit code {code}"
+
+
+def last_lines(log: Path, start: int = 0) -> str:
+    """The last lines of a log, of those from byte `start` on; empty if there is no such file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(lines[-_LOG_LINES:])
+
+
+def log_tail(log: Path, start: int = 0) -> str:
+    """The end of an error message: where the log is, and its last lines."""
+    tail = last_lines(log, start)
+    return f"\n  log: {log}" + (f" (last lines follow)\n{tail}" if tail else " (empty)")

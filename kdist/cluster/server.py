@@ -1,8 +1,8 @@
 """One parameter server or worker: `python -m kdist.cluster.server '<ServerOptions as JSON>'`.
 
-The process serves TensorFlow until its standard input closes or its parent is gone, so that no task outlives its
-chief, however the chief ends (a pipe is closed by the kernel even after `kill -9`). It knows nothing of the model.
-It writes `ready` to standard output once it serves; everything else goes to standard error, which is its log.
+The process serves TensorFlow until its standard input closes or its parent exits, so that no task outlives its chief,
+however the chief ends (a pipe is closed by the kernel even after `kill -9`). It knows nothing of the model. It writes
+`ready` to standard output once it serves; everything else goes to standard error, which is its log.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from kdist.cluster.process import end_with_parent, name_process
-from kdist.quick_import import quick_import
+from kdist._compat.quick_import import quick_import
+from kdist.cluster.process import end_with_parent, name_process, visible_devices
+from kdist.cluster.spec import Membership
+from kdist.config.schema import ClusterConfig, RunConfig
+from kdist.errors import ClusterError
+from kdist.version import __version__
 
 READY = b"ready\n"
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What one server task needs to know.
+    """The options of one server task.
 
     Attributes:
         jobs: addresses (`host:port`) of every task by job.
@@ -30,8 +35,8 @@ class ServerOptions:
         index: this task's index in its job.
         intra_op_threads: threads inside one op; 0 lets TensorFlow choose.
         inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
-        cores: the CPU cores that the task keeps to; None is any.
-        patience: seconds for which a task on another host may be silent; None if all are on this one.
+        cores: the CPU cores that the task is bound to; None for any.
+        patience: seconds for which a task on another host may be silent; None if all are on this host.
     """
 
     jobs: dict[str, list[str]]
@@ -51,8 +56,8 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions) -> NoReturn:
-    """Starts the TensorFlow server and blocks until the parent is gone."""
-    # From the first moment on: importing TensorFlow alone takes seconds.
+    """Starts the TensorFlow server and blocks until the parent exits."""
+    # From the first moment on: importing TensorFlow takes seconds.
     end_with_parent()
     name_process(f"{options.job}:{options.index}")
     if options.cores is not None:
@@ -64,7 +69,8 @@ def serve(options: ServerOptions) -> NoReturn:
         intra_op_parallelism_threads=options.intra_op_threads,
         inter_op_parallelism_threads=options.inter_op_threads,
     )
-    # A thread that looks for work for a while before it sleeps takes the core from the other tasks of this machine.
+    # A thread that looks for work for a while before it sleeps takes the core away from the other tasks of this
+    # machine.
     config.experimental.disable_thread_spinning = options.cores is not None
     server = tf.distribute.Server(
         tf.train.ClusterSpec(options.jobs),
@@ -85,6 +91,60 @@ def serve(options: ServerOptions) -> NoReturn:
     print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         signal.pause()
+
+
+def serve_until_done(
+    membership: Membership,
+    config: ClusterConfig,
+    before_serving: Callable[[], None],
+    *,
+    log_device_placement: bool = RunConfig.log_device_placement,
+) -> None:
+    """Serves as the task that this process is, until the chief has finished; for tasks that others start.
+
+    Args:
+        before_serving: called when the chief has come, and may need this task.
+
+    Raises:
+        ClusterError: the address is in use, or the chief never came, or died.
+    """
+    task, spec = membership.task, membership.spec
+    visible = visible_devices(task, config.devices)
+    if visible is not None or task.job == "ps":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""
+    with quick_import(keras=False):
+        import tensorflow as tf
+
+    from kdist.cluster.done_queue import Chief
+    from kdist.cluster.port_probe import accepts_connections
+    from kdist.cluster.tcp_timeouts import TcpTimeouts
+
+    address = spec.address(task)
+    if accepts_connections(address):
+        raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(spec.jobs),
+            job_name=task.job,
+            task_index=task.index,
+            protocol="grpc",
+            config=tf.compat.v1.ConfigProto(log_device_placement=log_device_placement),
+        )
+    except tf.errors.OpError as error:
+        raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
+    chief = Chief(spec, task, config.patience)
+    print(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}", flush=True)
+    timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
+    timeouts.start()
+    try:
+        chief.wait_for_it(config.start_timeout)
+        before_serving()
+        chief.wait_until_done()
+    finally:
+        timeouts.stop()
+        chief.stop()
+    print(f"done  | {task} | the chief has finished", flush=True)
+    del server
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Task:
 
 
 CHIEF = Task("chief", 0)
-#: It is part of no cluster: it reads the chief's checkpoints, and nobody connects to it.
+#: It is not part of the cluster: it reads the chief's checkpoints, and no task connects to it.
 EVALUATOR = Task("evaluator", 0)
 
 
@@ -46,7 +46,7 @@ class ClusterShape:
 
     Attributes:
         num_ps, num_workers: of these jobs.
-        has_evaluator: whether a task beside them evaluates checkpoints.
+        has_evaluator: whether another task evaluates checkpoints.
     """
 
     num_ps: int = 0
@@ -58,7 +58,7 @@ class ClusterShape:
         """Reads `2ps2w`, `2ps2w1e`, `4w` or `local`.
 
         Raises:
-            ConfigError: any other form, or a job without a task.
+            ConfigError: any other form, or a job without tasks.
         """
         if text == "local":
             return cls()
@@ -82,7 +82,7 @@ class ClusterShape:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Every task beside chief and evaluator: parameter servers first, then workers."""
+        """Every task except chief and evaluator: parameter servers first, then workers."""
         ps = [Task("ps", i) for i in range(self.num_ps)]
         return (*ps, *(Task("worker", i) for i in range(self.num_workers)))
 
@@ -99,7 +99,8 @@ class ClusterSpec:
 
     Attributes:
         ps, worker: by index.
-        chief: of the chief, if it is a task of its own; else worker 0 is the chief as well, or whoever started them.
+        chief: of the chief, if it is a task of its own; otherwise worker 0 is also the chief, or the process that
+            started the tasks.
     """
 
     ps: tuple[str, ...]
@@ -140,7 +141,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Membership:
-    """The place of this process in a cluster whose tasks are started one by one.
+    """The role of this process in a cluster whose tasks are started one by one.
 
     Attributes:
         spec: addresses of all tasks.
@@ -162,5 +163,5 @@ class Membership:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this process is an evaluator, which is beside the cluster and reads what the chief saves."""
+        """Whether this process is an evaluator, which is not part of the cluster and reads what the chief saves."""
         return self.task.job == EVALUATOR.job

@@ -1,8 +1,8 @@
-"""Bounds how long TensorFlow waits for a host that falls silent.
+"""Limits how long TensorFlow waits for a host that falls silent.
 
-A host that loses its power or its network closes no connection. Linux gives one up only after 16 minutes, and until
-then TensorFlow waits in places where nothing else of this process runs. TensorFlow and gRPC have no option for it; the
-system lets a process set it on any of its sockets: TCP_USER_TIMEOUT and keepalive, see tcp(7).
+A host that loses its power or its network closes no connection. Linux aborts one only after 16 minutes, and until then
+TensorFlow waits in places where nothing else of this process runs. TensorFlow and gRPC have no option for it, but a
+process may set TCP_USER_TIMEOUT and keepalive on any of its sockets; see tcp(7).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SHARE_OF_PATIENCE = 0.9
 
 
 class TcpTimeouts:
-    """While started, connections of this process with tasks of the cluster end after some seconds of silence.
+    """From `start` to `stop`, connections of this process with tasks of the cluster end after some seconds of silence.
 
-    Other connections of the process stay as they are. New ones are found within a second. Works on Linux; elsewhere
-    the system's own limits hold.
+    Other connections of the process are not touched. New ones are found within a second. Works on Linux; on other
+    systems their own limits apply.
 
     Args:
         addresses: `host:port` of tasks that this process connects to.
@@ -47,24 +47,24 @@ class TcpTimeouts:
         self._ports = {int(address.rpartition(":")[2]) for address in addresses}
         self._own_ports = set(own_ports)
         self._secs = _SHARE_OF_PATIENCE * patience
-        #: IP addresses and ports of tasks, as far as they were looked up.
+        #: IP addresses and ports of tasks that were resolved so far.
         self._resolved: set[tuple[str, int]] = set()
-        #: Sockets that need no other look, by their inodes.
+        #: Sockets that need not be looked at again, by their inodes.
         self._settled: set[int] = set()
         #: Addresses of tasks that are lost.
         self._cut_off: set[str] = set()
-        #: Held while connections are ended, so that none is after `let_in`.
+        #: Held while connections are closed, so that none is closed after `let_in`.
         self._ending = threading.Lock()
         self._changed = threading.Event()
         self._is_stopped = False
 
     def start(self) -> None:
-        """Sets the limits on the connections that are there, and from now on on those that come."""
+        """Sets the limits on present and future connections."""
         if sys.platform == "linux":
             threading.Thread(target=self._work, daemon=True, name="kdist-tcp-timeouts").start()
 
     def stop(self) -> None:
-        """Leaves connections that come from now on as they are."""
+        """Leaves future connections as they are."""
         self._is_stopped = True
         self._changed.set()
 
@@ -79,9 +79,9 @@ class TcpTimeouts:
         self._settled &= present
 
     def cut_off(self, address: str) -> None:
-        """Ends the connections with a task that is lost, as if its host had closed them: what waits there fails.
+        """Closes the connections with a task that is lost, as if its host had closed them: whatever waits for it fails.
 
-        New ones end at once, until `let_in`: TensorFlow would wait 20 s for each.
+        Closes new ones at once, until `let_in`: TensorFlow would wait 20 s for each.
         """
         if sys.platform == "linux":
             self._cut_off.add(address)
@@ -90,13 +90,13 @@ class TcpTimeouts:
             self._changed.set()
 
     def let_in(self, address: str) -> None:
-        """Undoes `cut_off`: the task is there again."""
+        """Undoes `cut_off`: the task has returned."""
         with self._ending:
             self._cut_off.discard(address)
 
     def _work(self) -> None:
         while not self._is_stopped:
-            # A process that may open no more files for now must not lose its limits for good.
+            # A process that cannot open more files for a moment must not lose its limits for good.
             with suppress(OSError):
                 self.set_limits()
                 self._end_connections()
@@ -104,13 +104,13 @@ class TcpTimeouts:
             self._changed.clear()
 
     def _end_connections(self) -> None:
-        """Ends the connections with tasks that are cut off, those that are being made included."""
+        """Closes the connections with tasks that are cut off, including those that are being established."""
         resolved = {address: _resolved(address) for address in list(self._cut_off)}
         if not resolved:
             return
         with self._ending:
             of_tasks = {found for address in self._cut_off & resolved.keys() for found in resolved[address]}
-            # Those alone where no other task is.
+            # Only hosts without any other task.
             hosts = {host for host, _ in of_tasks} - {
                 host for host, port in self._resolved if (host, port) not in of_tasks
             }
@@ -119,9 +119,9 @@ class TcpTimeouts:
                 with connection, suppress(OSError):
                     if inode in port_probe.in_use:
                         continue
-                    # What is being made has no peer yet, as far as the socket says.
+                    # A connection that is being established has no peer yet, according to its socket.
                     host, port = begun[inode] if inode in begun else _peer_of(connection)
-                    # A task connects to this process from a port that says nothing.
+                    # The port from which a task connects to this process does not identify it.
                     if (host, port) in of_tasks or (host in hosts and connection.getsockname()[1] in self._own_ports):
                         connection.shutdown(socket.SHUT_RDWR)
 
@@ -139,7 +139,7 @@ class TcpTimeouts:
 
     def _is_task(self, peer: tuple[str, int]) -> bool:
         if peer[1] in self._ports and peer not in self._resolved:
-            # Names are looked up again: a task may have moved.
+            # Names are resolved again: a task may have moved.
             for address in self._addresses:
                 if address.endswith(f":{peer[1]}"):
                     self._resolved |= _resolved(address)
@@ -156,18 +156,18 @@ class TcpTimeouts:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with suppress(OSError):
-            # Otherwise a host that was away for 7 s may be tried again only after 13.
+            # Otherwise a host that was away for 7 s may be retried only after 13 s.
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, round(1000 * _RTO_MAX_SECS))
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """The TCP sockets of this process, each with its inode: copies, to be closed by the caller."""
+    """The TCP sockets of this process, each with its inode; copies, which the caller closes."""
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):
-            # Sockets alone: to close a copy of a file's descriptor gives up this process's locks on the file.
+            # Only sockets: closing a copy of a file's descriptor releases this process's locks on the file.
             if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
                 continue
-            # It may be closed, and another file get its number, at any moment: what is looked at is the copy.
+            # It may be closed, and its number reused, at any moment: only the copy is examined.
             copy = os.dup(int(name))
             status = os.fstat(copy)
             # With this type Python leaves it blocking, or not, as it is; see socket.setdefaulttimeout.
@@ -180,7 +180,7 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _begun_connections() -> dict[int, tuple[str, int]]:
-    """Where the connections go that are being made in this network, by the inodes of their sockets; see proc(5)."""
+    """The targets of connections that are being established, by the inodes of their sockets; see proc(5)."""
     found = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(OSError), open(table) as lines:
@@ -197,7 +197,7 @@ def _begun_connections() -> dict[int, tuple[str, int]]:
 
 
 def _plain(host: str) -> str:
-    """An IP address; one of IPv4 that came as one of IPv6 is one of IPv4 again."""
+    """An IP address; an IPv4 address mapped to IPv6 becomes IPv4 again."""
     ip = ipaddress.ip_address(host.partition("%")[0])
     return str(ip.ipv4_mapped or ip) if isinstance(ip, ipaddress.IPv6Address) else host
 
@@ -208,7 +208,7 @@ def _peer_of(connection: socket.socket) -> tuple[str, int]:
 
 
 def _resolved(address: str) -> set[tuple[str, int]]:
-    """The IP addresses of a task, each with its port; none if its name cannot be looked up."""
+    """The IP addresses of a task, each with its port; empty if its name cannot be resolved."""
     host, _, port = address.rpartition(":")
     try:
         return {(_plain(str(found[4][0])), int(port)) for found in resolve(host.strip("[]"), int(port), _LOOKUP_SECS)}

@@ -1,11 +1,11 @@
-"""What happens around training steps: stop, save, summarise, log. One hook a file; the contract is in `base`.
+"""What happens around training steps: stop, save, summarize, log. One hook per file; the contract is in `base`.
 
-The names and defaults are those of `tf.compat.v1.train`, without the word Hook.
+Names and defaults follow `tf.compat.v1.train`, without the word Hook.
 """
 
 from collections.abc import Sequence
 
-from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.best_checkpoint import BestCheckpoint
 from kdist.hooks.checkpoint_saver import CheckpointSaver, CheckpointSaverListener
 from kdist.hooks.early_stopping import EarlyStopping
@@ -41,6 +41,7 @@ __all__ = [
     "RunContext",
     "RunValues",
     "SecondOrStepTimer",
+    "Session",
     "StepCounter",
     "StopAtStep",
     "SummarySaver",
@@ -50,15 +51,15 @@ __all__ = [
 
 
 def default_hooks() -> list[Hook]:
-    """The hooks of a run that names none; the same as the config group `hooks=default`.
+    """The hooks of a run that specifies none; the same as the config group `hooks=default`.
 
-    In the order in which they are called: NaN is found before anything is saved or shown.
+    They are called in this order: NaN is found before anything is saved or shown.
     """
     return [NanTensor(), StepCounter(), SummarySaver(), LoggingTensor(), CheckpointSaver(), StopAtStep()]
 
 
 def with_defaults(hooks: Sequence[Hook]) -> list[Hook]:
-    """The default hooks, each replaced by those of `hooks` of its class; then the others of `hooks`."""
+    """The default hooks, each replaced by the hooks of its class in `hooks`; then the remaining `hooks`."""
     merged: list[Hook] = []
     for default in default_hooks():
         replacements = [hook for hook in hooks if isinstance(hook, type(default))]

@@ -1,9 +1,9 @@
 """The hook contract: what may happen around the calls of a training session.
 
-A session uses its hooks like this (after `tf.compat.v1.train.SessionRunHook`):
+A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHook`):
 
     for hook in hooks: hook.begin(session)
-    restore the newest checkpoint, or initialise
+    restore the newest checkpoint, or initialize
     for hook in hooks: hook.after_create_session(session)       # and again after every recovery
     while not session.should_stop():
         n = the fewest steps that any hook.due_in(step) allows
@@ -13,23 +13,108 @@ A session uses its hooks like this (after `tf.compat.v1.train.SessionRunHook`):
     for hook in hooks: hook.end(session)                        # only if nothing was raised
     for hook in hooks: hook.close()                             # always
 
-What a hook raises ends the session: later hooks are not called for that event, `end` is skipped, and every hook is
-closed. While a hook is called no step is in flight, so what it reads is consistent; a hook that looks at no more than
-the `values` of a run can allow workers to go on meanwhile (`idle_in`).
+An exception that a hook raises ends the session: later hooks are not called for that event, `end` is skipped, and every
+hook is closed.
+
+A hook that prints the loss every 500 steps:
+
+    class PrintLoss(kdist.hooks.Hook):
+        def after_run(self, context, values):
+            if values.global_step % 500 == 0:
+                context.session.print_line(f"{values.global_step}: {values.totals.loss:.3f}")
+
+        def due_in(self, step):
+            return 500 - step % 500
+
+Asynchronous workers keep training while hooks run. `session.read`, `session.write` and `session.save` wait until no
+step is in flight, so what a hook reads is consistent; it may contain a few steps more than `values.global_step`. A hook
+that needs the values of exactly that step overrides `idle_in`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from kdist.run.statistics import RunValues
+
 if TYPE_CHECKING:
-    from kdist.metrics import MetricTotals
-    from kdist.result import Contributions
-    from kdist.session import TrainSession
+    from kdist.run.checkpoint import Checkpoints
+    from kdist.run.summaries import Summaries
+    from kdist.strategies.base import Strategy, TrainingSpec
+
+__all__ = ["Hook", "RunContext", "RunValues", "Session"]
+
+
+class Session(Protocol):
+    """What a hook sees of the session that calls it; `kdist.TrainSession` is one.
+
+    Attributes:
+        strategy: runs the steps and holds the values.
+        spec: what is trained: model, data, batch size, seed.
+        checkpoints: of the run.
+        summaries: TensorBoard writers of the run.
+        last_step: the global step that `fit` was told to stop at; None if only hooks decide.
+        global_step: updates applied, as the hooks have seen them.
+        interrupted: whether a signal ends the session.
+        print_line: prints a line, unless the user asked for silence.
+    """
+
+    strategy: Strategy
+    spec: TrainingSpec
+    checkpoints: Checkpoints
+    summaries: Summaries
+    last_step: int | None
+    global_step: int
+    interrupted: bool
+    print_line: Callable[[str], None]
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of everything that the run leaves behind."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether an update may be computed from parameters older than those it is applied to."""
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """How often a `worker` was lost and returned, and how often the `cluster` was restarted."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint of the present step exists, or training has diverged."""
+
+    def should_stop(self) -> bool:
+        """Whether a hook, a signal or the caller asked to stop."""
+
+    def request_stop(self, reason: str) -> None:
+        """Ends the session before its next run. The first reason counts."""
+
+    def stop_diverged(self, reason: str) -> None:
+        """Like `request_stop`, and saves no further checkpoint."""
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The value of everything that training changes, by its name in a checkpoint."""
+
+    def values(self) -> dict[str, np.ndarray]:
+        """What a checkpoint of the present step holds, by name."""
+
+    def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
+        """Sets values by their names in a checkpoint; `learning_rate` is that of the optimizer."""
+
+    def save(self, *, keep: int) -> None:
+        """Saves a checkpoint of the present step and keeps the newest `keep`."""
+
+    def publish_validation(self, logs: Mapping[str, float]) -> None:
+        """Passes the validation loss and metrics of the present step to every hook."""
+
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
 
 
 @dataclass(frozen=True)
@@ -42,57 +127,29 @@ class RunContext:
         num_steps: updates that this run adds.
     """
 
-    session: TrainSession
+    session: Session
     global_step: int
     num_steps: int
 
     def request_stop(self, reason: str) -> None:
-        """Lets the session end after this run; `reason` becomes `stopped_by` in the result."""
+        """Ends the session after this run; `reason` becomes `stopped_by` in the result."""
         self.session.request_stop(reason)
 
 
-@dataclass(frozen=True)
-class RunValues:
-    """What one run of a session brought.
-
-    Attributes:
-        global_step: updates applied after it.
-        num_steps: updates that it added.
-        num_examples: examples that they saw.
-        seconds: how long it took.
-        warming_up: whether functions were traced meanwhile, so that `seconds` says nothing about speed.
-        totals: loss and metrics over its steps; `totals.logs` are their values, and totals of several runs add up.
-        staleness: int array `[num_steps]`, for each update how many others came between its pull and its push.
-        contributions: what became of each worker's gradients, by worker index; empty without workers.
-    """
-
-    global_step: int
-    num_steps: int
-    num_examples: int
-    seconds: float
-    warming_up: bool
-    totals: MetricTotals
-    staleness: np.ndarray
-    contributions: Mapping[int, Contributions] = field(default_factory=dict)
-
-
 class Hook:
-    """Base of all hooks; every method does nothing. See the module's text for when each is called.
+    """Base class of all hooks; every method does nothing. The module docstring says when each is called.
 
-    A hook belongs to one session at a time; `begin` starts it afresh.
+    Hooks run on the chief alone. A hook belongs to one session at a time; `begin` resets it.
     """
 
-    #: Whether only the chief runs this hook. The other tasks of kdist know nothing of hooks so far.
-    chief_only = True
-
-    #: Whether it does nothing without validation data, so that a fit without any is refused.
+    #: Whether the hook does nothing without validation data, so that a fit without it is refused.
     needs_validation = False
 
-    def begin(self, session: TrainSession) -> None:
+    def begin(self, session: Session) -> None:
         """Called once, before anything is restored."""
 
-    def after_create_session(self, session: TrainSession) -> None:
-        """Called when values are restored or initialised; `session.global_step` is right from here on."""
+    def after_create_session(self, session: Session) -> None:
+        """Called when values are restored or initialized; `session.global_step` is correct from here on."""
 
     def before_run(self, context: RunContext) -> None:
         """Called before every run."""
@@ -100,22 +157,23 @@ class Hook:
     def after_run(self, context: RunContext, values: RunValues) -> None:
         """Called after every run."""
 
-    def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:
-        """Called when the model was validated at `session.global_step`, with the validation loss and metrics."""
+    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+        """Called with the validation loss and metrics when the model was validated at `session.global_step`."""
 
-    def end(self, session: TrainSession) -> None:
-        """Called once at a clean end."""
+    def end(self, session: Session) -> None:
+        """Called once when training ends without an error."""
 
     def close(self) -> None:
         """Called once at any end, also after an error; releases what the hook holds."""
 
     def due_in(self, step: int) -> int | None:
-        """How many steps may pass after `step` before the hook must be called; None if any number."""
+        """How many steps may pass after `step` before the hook must be called; None: any number."""
         return None
 
     def idle_in(self, step: int) -> int | None:
-        """How many steps may be begun after `step` before the hook must find nothing in flight; None if any number.
+        """How many steps may be started after `step` before the hook must find none in flight; None: any number.
 
-        0, as here, is after every run. With asynchronous workers a hook costs nothing if they need not wait for it.
+        Only a hook that needs the values of an exact step overrides it, usually by `return self.due_in(step)`:
+        asynchronous workers then wait for the hook.
         """
-        return 0
+        return None

@@ -1,52 +1,49 @@
-"""`CheckpointSaver`: saves while training goes on. After `tf.compat.v1.train.CheckpointSaverHook`."""
+"""`CheckpointSaver`: saves checkpoints during training. After `tf.compat.v1.train.CheckpointSaverHook`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from kdist.checks import check_whole_number
+from kdist.config.checks import check_whole_number
+from kdist.console.warn import warn
 from kdist.errors import CheckpointError
-from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
-from kdist.warn import warn
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
 
 
 class CheckpointSaverListener:
-    """Is told of every checkpoint. After `tf.compat.v1.train.CheckpointSaverListener`; every method does nothing."""
+    """Is notified of every checkpoint. After `tf.compat.v1.train.CheckpointSaverListener`; every method does
+    nothing."""
 
     def begin(self) -> None:
         """Called once, before anything is restored."""
 
-    def before_save(self, session: TrainSession, global_step: int) -> None:
+    def before_save(self, session: Session, global_step: int) -> None:
         """Called before a checkpoint of `global_step` is written."""
 
-    def after_save(self, session: TrainSession, global_step: int) -> bool | None:
-        """Called when it is there; True ends training."""
+    def after_save(self, session: Session, global_step: int) -> bool | None:
+        """Called when it was written; True ends training."""
 
-    def end(self, session: TrainSession, global_step: int) -> None:
+    def end(self, session: Session, global_step: int) -> None:
         """Called once at a clean end, after the last checkpoint."""
 
 
 class CheckpointSaver(Hook):
-    """Saves at the start, every so often, and at the end, into the session's checkpoint folder.
+    """Saves at the start, at intervals, and at the end, into the session's checkpoint folder.
 
-    A save that fails (a disk that is full) costs a warning, and the next one is tried when it is due; if the last one
+    A save that fails (a full disk) costs a warning, and the next one is attempted when it is due; if the last one
     fails, so does the run.
 
     Args:
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
         keep: how many checkpoints to keep; the oldest are deleted.
-        listeners: told of every checkpoint.
-        clock: seconds from any start; a test's own.
+        listeners: notified of every checkpoint.
+        clock: returns seconds; replaced in tests.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
         CheckpointError: from `end`: the last save failed.
     """
 
@@ -67,18 +64,18 @@ class CheckpointSaver(Hook):
         self._keep = keep
         self._listeners = list(listeners)
 
-    def begin(self, session: TrainSession) -> None:
+    def begin(self, session: Session) -> None:
         for listener in self._listeners:
             listener.begin()
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._try_to_save(session)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if self._timer.due(values.global_step):
             self._try_to_save(context.session)
 
-    def end(self, session: TrainSession) -> None:
+    def end(self, session: Session) -> None:
         self._save(session)
         for listener in self._listeners:
             listener.end(session, session.global_step)
@@ -87,20 +84,20 @@ class CheckpointSaver(Hook):
         return self._timer.due_in(step)
 
     def idle_in(self, step: int) -> int | None:
-        # Steps are exact. When it is the clock that decides, saving itself waits for what is in flight.
+        # Steps are exact. If the clock decides, saving itself waits for steps in flight.
         return self._timer.due_in(step)
 
-    def _try_to_save(self, session: TrainSession) -> None:
+    def _try_to_save(self, session: Session) -> None:
         try:
             self._save(session)
         except CheckpointError as error:
-            # At the last step `end` tries once more, and says so itself.
+            # At the last step `end` tries again, and raises the error.
             if not session.should_stop():
                 what = str(error).replace("\n  ", "; ")
-                warn(f"{what}; training goes on")
+                warn(f"{what}; training continues")
         self._timer.restart(session.global_step)
 
-    def _save(self, session: TrainSession) -> None:
+    def _save(self, session: Session) -> None:
         if session.is_saved:
             return
         step = session.global_step

@@ -1,29 +1,25 @@
-"""`EarlyStopping`: ends training that gets no better. After `keras.callbacks.EarlyStopping`, by validations."""
+"""`EarlyStopping`: ends training that no longer improves. After `keras.callbacks.EarlyStopping`, by validations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from kdist.checks import check_whole_number
-from kdist.hooks.base import Hook
+from kdist.config.checks import check_whole_number
+from kdist.hooks.base import Hook, Session
 from kdist.hooks.monitor import Monitor
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
 
 
 class EarlyStopping(Hook):
-    """Stops when a validation metric has not got better for some validations.
+    """Stops when a validation metric has not improved for some validations.
 
     Args:
-        metric: `loss`, or the name of a metric; `val_` before it is left out.
-        patience: stop after so many validations without a better value; 0 stops at the first one.
-        min_delta: what counts as better is better by more than this.
-        mode: `min`, `max`, or `auto` for what the metric says of itself.
+        metric: `loss`, or the name of a metric; a leading `val_` is ignored.
+        patience: stop after this many validations without an improvement; 0 stops at the first one.
+        min_delta: an improvement has to be larger than this.
+        mode: `min`, `max`, or `auto` to ask the metric.
 
     Raises:
-        ConfigError: a value out of range, or a fit without validation data; from `after_validation`: no such metric.
+        ConfigError: a value is out of range, or there is no validation data; from `after_validation`: no such metric.
     """
 
     needs_validation = True
@@ -35,17 +31,14 @@ class EarlyStopping(Hook):
         self._patience = patience
         self._waited = 0
 
-    def begin(self, session: TrainSession) -> None:
+    def begin(self, session: Session) -> None:
         self._monitor = Monitor(*self._arguments)
         self._waited = 0
 
-    def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:
+    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
         if self._monitor.is_better(session, logs):
             self._waited = 0
             return
         self._waited += 1
         if self._waited >= self._patience:
             session.request_stop("EarlyStopping")
-
-    def idle_in(self, step: int) -> int | None:
-        return None

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
 
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.hooks.base import Hook, Session
 
 _FORMATS = ("tf_saved_model", "onnx", "openvino")
 _UNFINISHED = ".unfinished-export"
 
 
 class Export(Hook):
-    """Exports the trained model for serving, by `keras.Model.export`; `model.keras` is written without it.
+    """Exports the trained model for serving by `keras.Model.export`; `model.keras` is written anyway.
 
-    With an optimizer that keeps moving averages, they are what is exported, as with `model.keras`.
+    If the optimizer keeps moving averages, they are exported, as in `model.keras`.
 
     Args:
-        folder: where, inside the run dir.
+        folder: target, inside the run dir.
         format: as in `keras.Model.export`; `onnx` and `openvino` need packages of their own.
 
     Raises:
@@ -35,16 +31,15 @@ class Export(Hook):
         self._folder = folder
         self._format = format
 
-    def end(self, session: TrainSession) -> None:
-        from kdist.parameters.local import write_to_model
+    def end(self, session: Session) -> None:
+        from kdist.model.state import finalize_ema, write_to_model
 
         if session.interrupted:
-            # What was interrupted goes on later, and exports then.
+            # An interrupted run continues later, and exports then.
             return
-        model = session.program.model
-        write_to_model(model, session.strategy.read())
-        if model.optimizer.use_ema:
-            model.optimizer.finalize_variable_values(model.trainable_variables)
+        model = session.spec.model
+        write_to_model(model, session.read())
+        finalize_ema(model)
         unfinished, path = session.run_dir / _UNFINISHED, session.run_dir / self._folder
         shutil.rmtree(unfinished, ignore_errors=True)
         model.export(unfinished, format=self._format, verbose=False)

@@ -1,15 +1,12 @@
-"""`FeedFn`: values from outside for each step. After `tf.compat.v1.train.FeedFnHook`."""
+"""`FeedFn`: external values for each step. After `tf.compat.v1.train.FeedFnHook`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kdist.checks import check_whole_number
-from kdist.hooks.base import Hook, RunContext, RunValues
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.config.checks import check_whole_number
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
 
 class FeedFn(Hook):
@@ -17,8 +14,8 @@ class FeedFn(Hook):
 
     Args:
         feed_fn: `global step -> {name: value}`, with the names and shapes of a checkpoint, such as
-            `state/gate/temperature`; `learning_rate` is short for that of the optimizer.
-        every_steps: called before every so many steps; 1, as in TF1, costs a call of the chief for each.
+            `state/gate/temperature`; `learning_rate` stands for that of the optimizer.
+        every_steps: steps between calls of `feed_fn`; 1, as in TF1, costs a call of the chief for each step.
 
     Raises:
         ConfigError: from `before_run`: there is no such value, or it has another shape.
@@ -30,7 +27,7 @@ class FeedFn(Hook):
         self._every_steps = every_steps
         self._next_step = 0
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._next_step = session.global_step
 
     def before_run(self, context: RunContext) -> None:
@@ -39,10 +36,10 @@ class FeedFn(Hook):
             self._next_step = context.global_step + self._every_steps
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        """Nothing: it acts before the next run."""
+        """Does nothing: the hook acts before the next run."""
 
     def due_in(self, step: int) -> int | None:
-        # Asked before `before_run`, too: then it acts at once, and not before `every_steps` more.
+        # Also called before `before_run`: then it acts at once, and again after `every_steps`.
         return self._next_step - step if self._next_step > step else self._every_steps
 
     def idle_in(self, step: int) -> int | None:

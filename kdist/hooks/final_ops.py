@@ -1,32 +1,29 @@
-"""`FinalOps`: what to know of the final values. After `tf.compat.v1.train.FinalOpsHook`."""
+"""`FinalOps`: a function of the final values. After `tf.compat.v1.train.FinalOpsHook`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kdist.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.hooks.base import Hook, Session
 
 
 class FinalOps(Hook):
-    """Calls a function at a clean end, while the tasks are still there.
+    """Calls a function at the end of training, while the tasks still run.
 
     Args:
-        final_ops: `session -> anything`; `session.read()` has the values that training has come to.
+        final_ops: `session -> anything`; `session.read()` returns the final values.
 
     Attributes:
-        final_ops_values: what it returned; None before.
+        final_ops_values: the result; None before.
     """
 
-    def __init__(self, final_ops: Callable[[TrainSession], Any]) -> None:
+    def __init__(self, final_ops: Callable[[Session], Any]) -> None:
         self._final_ops = final_ops
         self.final_ops_values: Any = None
 
-    def begin(self, session: TrainSession) -> None:
+    def begin(self, session: Session) -> None:
         self.final_ops_values = None
 
-    def end(self, session: TrainSession) -> None:
+    def end(self, session: Session) -> None:
         self.final_ops_values = self._final_ops(session)

@@ -1,18 +1,15 @@
-"""`HistogramSaver`: how weights and gradients are distributed. After `histogram_freq` of Keras's callback."""
+"""`HistogramSaver`: the distributions of weights and gradients. After `histogram_freq` of Keras's callback."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
-from kdist.parameters.names import variable_names
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.model.names import variable_names
 
 _PARAMETERS = "parameters/"
 
@@ -20,11 +17,11 @@ _PARAMETERS = "parameters/"
 class HistogramSaver(Hook):
     """Writes histograms of each trainable variable to TensorBoard: `weights/<name>` and `gradients/<name>`.
 
-    Workers push gradients to the servers, and none passes the chief. So the chief computes those of one training batch
-    from the present weights by itself, not clipped. Of an embedding, they are the gradients of the rows in the batch.
+    Workers push gradients to the servers without passing the chief. So the chief computes the gradients of one training
+    batch from the present weights itself, without clipping; for an embedding, those of the rows in the batch.
 
     Args:
-        every_steps: steps between two histograms; 500 if neither is given, because all values come to the chief.
+        every_steps: steps between two histograms; 500 if neither is given, because all values are sent to the chief.
         every_secs: seconds between two histograms.
         gradients: whether to compute gradients as well.
     """
@@ -38,7 +35,7 @@ class HistogramSaver(Hook):
         self._gradients = gradients
         self._batches: Iterator[Any] | None = None
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
         self._batches = None
 
@@ -50,11 +47,15 @@ class HistogramSaver(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
+    def idle_in(self, step: int) -> int | None:
+        # Needs the values of exactly that step.
+        return self.due_in(step)
+
     def close(self) -> None:
         self._batches = None
 
-    def _write(self, session: TrainSession) -> None:
-        from kdist.parameters.local import write_to_model
+    def _write(self, session: Session) -> None:
+        from kdist.model.state import write_to_model
 
         values = session.read()
         for name, value in values.items():
@@ -63,34 +64,32 @@ class HistogramSaver(Hook):
                     "train", f"weights/{name.removeprefix(_PARAMETERS)}", value, session.global_step
                 )
         if self._gradients:
-            write_to_model(session.program.model, values)
+            write_to_model(session.spec.model, values)
             for name, gradient in self._gradients_of_a_batch(session).items():
                 session.summaries.histogram("train", f"gradients/{name}", gradient, session.global_step)
 
-    def _gradients_of_a_batch(self, session: TrainSession) -> dict[str, np.ndarray]:
-        # What lists the hooks, as --help does, needs no TensorFlow.
+    def _gradients_of_a_batch(self, session: Session) -> dict[str, np.ndarray]:
+        # `--help`, which lists the hooks, needs no TensorFlow.
         import keras
         import tensorflow as tf
 
-        from kdist.worker_data import worker_arguments, worker_dataset
+        from kdist.data.worker_dataset import worker_arguments, worker_dataset
+        from kdist.model.replica_step import forward
 
-        program = session.program
+        spec = session.spec
         if self._batches is None:
-            make = worker_dataset(
-                program.data, num_workers=1, batch_size=program.batch_size, num_seeds=0, seed=program.seed
-            )
-            self._batches = iter(make(*worker_arguments(program.data, 0, 1, session.global_step)))
+            make = worker_dataset(spec.data, num_workers=1, batch_size=spec.batch_size, num_seeds=0, seed=spec.seed)
+            self._batches = iter(make(*worker_arguments(spec.data, 0, 1, session.global_step)))
         batch, _ = next(self._batches)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model = program.model
-        # What a step would change beside gradients (statistics, seeds) stays as it is.
+        model = spec.model
+        # What else a step would change (statistics, seeds) stays as it is.
         variables = model.trainable_variables
         mapping = [(v, tf.convert_to_tensor(v.value)) for v in [*variables, *model.non_trainable_variables]]
         values = [value for _, value in mapping[: len(variables)]]
         with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True):
             tape.watch(values)
-            y_pred = model(x, training=True)
-            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            _, loss = forward(model, x, y, sample_weight, training=True)
         gradients = tape.gradient(loss, values)
         names = variable_names(model, [*variables, *model.non_trainable_variables])
         found: dict[str, np.ndarray] = {}

@@ -6,23 +6,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kdist import console
-from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.console import lines
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
 
 if TYPE_CHECKING:
-    from kdist.metrics import MetricTotals
-    from kdist.session import TrainSession
+    from kdist.model.metrics import MetricTotals
 
 
 class LoggingTensor(Hook):
-    """Prints loss and metrics over the steps since the last line, the rate (without tracing) and the time left.
+    """Prints loss and metrics of the steps since the last line, the rate (without tracing) and the remaining time.
 
     Args:
         every_steps: steps between two lines; 100 if neither is given, as in TF1.
         every_secs: seconds between two lines.
-        print_line: takes each line; the session's own if None, which `fit(verbose=0)` silences.
-        clock: seconds from any start; a test's own.
+        print_line: prints a line; the session's own if None, which `fit(verbose=0)` silences.
+        clock: returns seconds; replaced in tests.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class LoggingTensor(Hook):
         self._rate: float | None = None
         self._restart()
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
         self._restart()
 
@@ -55,21 +54,18 @@ class LoggingTensor(Hook):
             if self._seconds:
                 self._rate = self._num_steps / self._seconds
             session = context.session
-            line = console.train_line(values.global_step, session.last_step, self._totals.logs, self._rate)
+            line = lines.train_line(values.global_step, session.last_step, self._totals.logs, self._rate)
             self._print(session, line)
             self._timer.restart(values.global_step)
             self._restart()
 
-    def after_validation(self, session: TrainSession, logs: Mapping[str, float]) -> None:
-        self._print(session, console.validation_line(session.global_step, session.last_step, logs))
+    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+        self._print(session, lines.validation_line(session.global_step, session.last_step, logs))
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
-    def idle_in(self, step: int) -> int | None:
-        return None
-
-    def _print(self, session: TrainSession, line: str) -> None:
+    def _print(self, session: Session, line: str) -> None:
         (self._print_line or session.print_line)(line)
 
     def _restart(self) -> None:

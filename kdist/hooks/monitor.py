@@ -1,34 +1,32 @@
-"""`Monitor`: whether a validation value got better. After `keras.callbacks.MonitorCallback`."""
+"""`Monitor`: whether a validation value has improved. After `keras.callbacks.MonitorCallback`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from kdist.best_values import mode_of
 from kdist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.hooks.base import Session
+from kdist.run.best_values import mode_of
 
 _MODES = ("auto", "min", "max")
 
 
 class Monitor:
-    """Remembers the best value of one validation metric.
+    """Keeps the best value of one validation metric.
 
     Args:
         metric: `loss`, or the name of a metric as validation reports it.
         mode: `min` or `max`: which values are better; `auto` asks the metric.
-        min_delta: what must be gained to count as better; at least 0.
+        min_delta: the smallest improvement that counts; at least 0.
         owner: named in errors, as `EarlyStopping`.
 
     Attributes:
         best: the best value so far; None before the first.
 
     Raises:
-        ConfigError: a value out of range; from `is_better`: no such metric, or one that does not say what is better.
+        ConfigError: a value is out of range; from `is_better`: no such metric, or it is not known which of its values
+            are better.
     """
 
     def __init__(self, metric: str, mode: str, min_delta: float, owner: str) -> None:
@@ -49,8 +47,8 @@ class Monitor:
             raise ConfigError(f"{self._owner}.metric={self._metric}: validation reports {', '.join(logs)}")
         return logs[name]
 
-    def is_better(self, session: TrainSession, logs: Mapping[str, float]) -> bool:
-        """Whether the value is better than the best so far, by `min_delta`; if so, it is the best now."""
+    def is_better(self, session: Session, logs: Mapping[str, float]) -> bool:
+        """Whether the value improves the best one so far by more than `min_delta`; if so, it becomes the best one."""
         value = self.value(logs)
         sign = self._sign(session)
         is_gain = self.best is None or sign * (value - self.best) > self._min_delta
@@ -59,10 +57,10 @@ class Monitor:
         self.best = value
         return True
 
-    def _sign(self, session: TrainSession) -> int:
+    def _sign(self, session: Session) -> int:
         mode = self._mode
         if mode == "auto":
-            found = mode_of(session.program.model, self._metric.removeprefix("val_"))
+            found = mode_of(session.spec.model, self._metric.removeprefix("val_"))
             if found is None:
                 raise ConfigError(
                     f"{self._owner}.metric={self._metric}: say which values are better: mode=min or mode=max"

@@ -1,4 +1,4 @@
-"""`NanTensor`: stops when the loss is no number any more. After `tf.compat.v1.train.NanTensorHook`."""
+"""`NanTensor`: stops on a NaN or infinite loss. After `tf.compat.v1.train.NanTensorHook`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kdist.hooks.base import Hook, RunContext, RunValues
 class NanTensor(Hook):
     """Ends the run when the training loss is NaN or infinite.
 
-    It looks at every run before anything is saved, so that no checkpoint holds what comes of it.
+    It checks every run before anything is saved, so that no checkpoint holds the consequences.
 
     Args:
-        fail_on_nan_loss: raise; if false, stop without an error, and without saving any more.
+        fail_on_nan_loss: raise an error; if false, stop without an error, and save no further checkpoint.
 
     Raises:
         NonFiniteError: from `after_run`; names the step and the last good checkpoint.
@@ -37,6 +37,3 @@ class NanTensor(Hook):
             f"  last good checkpoint, which is kept: {good if good is not None else 'none was saved'}\n"
             "  a smaller optimizer.learning_rate or optimizer.clipnorm may help"
         )
-
-    def idle_in(self, step: int) -> int | None:
-        return None

@@ -1,4 +1,4 @@
-"""`Profiler`: what the tasks do with their time. After `tf.compat.v1.train.ProfilerHook`."""
+"""`Profiler`: how the tasks spend their time. After `tf.compat.v1.train.ProfilerHook`."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kdist.console.warn import warn
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
-from kdist.warn import warn
 
 if TYPE_CHECKING:
     from kdist.cluster.spec import Task
-    from kdist.session import TrainSession
 
 _ANSWER_SECS = 30.0
 _SUFFIX = ".xplane.pb"
 
 
 class Profiler(Hook):
-    """Traces the chief and every task of the cluster for a moment, now and then, with TensorFlow's profiler.
+    """Traces the chief and every task of the cluster for a moment at intervals, with TensorFlow's profiler.
 
-    TensorBoard shows the traces under Profile, a session each with all tasks as its hosts, if its plugin
-    `tensorboard-plugin-profile` is installed. The first trace is taken when steps are prepared already; it is not for
-    measuring speed.
+    TensorBoard shows each trace under Profile as a session with all tasks as its hosts, if its plugin
+    `tensorboard-plugin-profile` is installed. Do not use it to measure speed.
 
     Args:
         every_steps: steps between two traces.
         every_secs: seconds between two traces.
         output_dir: folder for the traces; `tb/train` in the run dir if None.
-        duration_ms: how long a trace is, at least; at least 1.
-        clock: seconds from any start; a test's own.
+        duration_ms: the shortest duration of a trace; at least 1.
+        clock: returns seconds; replaced in tests.
 
     Raises:
         ConfigError: neither `every_steps` nor `every_secs` is given, or a value is out of range.
@@ -58,7 +56,7 @@ class Profiler(Hook):
         self._trace: _Trace | None = None
         self._ends_at = 0.0
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self.close()
         self._timer.start(session.global_step)
 
@@ -74,7 +72,7 @@ class Profiler(Hook):
             self.close()
             self._timer.restart(values.global_step)
 
-    def end(self, session: TrainSession) -> None:
+    def end(self, session: Session) -> None:
         self.close()
 
     def close(self) -> None:
@@ -85,12 +83,9 @@ class Profiler(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
-    def idle_in(self, step: int) -> int | None:
-        return None
-
 
 class _Trace:
-    """One trace, from now on."""
+    """A trace that starts now."""
 
     def __init__(self, folder: Path, addresses: Mapping[Task, str], duration_ms: int) -> None:
         import tensorflow as tf
@@ -100,13 +95,13 @@ class _Trace:
         self._is_on = True
         self._sessions = folder / "plugins" / "profile"
         self._earlier = set(self._sessions.glob("*"))
-        # TensorFlow names what it writes after the machine, and the addresses.
+        # TensorFlow names its files after the machine and the addresses.
         self._names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
         self._names[socket.gethostname()] = "chief"
         try:
             self._profiler.start(str(folder))
         except tf.errors.OpError as error:
-            # Somebody else is tracing this process.
+            # This process is being traced already.
             self._is_on = False
             _warn(error)
             return
@@ -134,16 +129,16 @@ class _Trace:
                 self._profiler.stop()
             except tf.errors.OpError as error:
                 _warn(error)
-            # Where that cannot be, they stay as TensorFlow has left them.
+            # If that fails, they stay as TensorFlow has left them.
             with suppress(OSError):
                 self._bring_together()
 
     def _bring_together(self) -> None:
-        """Makes one session of what the chief wrote and what the others did, and calls each host by its task."""
+        """Merges the files of the chief and of the others into one session, and names each host after its task."""
         sessions = sorted(set(self._sessions.glob("*")) - self._earlier)
         for file in [file for session in sessions for file in session.glob(f"*{_SUFFIX}")]:
             name = self._names.get(file.name.removesuffix(_SUFFIX))
-            # Somebody else may write traces there as well.
+            # Other programs may write traces there, too.
             if name is not None and not (called := sessions[0] / f"{name}{_SUFFIX}").exists():
                 file.rename(called)
         for session in sessions[1:]:

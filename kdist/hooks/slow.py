@@ -1,4 +1,4 @@
-"""Slows a process down: stops it for most of the time, until standard input closes. `python slow.py <pid> <factor>`"""
+"""Slows a process down: stops it most of the time, until standard input closes. `python slow.py <pid> <factor>`"""
 
 import os
 import select
@@ -9,7 +9,7 @@ _SLICE_SECS = 0.02
 
 
 def slow_down(pid: int, factor: float) -> None:
-    """Lets `pid` run for one slice of time in `factor`, and whole again at the end."""
+    """Lets `pid` run for one time slice in `factor`, and at full speed again at the end."""
     try:
         while True:
             os.kill(pid, signal.SIGSTOP)
@@ -18,7 +18,7 @@ def slow_down(pid: int, factor: float) -> None:
             if is_over or select.select([0], [], [], _SLICE_SECS)[0]:
                 return
     except ProcessLookupError:
-        # It is lost; who takes its place is as fast as ever.
+        # It has exited; the process that replaces it runs at full speed.
         return
 
 

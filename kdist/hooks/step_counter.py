@@ -1,29 +1,25 @@
-"""`StepCounter`: how fast training goes. After `tf.compat.v1.train.StepCounterHook`."""
+"""`StepCounter`: the speed of training. After `tf.compat.v1.train.StepCounterHook`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
-from kdist.result import Contributions, add_contributions
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.strategies.gradient_counts import GradientCounts, add_counts
 
 
 class StepCounter(Hook):
     """Writes `perf/steps_per_sec` and `perf/examples_per_sec` to TensorBoard.
 
-    With parameter servers also `perf/steps_per_sec/worker_0` and so on: the steps of each worker whose gradient was
-    part of an update, and their examples.
+    With parameter servers also `perf/steps_per_sec/worker_0` and so on: the rates of each worker's gradients that were
+    part of an update.
 
     Args:
         every_steps: steps between two values; 100 if neither is given, as in TF1.
         every_secs: seconds between two values.
-        clock: seconds from any start; a test's own.
+        clock: returns seconds; replaced in tests.
     """
 
     def __init__(
@@ -37,10 +33,10 @@ class StepCounter(Hook):
         self._timer = SecondOrStepTimer(
             every_steps=every_steps, every_secs=every_secs, owner="hooks.step_counter", clock=clock
         )
-        self._contributions: dict[int, Contributions] = {}
+        self._gradient_counts: dict[int, GradientCounts] = {}
         self._restart()
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
         self._restart()
 
@@ -49,7 +45,7 @@ class StepCounter(Hook):
             self._num_steps += values.num_steps
             self._num_examples += values.num_examples
             self._seconds += values.seconds
-            self._contributions = add_contributions(self._contributions, values.contributions)
+            self._gradient_counts = add_counts(self._gradient_counts, values.gradient_counts)
         if self._timer.due(values.global_step):
             if self._seconds > 0:
                 self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
@@ -57,15 +53,15 @@ class StepCounter(Hook):
             self._timer.restart(values.global_step)
             self._restart()
 
-    def report(self, session: TrainSession, steps_per_sec: float, examples_per_sec: float) -> None:
-        """Says how fast training is, over all replicas; tracing does not count."""
+    def report(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
+        """Reports the speed of training over all replicas; tracing does not count."""
         scalars = {"perf/steps_per_sec": steps_per_sec, "perf/examples_per_sec": examples_per_sec}
         session.summaries.scalars("train", scalars, session.global_step)
 
-    def _report_workers(self, session: TrainSession) -> None:
-        num_all = max(1, sum(counts.accepted for counts in self._contributions.values()))
-        for worker, counts in self._contributions.items():
-            # All steps have full batches, of the same size.
+    def _report_workers(self, session: Session) -> None:
+        num_all = max(1, sum(counts.accepted for counts in self._gradient_counts.values()))
+        for worker, counts in self._gradient_counts.items():
+            # All batches are full and have the same size.
             rates = {
                 f"perf/steps_per_sec/worker_{worker}": counts.accepted / self._seconds,
                 f"perf/examples_per_sec/worker_{worker}": self._num_examples
@@ -78,11 +74,8 @@ class StepCounter(Hook):
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)
 
-    def idle_in(self, step: int) -> int | None:
-        return None
-
     def _restart(self) -> None:
         self._num_steps = 0
         self._num_examples = 0
         self._seconds = 0.0
-        self._contributions = {}
+        self._gradient_counts = {}

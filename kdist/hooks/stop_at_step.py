@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kdist.checks import check_whole_number
+from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, RunContext, RunValues
-
-if TYPE_CHECKING:
-    from kdist.session import TrainSession
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
 
 class StopAtStep(Hook):
     """Stops at a global step, never past it.
 
     Args:
-        num_steps: stop after this many steps more than the session starts with.
-        last_step: stop at this global step. If neither is given, the step that `fit` was told counts.
+        num_steps: stop after this many further steps.
+        last_step: stop at this global step. If neither is given, the step that was passed to `fit` counts.
 
     Raises:
         ConfigError: both are given, or one is less than 1.
@@ -33,10 +28,10 @@ class StopAtStep(Hook):
         self.follows_fit = num_steps is None and last_step is None
         self.last_step: int | None = last_step
 
-    def begin(self, session: TrainSession) -> None:
+    def begin(self, session: Session) -> None:
         self.last_step = self._configured_last_step
 
-    def after_create_session(self, session: TrainSession) -> None:
+    def after_create_session(self, session: Session) -> None:
         if self.last_step is None:
             self.last_step = session.last_step if self._num_steps is None else session.global_step + self._num_steps
         self._stop_if_reached(session)
@@ -50,6 +45,6 @@ class StopAtStep(Hook):
     def idle_in(self, step: int) -> int | None:
         return self.due_in(step)
 
-    def _stop_if_reached(self, session: TrainSession) -> None:
+    def _stop_if_reached(self, session: Session) -> None:
         if self.last_step is not None and session.global_step >= self.last_step:
             session.request_stop("StopAtStep")

@@ -1,4 +1,4 @@
-"""`SecondOrStepTimer`: when a hook acts, every so many steps or seconds. After `tf.compat.v1.train`'s of that name."""
+"""`SecondOrStepTimer`: when a hook acts, by steps or seconds. After `tf.compat.v1.train`'s of that name."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import time
 from collections.abc import Callable
 from numbers import Real
 
-from kdist.checks import check_whole_number
+from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
 
 
 class SecondOrStepTimer:
-    """Says when something is due: at multiples of `every_steps`, or `every_secs` after the last time.
+    """Tells when an action is due: at multiples of `every_steps`, or `every_secs` after the last time.
 
     With both, whichever comes first. TF1's timer counted steps from the last trigger; multiples give the same steps for
-    a run that starts at 0, and let hooks share the boundaries that the session has to stop at, also after a resume.
+    a run that starts at 0, and let hooks share the boundaries at which the session has to stop, also after a resume.
 
     Args:
         every_steps: act at global steps divisible by this; at least 1.
-        every_secs: act when this many seconds passed; more than 0.
+        every_secs: act when this many seconds have passed; more than 0.
         owner: named in errors, as `hooks.checkpoint`.
-        from_first_step: act at the first step of a session as well, and count `every_steps` from the last time.
-        clock: seconds from any start; a test's own.
+        from_first_step: also act at the first step of a session, and count `every_steps` from the last time.
+        clock: returns seconds; replaced in tests.
 
     Raises:
         ConfigError: neither is given, or one is out of range.
@@ -56,7 +56,7 @@ class SecondOrStepTimer:
             self._next_step = step + 1
 
     def restart(self, step: int) -> None:
-        """Starts anew at `step`, now: when the thing was done."""
+        """Restarts at `step`, now: after the action."""
         self._last_step = step
         self._last_time = self._clock()
         if self._from_first_step:

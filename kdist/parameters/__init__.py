@@ -1,1 +1,5 @@
-"""What lives on the parameter servers: where each variable is, how values travel, how gradients are applied."""
+"""The values that training changes, on parameter servers or in this process.
+
+`placement` decides which server holds which variable, `transport` how values travel, `optimizer` how gradients are
+applied. `store` joins them: pull, push, read, write.
+"""

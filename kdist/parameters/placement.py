@@ -6,26 +6,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kdist.errors import ConfigError
+from kdist.config.schema import PlacementOptions
 
-POLICIES = ("round_robin", "greedy", "partitioned")
 
-#: Variables of more bytes are cut under `partitioned`; TensorFlow's `MinSizePartitioner` begins at 256 KiB, too.
-PARTITION_MIN_BYTES = 256 << 10
+@dataclass(frozen=True)
+class PlacementPolicy:
+    """How variables are spread over servers; see `place`.
+
+    Attributes:
+        name: `round_robin`, `greedy` or `partitioned`.
+        partition_min_bytes: larger variables, slots not counted, are split under `partitioned`.
+    """
+
+    name: str
+    partition_min_bytes: int
+
+    @classmethod
+    def of(cls, options: PlacementOptions) -> PlacementPolicy:
+        """The policy that the options of a strategy ask for."""
+        return cls(options.placement, options.partition_min_bytes)
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable as placement sees it.
+    """The properties of a variable that matter for placement.
 
     Attributes:
         name: its name in checkpoints.
         shape: its shape.
-        num_bytes: its size in bytes with its optimizer slots, which live beside it.
-        value_bytes: its size in bytes alone.
-        can_be_cut: whether its rows may live on different servers.
-        always_cut: whether they do under every policy: the table of a `kdist.layers.Embedding`.
-        note: a remark for the plan, for example why a table is not looked up by rows.
+        num_bytes: its size in bytes, optimizer slots included.
+        value_bytes: its size in bytes without slots.
+        can_be_cut: whether its rows may be on different servers.
+        always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
+        note: a remark in the plan, for example why a table is not looked up by rows.
     """
 
     name: str
@@ -49,7 +62,7 @@ class Shard:
     Attributes:
         variable: index of the variable in the plan.
         server: index of the server.
-        start, stop: the rows, `stop` not included; of a whole variable all of them.
+        start, stop: the rows, `stop` excluded; all rows of a variable that is not split.
     """
 
     variable: int
@@ -59,13 +72,13 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Where every variable lives.
+class PlacementPlan:
+    """The server of every variable.
 
     Attributes:
         variables: the variables, in the model's order.
-        shards: the parts of every variable, in the order of variables and rows; a whole variable is one.
-        num_servers: how many servers there are; some may hold nothing.
+        shards: the parts of every variable, in the order of variables and rows.
+        num_servers: number of servers; some may hold nothing.
     """
 
     variables: tuple[Variable, ...]
@@ -80,7 +93,7 @@ class Plan:
         return variable.num_bytes * (shard.stop - shard.start) // variable.num_rows
 
     def name(self, shard: Shard) -> str:
-        """The variable's name, with the rows if the shard is a part of it: `embedding/embeddings[0:500]`."""
+        """The variable's name, with the rows if the shard is only a part of it: `embedding/embeddings[0:500]`."""
         variable = self.variables[shard.variable]
         is_whole = shard.stop - shard.start == variable.num_rows
         return variable.name if is_whole else f"{variable.name}[{shard.start}:{shard.stop}]"
@@ -95,13 +108,13 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the fullest server over the mean; 1.0 is even."""
+        """Bytes of the fullest server divided by the mean; 1.0 is even."""
         totals = self.bytes_by_server
         mean = sum(totals) / len(totals)
         return max(totals) / mean if mean else 1.0
 
     def table(self) -> str:
-        """The plan as aligned text: one line a shard, the totals, then the remarks."""
+        """The plan as aligned text: one line per shard, the totals, then the remarks."""
         rows = [("variable", "shape", "bytes", "server")]
         for shard in self.shards:
             shape = self.variables[shard.variable].shape
@@ -119,28 +132,22 @@ class Plan:
         return "\n".join([*lines, ""])
 
 
-def place(
-    variables: Sequence[Variable], num_servers: int, policy: str, partition_min_bytes: int = PARTITION_MIN_BYTES
-) -> Plan:
+def place(variables: Sequence[Variable], num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
     """Places `variables` on `num_servers` servers.
 
     Args:
-        policy: `round_robin`, TensorFlow's own order (server i holds variables i, i + n, ...); `greedy`, the largest
-            first to the least loaded server by bytes (Graham's LPT rule, 1969), or round-robin's order where that
-            happens to be more even; `partitioned`, which besides cuts large variables by rows over all servers.
-        partition_min_bytes: variables of more bytes, slots not counted, are large.
-
-    Raises:
-        ConfigError: an unknown policy.
+        policy: `round_robin` is TensorFlow's own order (server i holds variables i, i + n, ...). `greedy` assigns the
+            largest variable first to the server with the fewest bytes (Graham's LPT rule, 1969), or keeps the
+            round-robin order where that is more even. `partitioned` also splits large variables by rows over all
+            servers.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"strategy.placement={policy}: choose one of {', '.join(POLICIES)}")
 
     def is_cut(variable: Variable) -> bool:
-        is_large = policy == "partitioned" and variable.can_be_cut and variable.value_bytes > partition_min_bytes
+        is_large = policy.name == "partitioned" and variable.can_be_cut
+        is_large = is_large and variable.value_bytes > policy.partition_min_bytes
         return num_servers > 1 and variable.num_rows > 1 and (variable.always_cut or is_large)
 
-    def plan(choose: Callable[[int, list[int]], int], order: Sequence[int]) -> Plan:
+    def plan(choose: Callable[[int, list[int]], int], order: Sequence[int]) -> PlacementPlan:
         load = [0] * num_servers
         placed: dict[int, list[Shard]] = {}
         for i, variable in enumerate(variables):
@@ -157,10 +164,10 @@ def place(
             placed[i] = [Shard(i, server, 0, variables[i].num_rows)]
             load[server] += variables[i].num_bytes
         shards = tuple(shard for i in range(len(variables)) for shard in placed[i])
-        return Plan(tuple(variables), shards, num_servers)
+        return PlacementPlan(tuple(variables), shards, num_servers)
 
     in_turn = plan(lambda position, _load: position % num_servers, range(len(variables)))
-    if policy == "round_robin":
+    if policy.name == "round_robin":
         return in_turn
     largest_first = sorted(range(len(variables)), key=lambda i: -variables[i].num_bytes)
     emptiest = plan(lambda _position, load: load.index(min(load)), largest_first)
@@ -168,7 +175,7 @@ def place(
 
 
 def _even_rows(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
-    """Cuts rows into at most `num_parts` parts whose lengths differ by one at most."""
+    """Splits rows into at most `num_parts` parts whose lengths differ by at most one."""
     num_parts = min(num_parts, num_rows)
     bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
     return list(pairwise(bounds))

@@ -1,4 +1,4 @@
-"""`ParameterStore`: the one copy of everything that training changes, on parameter servers or in this process."""
+"""`ParameterStore`: the only copy of everything that training changes, on parameter servers or in this process."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from kdist.parameters.apply import ServerOptimizer, optimizer_state
-from kdist.parameters.blocks import Blocks, Trainable
-from kdist.parameters.named import NamedValues, Part
-from kdist.parameters.placement import Plan
+from kdist.model.optimizer import optimizer_state
+from kdist.parameters.named_values import NamedValues, Part
+from kdist.parameters.optimizer import ServerOptimizer
+from kdist.parameters.packing import Blocks, ModelVariables
+from kdist.parameters.placement import PlacementPlan
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
 
 GLOBAL_STEP = "global_step"
 
-#: What a step computes for a variable: a gradient, or of an embedding the gradient of some rows; None is no change.
+#: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
 Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a replica step starts from.
+    """The values that a replica step starts from.
 
     Attributes:
-        trainable: values of the trainable variables, in the model's order; of one that is looked up by rows, a function
-            from unique ids, int64 `[n]`, to those rows.
+        trainable: values of the trainable variables, in the model's order; for a table that is looked up by rows, a
+            function from unique ids, int64 `[n]`, to those rows.
         state: values of the state variables (BatchNormalization statistics), in the model's order.
-        global_step: scalar int64 on the first server, the updates that these values contain.
+        global_step: scalar int64 on the first server: the number of updates in these values.
     """
 
     trainable: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]]
@@ -41,7 +42,7 @@ class Pulled:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Values on their servers, ready to travel.
+    """Values on their servers, ready to be sent.
 
     Attributes:
         single: by block, in one process.
@@ -57,26 +58,26 @@ class Gathered:
 class ParameterStore:
     """Parameters, state, optimizer slots and the exact global step.
 
-    `pull` and `push` are called while a function for a worker is traced. Between tasks one tensor travels per server,
-    dtype and direction, however many variables there are, and of tables only the rows of the batch.
+    `pull` and `push` are called while a function for a worker is traced. Between tasks, one tensor travels per server,
+    dtype and direction, regardless of the number of variables, and of tables only the rows of the batch.
 
     Args:
         model_variables: what is stored.
-        optimizer: the built optimizer the model was compiled with; its slots are the initial ones.
-        devices: one device per server; a single empty string is this process.
+        optimizer: the built optimizer of the model; its slots are the initial ones.
+        devices: one device per server; a single empty string stands for this process.
         plan: places the parameters, then the state, on `devices`, and names them.
-        wire: what values and gradients are while they travel.
+        wire: the format of values and gradients in transit.
 
     Attributes:
-        values: all that is stored, by name, for checkpoints and models, which do not care how.
+        values: all stored values, by name, for checkpoints and models.
     """
 
     def __init__(
         self,
-        model_variables: Trainable,
+        model_variables: ModelVariables,
         optimizer: keras.optimizers.Optimizer,
         devices: Sequence[str],
-        plan: Plan,
+        plan: PlacementPlan,
         wire: Wire | None = None,
     ) -> None:
         self.devices = list(devices)
@@ -86,10 +87,10 @@ class ParameterStore:
         self._originals = model_variables.all
         self._num_trainable = len(model_variables.parameters)
         self._looked_up = model_variables.looked_up
-        # The first server's is the global step. The others count the updates that they apply themselves, so that none
-        # has to wait for word of another one before it can apply what has arrived.
+        # The first server's counter is the global step. The other servers count the updates that they apply themselves,
+        # so that none has to wait for another one before it applies what has arrived.
         self._steps = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
-        # Counted when an update is applied whole; where this lags behind, a task was lost in the middle of it.
+        # Counted when an update is applied completely; if it lags behind, a task was lost in the middle of an update.
         self._applied = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
@@ -104,7 +105,7 @@ class ParameterStore:
             parts[f"{group}/{plan.variables[index].name}"] = [
                 self._part(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
             ]
-        # Every server has its own copy of what belongs to the whole optimizer, as the learning rate, so that applying
+        # Every server has its own copy of values of the whole optimizer, such as the learning rate, so that applying
         # needs nothing from another server.
         copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: [*self._steps, *self._applied]})
         self._optimizers: dict[int, ServerOptimizer] = {}
@@ -115,27 +116,27 @@ class ParameterStore:
         self.values.write({name: variable.numpy() for name, variable in state.items()})
 
     def global_step(self) -> int:
-        """How many updates have been applied, exactly."""
+        """The exact number of updates applied."""
         return int(self._steps[0].numpy())
 
-    def is_whole(self) -> bool:
-        """Whether every update that some server has begun to apply was applied by all of them, and whole."""
+    def is_consistent(self) -> bool:
+        """Whether every update that a server has started to apply was applied completely by all of them."""
         return len({int(counter.numpy()) for counter in [*self._steps, *self._applied]}) == 1
 
     def align(self) -> None:
-        """Lets all servers count on from the global step, where a lost worker's update reached some of them only."""
+        """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""
         step = self._steps[0].read_value()
         for counter in [*self._steps[1:], *self._applied]:
             counter.assign(step)
 
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
-        """The learning rate after `step` updates, a scalar on some server; called while a function is traced."""
+        """The learning rate after `step` updates, a scalar on a server; called while a function is traced."""
         server = min(self._optimizers)
         with tf.device(self.devices[server]):
             return self._optimizers[server].learning_rate(step)
 
     def gather(self) -> Gathered:
-        """The present values, where they are, fused for the way; for several `pull`s of the same values."""
+        """The present values on their servers, fused; for several `pull`s of the same values."""
         with tf.device(self.devices[0]):
             step = self._steps[0].read_value()
         whole = {b: self._variables[b].value for b, block in enumerate(self.blocks) if not block.is_table}
@@ -145,7 +146,7 @@ class ParameterStore:
         return Gathered({}, fused, step)
 
     def pull(self, gathered: Gathered | None = None) -> Pulled:
-        """The present values, or gathered ones, on the device of the caller; the global step stays where it is."""
+        """The present values, or gathered ones, on the device of the caller; the global step stays on its server."""
         gathered = gathered or self.gather()
         arrived = dict(gathered.single)
         for fused in gathered.fused:
@@ -165,17 +166,17 @@ class ParameterStore:
     def push(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> tf.Tensor:
         """Applies gradients and state changes, and counts one step.
 
-        Every server counts the step once what it gets of it has arrived.
+        Every server counts the step when its part of it has arrived.
 
         Args:
             gradients: one per trainable variable, a tensor, or `tf.IndexedSlices` of some of its rows; None where the
                 loss does not depend on it.
-            state: new values of the state variables; None where nothing changed. On servers what is added to the
-                present value is the difference to the pulled one, so that no worker undoes what another one did.
-            pulled: what the step started from.
+            state: new values of the state variables; None if nothing changed. Servers add the difference to the pulled
+                value, so that no worker undoes the changes of another one.
+            pulled: the values that the step started from.
 
         Returns:
-            Scalar int64 on the first server, the global step of this update.
+            Scalar int64 on the first server: the global step of this update.
         """
         changes = self.changes(gradients, state, pulled)
         return self.apply(self.transport(changes) if self.is_remote else changes)
@@ -183,7 +184,7 @@ class ParameterStore:
     def changes(
         self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled
     ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
-        """What `push` is given, by block; blocks in which nothing changed are missing."""
+        """The arguments of `push`, by block; blocks without a change are missing."""
         by_shard: dict[int, tf.Tensor | tf.IndexedSlices] = {}
         for index, change in enumerate([*gradients, *self._state_changes(state, pulled)]):
             shards = self._shards_of[index]
@@ -199,14 +200,14 @@ class ParameterStore:
         changes: dict[int, tf.Tensor | tf.IndexedSlices] = {}
         for b, block in enumerate(self.blocks):
             if any(shard in by_shard for shard in block.shards):
-                # Of state that did not change the difference is 0.
+                # The difference of state that did not change is 0.
                 dtype = self._variables[b].dtype
                 by_shard |= {i: tf.zeros(self.blocks.shape_of(i), dtype) for i in block.shards if i not in by_shard}
                 changes[b] = self.blocks.join(b, by_shard)
         return changes
 
     def transport(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
-        """Changes by block, moved to their servers."""
+        """Changes by block, sent to their servers."""
         arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {}
         for fused in self.fuse(changes):
             with tf.device(self.device_of(fused.layout)):
@@ -214,11 +215,11 @@ class ParameterStore:
         return arrived
 
     def fuse(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> list[Fused]:
-        """Changes by block, fused by server and dtype where they were computed."""
+        """Changes by block, fused by server and dtype on the worker."""
         return fuse_by(changes, self._device, on_source=False, wire=self.wire)
 
     def device_of(self, layout: Layout) -> str:
-        """The server that fused changes belong to."""
+        """The server of fused changes."""
         return self._device(next(iter([*layout.row_shapes, *layout.shapes])))
 
     def apply(self, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
@@ -236,7 +237,7 @@ class ParameterStore:
             return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
 
     def _part(self, shard: int, variable: keras.Variable) -> Part:
-        """Where a shard is in a variable that is laid out as its block."""
+        """The place of a shard in a variable with the layout of its block."""
         return Part(variable.value, self.blocks.start_of(shard), self.blocks.shape_of(shard))
 
     def _make_optimizers(
@@ -246,7 +247,7 @@ class ParameterStore:
         parts: dict[str, list[Part]],
         copies: dict[str, list[tf.Variable]],
     ) -> None:
-        """One optimizer per server for its blocks; adds to `parts` and `copies` what they keep, by name."""
+        """Creates one optimizer per server for its blocks; adds their variables to `parts` and `copies`, by name."""
         slots: dict[str, dict[int, Part]] = defaultdict(dict)
         for server, device in enumerate(self.devices):
             own = [b for b, block in enumerate(self.blocks) if block.server == server and block.is_parameter]
@@ -268,14 +269,14 @@ class ParameterStore:
                 number, _, slot = rest.partition("/")
                 block = self.blocks[int(number)]
                 for shard in block.shards:
-                    # A slot of another shape than its variable belongs to a block of one.
+                    # A slot with another shape than its variable belongs to a block of one shard.
                     part = self._part(shard, variable) if block.is_flat else Part.whole(variable.value)
                     slots[f"slots/{names[self.shards[shard].variable]}/{slot}"][shard] = part
         for name, by_shard in slots.items():
             parts[name] = [by_shard[i] for i in sorted(by_shard)]
 
     def _apply_on(self, server: int, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-        """Applies and counts what has arrived at one server; returns how many updates it has applied."""
+        """Applies and counts what has arrived at one server; returns the number of its updates."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
         of_server = [arrived[b] for b in blocks if b in arrived]
         graph = tf.compat.v1.get_default_graph()

@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def fuse(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tensors of one dtype, flattened, one behind the other."""
+    """Tensors of one dtype, flattened and concatenated."""
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
 
@@ -27,16 +27,16 @@ def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
 
 @dataclass(frozen=True)
 class Wire:
-    """What tensors are while they travel.
+    """The format of tensors in transit.
 
     Attributes:
-        dtype: floating-point tensors of more bits are rounded to it, to the nearest; None leaves all as they are.
+        dtype: larger floating-point tensors are rounded to it, to nearest; None sends all unchanged.
     """
 
     dtype: tf.DType | None = None
 
     def pack(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The tensor as it travels."""
+        """The tensor in transit."""
         if self.dtype is None or not tensor.dtype.is_floating or tensor.dtype.size <= self.dtype.size:
             return tensor
         return tf.cast(tensor, self.dtype)
@@ -148,9 +148,3 @@ def select_rows(slices: tf.IndexedSlices, start: int, stop: int) -> tf.IndexedSl
     """The rows `start` to `stop` of a sparse gradient, counted from `start`."""
     chosen = tf.where((slices.indices >= start) & (slices.indices < stop))[:, 0]
     return tf.IndexedSlices(tf.gather(slices.values, chosen), tf.gather(slices.indices, chosen) - start)
-
-
-def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once."""
-    rows, positions = tf.unique(slices.indices)
-    return tf.IndexedSlices(tf.math.unsorted_segment_sum(slices.values, positions, tf.size(rows)), rows)

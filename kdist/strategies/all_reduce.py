@@ -13,19 +13,19 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
+from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
-from kdist.parameters.apply import clip_gradients
-from kdist.parameters.transport import sum_duplicates
-from kdist.replica import ReplicaOutput
-from kdist.strategies.base import Program
-from kdist.strategies.calls import CallLogs, Replica, StepLogs, run_steps
+from kdist.model.embedding_lookup import sum_duplicates
+from kdist.model.optimizer import clip_gradients
+from kdist.model.replica_step import ReplicaOutput
+from kdist.strategies.base import TrainingSpec
 from kdist.strategies.local_steps import one_step
-from kdist.strategies.stored import Placement, StoredStrategy, no_batch, prepare
-from kdist.worker_data import iterator_spec
+from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
+from kdist.strategies.traced_calls import CallLogs, Replica, StepLogs, run_steps
 
 
-class AllReduce(StoredStrategy):
-    """Replicas that keep in step over a `tf.distribute` strategy. Subclasses make it.
+class AllReduce(StoreBackedStrategy):
+    """Synchronous replicas over a `tf.distribute` strategy, which subclasses create.
 
     Args:
         first_replica: index of the first replica of this process, over all processes.
@@ -36,19 +36,19 @@ class AllReduce(StoredStrategy):
         self._iterators: list[Iterator[Any]] = []
         self._functions: dict[int, Callable[..., tf.Tensor]] = {}
 
-    def _start(self, program: Program, distribution: tf.distribute.Strategy) -> None:
-        """Makes the variables on every device of this process."""
+    def _start(self, spec: TrainingSpec, distribution: tf.distribute.Strategy) -> None:
+        """Creates the variables on every device of this process."""
         self._distribution = distribution
         self.num_replicas = distribution.num_replicas_in_sync
         devices = distribution.extended.worker_devices
-        self._program = prepare(program, self.num_replicas)
-        plan = self._program.plan(1, Placement())
-        self._stores = [self._program.store([device], plan) for device in devices]
+        self._prepared = prepare(spec, self.num_replicas)
+        plan = self._prepared.plan_for_one()
+        self._stores = [self._prepared.store([device], plan) for device in devices]
         self._store = self._stores[0]
-        self._make_dataset = self._program.trace_dataset()
-        self._logs = CallLogs(self._program.replica_step)
+        self._make_dataset = self._prepared.trace_dataset()
+        self._logs = CallLogs(self._prepared.replica_step)
         # All replicas take all steps.
-        self._sizer = self._program.sizer(num_workers=1)
+        self._sizer = self._prepared.sizer(num_workers=1)
 
     def write(self, values: Any) -> None:
         super().write(values)
@@ -79,12 +79,12 @@ class AllReduce(StoredStrategy):
     def _worker_arguments(self) -> list[tuple[Any, ...]]:
         step = self._store.global_step()
         replicas = range(self._first_replica, self._first_replica + len(self._stores))
-        return [self._program.worker_arguments(replica, step, self.batches_per_step) for replica in replicas]
+        return [self._prepared.worker_arguments(replica, step, self.batches_per_step) for replica in replicas]
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""
         if num_steps not in self._functions:
-            compute = one_step(self._program.replica_step)
+            compute = one_step(self._prepared.replica_step)
 
             def call(iterators: list[Any]) -> tf.Tensor:
                 devices = self._distribution.extended.worker_devices
@@ -99,12 +99,12 @@ class AllReduce(StoredStrategy):
 
     def _exchange(self, outputs: list[ReplicaOutput]) -> list[ReplicaOutput]:
         """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
-        step = self._program.replica_step
+        step = self._prepared.replica_step
         each: list[list[Any]] = [[*output.gradients, *output.state] for output in outputs]
         floats = [i for i, t in enumerate(each[0]) if isinstance(t, tf.Tensor) and t.dtype.is_floating]
         sparse = [i for i, t in enumerate(each[0]) if isinstance(t, tf.IndexedSlices)]
         if floats:
-            # All of them at once, so that TensorFlow packs them into few messages.
+            # All at once, so that TensorFlow packs them into few messages.
             means = self._in_each_replica(partial(_mean_of, [[tensors[i] for i in floats] for tensors in each]))
             for tensors, reduced in zip(each, means):
                 for i, mean in zip(floats, reduced):
@@ -126,7 +126,8 @@ class AllReduce(StoredStrategy):
     def _in_each_replica(self, function: Callable[[tf.distribute.ReplicaContext, int], Any]) -> list[Any]:
         """Calls `function(context, index of the replica in this process)` for each; the results by that index.
 
-        Only what replicas say to each other happens in there: Keras changes how losses are computed in such a context.
+        Only the communication between replicas happens inside it: Keras changes how losses are computed in such a
+            context.
         """
 
         def replica() -> Any:
@@ -146,5 +147,5 @@ def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local
 
 
 def here(values: Any) -> Any:
-    """The same on the replica's own device: TensorFlow takes from a tensor's device where it is to be reduced."""
+    """The same on the replica's own device: TensorFlow derives from a tensor's device where to reduce it."""
     return tf.nest.map_structure(tf.identity, values, expand_composites=True)

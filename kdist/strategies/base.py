@@ -6,35 +6,53 @@ import abc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import keras
 import numpy as np
 
+from kdist._compat.keras import step_counter
 from kdist.cluster.spec import Task
-from kdist.data import TrainingData
+from kdist.config.schema import RunConfig
+from kdist.data.sources import TrainingData
 from kdist.errors import ConfigError
-from kdist.parameters.placement import Plan
-from kdist.strategies.calls import StepLogs
+from kdist.parameters.placement import PlacementPlan
+from kdist.strategies.traced_calls import StepLogs
 
-if TYPE_CHECKING:
-    from kdist.strategies.on_workers import WorkerJob
+
+class WorkerEvaluation(Protocol):
+    """An evaluation that workers run, each on its part of the data.
+
+    Attributes:
+        num_parts: of the data.
+    """
+
+    num_parts: int
+
+    def trace(self) -> Any:
+        """Functions for the workers."""
+
+    def place(self, functions: Any, part: int) -> Any:
+        """A part of the data, on the worker that this is called for; it stays there."""
+
+    def run(self, functions: Any, placed: Any) -> Any:
+        """What the worker computes of its part."""
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingSpec:
     """What a strategy is to run.
 
     Attributes:
-        model: the chief's compiled model; it gives the step function and the initial values, and stays as it is.
+        model: the chief's compiled model; the source of the step function and the initial values, not changed.
         data: what the workers read.
         batch_size: examples per replica and step, as given to `fit`; None if it was not given.
         steps_per_call: steps unrolled in one call; None lets the strategy choose.
-        seed: where shuffling and Dropout start.
+        seed: of shuffling and Dropout.
         log_dir: folder for the logs of the tasks.
-        last_step: the global step that training is to end at; None if nobody knows.
-        grace_secs: seconds within which a run that is interrupted has to end.
-        data_begins_at: the global step at which the workers begin to read the data.
+        last_step: the global step at which training ends; None if it is not known.
+        grace_secs: seconds that an interrupted run has to end.
+        data_begins_at: the global step at which the workers started to read the data.
     """
 
     model: keras.Model
@@ -44,21 +62,21 @@ class Program:
     seed: int
     log_dir: Path
     last_step: int | None = None
-    grace_secs: float = 30.0
+    grace_secs: float = RunConfig.grace_secs
     data_begins_at: int = 0
 
     @property
     def first_step(self) -> int:
-        """The global step that the model is at."""
+        """The global step of the model."""
         return int(self.model.optimizer.iterations)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate at a global step, by the optimizer's schedule if it has one."""
-        with keras.StatelessScope([(self.model.optimizer._iterations, step)]):
+        with keras.StatelessScope([(step_counter(self.model.optimizer), step)]):
             return float(self.model.optimizer.learning_rate)
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the model's optimizer; the strategy has its own.
+        """Sets the learning rate of the model's optimizer; the strategy has a copy of its own.
 
         Raises:
             ConfigError: it follows a schedule.
@@ -72,10 +90,10 @@ class Program:
 
 
 class Strategy(abc.ABC):
-    """Runs training steps of a program and holds what they change.
+    """Runs training steps and holds the values that they change.
 
-    A strategy is started once, runs any number of times and is stopped once. Between two runs nothing is in flight but
-    what `run` was allowed to begin, and `settle` waits for that.
+    A strategy is started once, runs any number of times and is stopped once. Between two runs only steps that `run` was
+    allowed to start are in flight, and `drain` waits for them.
     """
 
     #: Its name in configs.
@@ -84,69 +102,82 @@ class Strategy(abc.ABC):
     #: Whether an update may be computed from parameters older than those it is applied to.
     is_asynchronous: ClassVar[bool] = False
 
-    #: Whether workers can be asked to do more than training, by `on_workers`.
+    #: Whether workers can also evaluate, by `on_workers`.
     has_workers: ClassVar[bool] = False
 
     #: How many replicas compute gradients.
     num_replicas: int = 1
 
-    #: How many batches make one update: 1 if every gradient is applied by itself.
+    #: How many batches one update takes: 1 if every gradient is applied by itself.
     batches_per_step: int = 1
 
     #: Where each variable lives; None without servers, or before `start`.
-    plan: Plan | None = None
+    plan: PlacementPlan | None = None
 
     @abc.abstractmethod
-    def start(self, program: Program) -> None:
-        """Brings up tasks and variables, with the values that the model has now."""
+    def start(self, spec: TrainingSpec) -> None:
+        """Starts the tasks and creates the variables with the present values of the model."""
 
     @abc.abstractmethod
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
-        """Runs `num_steps` steps and returns when all are done.
+        """Runs `num_steps` steps and returns when all have been applied.
 
         Args:
             num_steps: at least 1.
-            interrupted: asked between calls; True ends the run early, after what is in flight.
-            may_begin: how many steps may be begun before it returns, so that nothing stands still until the next run;
-                `num_steps` if None. The steps that come first count for this run, the others for the next ones.
+            interrupted: called between calls; True ends the run early, after the steps in flight.
+            may_begin: how many steps may be started before it returns, so that workers do not idle until the next run;
+                `num_steps` if None. The first steps to finish count for this run, the others for the next ones.
 
         Returns:
-            Logs of `num_steps` steps, or if it was interrupted of all that were begun; None if that is none.
+            Logs of `num_steps` steps; if interrupted, of all steps that were started, or None if there are none.
         """
 
     @abc.abstractmethod
-    def settle(self) -> int:
-        """Waits until nothing is in flight; returns how many steps are done that no `run` has returned yet."""
+    def drain(self) -> int:
+        """Waits until nothing is in flight; returns how many steps have finished that no `run` has returned yet."""
 
     @property
     @abc.abstractmethod
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, and no step is done that no `run` has returned yet."""
+        """Whether nothing is in flight and every finished step has been returned by a `run`."""
 
     @abc.abstractmethod
     def global_step(self) -> int:
-        """The exact number of updates applied, when nothing is in flight any more."""
+        """The exact number of updates applied; waits until nothing is in flight."""
 
     @property
     @abc.abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of everything that training changes, by name: what a checkpoint holds."""
+        """The shape of every value that training changes, by name: the content of a checkpoint."""
 
     @abc.abstractmethod
     def read(self) -> dict[str, np.ndarray]:
-        """The present value of everything that training changes, by name, when nothing is in flight."""
+        """The present value of everything that training changes, by name; waits until nothing is in flight."""
 
     @abc.abstractmethod
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name."""
 
+    def check_values(self, values: Mapping[str, np.ndarray]) -> None:
+        """Refuses values that `write` could not set.
+
+        Raises:
+            ConfigError: there is no such value, or it has another shape.
+        """
+        for name, array in values.items():
+            if name not in self.shapes:
+                known = ", ".join(sorted(self.shapes))
+                raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
+            if array.shape != tuple(self.shapes[name]):
+                raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(self.shapes[name])}")
+
     @property
     @abc.abstractmethod
     def warming_up(self) -> bool:
-        """Whether the last run traced a new function, so that its time says nothing about speed."""
+        """Whether the last run traced a new function, so that its duration says nothing about speed."""
 
-    def employ(self, workers: Collection[int]) -> None:
-        """Lets only these workers run steps, from their next call on.
+    def set_active(self, workers: Collection[int]) -> None:
+        """Lets only these workers run steps, from the next call on.
 
         Args:
             workers: their indices.
@@ -155,31 +186,31 @@ class Strategy(abc.ABC):
             ConfigError: every step needs all workers.
         """
         if len(set(workers)) < self.num_replicas:
-            raise ConfigError(f"strategy={self.name}: every step needs all workers; none can begin later")
+            raise ConfigError(f"strategy={self.name}: every step needs all workers; none can start later")
 
-    def on_workers(self, job: WorkerJob) -> list[Any] | None:
-        """What the workers bring of each part of a job, in their order; None if there are none to ask.
+    def on_workers(self, evaluation: WorkerEvaluation) -> list[Any] | None:
+        """What the workers compute of each part, in the order of the parts; None without workers.
 
         Args:
-            job: may run many times; what it has put on the workers stays there.
+            evaluation: may run many times; what it has placed on the workers stays there.
         """
         return None
 
     @property
     def worker_restarts(self) -> int:
-        """How many workers were lost and came back."""
+        """How many workers were lost and returned."""
         return 0
 
     @property
     def addresses(self) -> Mapping[Task, str]:
-        """Where the tasks beside this process serve, as `host:port`."""
+        """The addresses of the other tasks, as `host:port`."""
         return {}
 
     @property
     def pids(self) -> Mapping[Task, int]:
-        """Process ids of the tasks that this process has started."""
+        """Process ids of the tasks that this process started."""
         return {}
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ends all tasks. May be called at any time, also after a failed start, and more than once."""
+        """Stops all tasks. May be called at any time, also after a failed start, and repeatedly."""

@@ -1,8 +1,8 @@
 """What a replica does between a pull and a push: one step, or several on a copy of its own.
 
-After DistBelief's Downpour SGD (Dean et al., 2012) with n_fetch = n_push: a worker goes on by plain gradient descent
-with the gradients that it adds up, and pushes their sum. With more than one step that is another algorithm than the
-asynchronous one, with fewer bytes and more staleness; of plain SGD with a single worker it is the same.
+After DistBelief's Downpour SGD (Dean et al., 2012) with n_fetch = n_push: a worker continues by plain gradient descent,
+adds up its gradients, and pushes their sum. With more than one step this is a different algorithm than asynchronous
+training, with fewer bytes and more staleness; for plain SGD with a single worker it is the same.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.parameters.apply import clip_gradients
+from kdist.model.embedding_lookup import sum_duplicates
+from kdist.model.optimizer import clip_gradients
+from kdist.model.replica_step import ReplicaOutput, ReplicaStep, batch_size_of
 from kdist.parameters.store import Change, ParameterStore, Pulled
-from kdist.parameters.transport import sum_duplicates
-from kdist.replica import ReplicaOutput, ReplicaStep, batch_size_of
 
 #: The next `(batch, seeds)` of a replica.
 NextBatch = Callable[[], tuple[Any, tf.Tensor]]

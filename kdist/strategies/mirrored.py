@@ -6,42 +6,33 @@ there with several steps in one call, moving averages that overwrite, and more.
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import NumberedMirroredStrategy
+from kdist.config.schema import MirroredOptions
 from kdist.errors import ConfigError
 from kdist.strategies.all_reduce import AllReduce
-from kdist.strategies.base import Program
-
-_key_bases = itertools.count(0, 1000)
-
-
-class _MirroredStrategy(tf.distribute.MirroredStrategy):
-    """Numbers its collectives unlike others of this process: TensorFlow keeps the shapes of each number for good."""
-
-    def __init__(self, devices: list[str]) -> None:
-        self._collective_key_base = next(_key_bases)
-        super().__init__(devices)
+from kdist.strategies.base import TrainingSpec
 
 
 class Mirrored(AllReduce):
     """One replica on each of several GPUs, or of several logical CPU devices.
 
     Args:
-        num_devices: how many; all GPUs if None. There have to be so many: see `logical_cpus_needed`.
+        options: how many devices; that many must exist, see `logical_cpus_needed`.
     """
 
     name: ClassVar[str] = "mirrored"
 
-    def __init__(self, num_devices: int | None = None) -> None:
+    def __init__(self, *, options: MirroredOptions) -> None:
         super().__init__()
-        self._num_devices = num_devices
-        self.batches_per_step = num_devices or len(tf.config.list_physical_devices("GPU"))
+        self._num_devices = options.devices
+        self.batches_per_step = options.devices or len(tf.config.list_physical_devices("GPU"))
 
-    def start(self, program: Program) -> None:
-        self._start(program, _MirroredStrategy(self._devices()))
+    def start(self, spec: TrainingSpec) -> None:
+        self._start(spec, NumberedMirroredStrategy(self._devices()))
 
     def _devices(self) -> list[str]:
         gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))

@@ -1,8 +1,8 @@
 """`multi_worker_mirrored`: the devices of several processes or machines, with averaged gradients and no servers.
 
 Over `tf.distribute.MultiWorkerMirroredStrategy`, by a loop of kdist's own: Keras's `fit` fails there. Every worker runs
-the program. Worker 0 is the chief: it alone has a session with hooks, and before each call it tells the others by a
-small all-reduce what comes next, so that all of them take part.
+the program. Worker 0 is the chief: it alone has a session with hooks, and before each call it announces to the others,
+by a small all-reduce, what comes next, so that all of them take part.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.bounded import in_thread
-from kdist.cluster.rendezvous import meet
+from kdist.cluster.port_probe import meet
 from kdist.cluster.spec import Membership
 from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError, ConfigError, reason
 from kdist.strategies.all_reduce import AllReduce, here
-from kdist.strategies.base import Program
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.base import TrainingSpec
+from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
 
@@ -33,11 +33,11 @@ _distributions: dict[Membership, tf.distribute.Strategy] = {}
 
 
 def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy:
-    """Meets the other workers; TensorFlow can do that only before its first op in a process.
+    """Joins the other workers; TensorFlow can do that only before its first op in a process.
 
     Raises:
         ConfigError: it has run one already.
-        ClusterError: somebody did not come within `start_timeout` seconds.
+        ClusterError: a worker did not join within `start_timeout` seconds.
     """
     if membership not in _distributions:
         meet(membership.spec.worker, membership.task.index, start_timeout)
@@ -61,14 +61,14 @@ class MultiWorkerMirrored(AllReduce):
     """One replica on each device of each worker.
 
     Args:
-        membership: which worker this process is; it has to have joined the others.
-        step_timeout: seconds that the other workers may take to answer.
+        membership: which worker this process is; it must have joined the others.
+        step_timeout: seconds that the other workers may take to respond.
         patience: seconds for which their hosts may be silent.
     """
 
     name: ClassVar[str] = "multi_worker_mirrored"
 
-    def __init__(self, membership: Membership, *, step_timeout: float = 300.0, patience: float = 15.0) -> None:
+    def __init__(self, membership: Membership, *, step_timeout: float, patience: float) -> None:
         self._distribution = _distributions[membership]
         devices = len(self._distribution.extended.worker_devices)
         super().__init__(first_replica=membership.task.index * devices)
@@ -79,24 +79,24 @@ class MultiWorkerMirrored(AllReduce):
         spec = membership.spec
         self._tcp_timeouts = TcpTimeouts(spec.worker, [spec.port(membership.task)], patience)
 
-    def start(self, program: Program) -> None:
+    def start(self, spec: TrainingSpec) -> None:
         self._tcp_timeouts.start()
-        self._start(program, self._distribution)
+        self._start(spec, self._distribution)
         say = tf.function(self._all_say, autograph=False)
         self._say_together = say.get_concrete_function(tf.TensorSpec([2], tf.int64))
         self._bounded(lambda: self._share(self._store.values.read()))
         self._is_started = True
 
-    def follow(self, program: Program) -> None:
-        """Takes part in whatever the chief does, until it stops.
+    def follow(self, spec: TrainingSpec) -> None:
+        """Takes part in what the chief does, until it stops.
 
         Raises:
             ClusterError: the chief, or another worker, is lost.
         """
         try:
-            self.start(program)
+            self.start(spec)
             while True:
-                # The chief may take its time between two calls: it validates and saves.
+                # The chief may be busy between two calls: it validates and saves.
                 command, argument = self._say(0)
                 if command == _STOP:
                     return
@@ -134,12 +134,12 @@ class MultiWorkerMirrored(AllReduce):
         return self._bounded(call)
 
     def _say(self, command: int, argument: int = 0) -> tuple[int, int]:
-        """What the chief says; the others say nothing, which is 0."""
+        """What the chief announces; the other workers contribute 0."""
         said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
         return int(said[0]), int(said[1])
 
     def _all_say(self, values: tf.Tensor) -> tf.Tensor:
-        # With several devices to a worker only its first one speaks.
+        # If a worker has several devices, only the first one contributes.
         return self._in_each_replica(
             lambda context, local: context.all_reduce(
                 tf.distribute.ReduceOp.SUM, here(values if local == 0 else tf.zeros_like(values))
@@ -147,7 +147,7 @@ class MultiWorkerMirrored(AllReduce):
         )[0]
 
     def _share(self, values: Mapping[str, np.ndarray]) -> None:
-        """Gives every worker the chief's values."""
+        """Sends the chief's values to every worker."""
         for kind, of_kind in (("float64", "fc"), ("int64", "iub")):
             names = [name for name, value in values.items() if (value.dtype.kind in "iub") == (of_kind == "iub")]
             if not names:
@@ -160,12 +160,12 @@ class MultiWorkerMirrored(AllReduce):
             super().write({n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)})
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
-        """Calls what waits for the other workers; given up, it stays behind in its thread."""
+        """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
         try:
             return in_thread(function).result(timeout or self._step_timeout)
         except TimeoutError:
             raise ClusterError(
-                f"the other workers did not answer within {self._step_timeout:g} s (cluster.step_timeout)"
+                f"the other workers did not respond within {self._step_timeout:g} s (cluster.step_timeout)"
             ) from None
         except _LOST as error:
             raise _lost(error) from error

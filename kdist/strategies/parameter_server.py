@@ -1,7 +1,7 @@
 """`parameter_server`: asynchronous training, each worker at its own pace against shared parameters.
 
 After DistBelief (Dean et al., 2012) and TF1's between-graph replication: a worker pulls the parameters, computes a
-gradient on its own batch and pushes it; nobody waits for anybody.
+gradient on its own batch and pushes it; no worker waits for another.
 """
 
 from __future__ import annotations
@@ -15,46 +15,43 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import fetch
-from kdist.cluster.lanes import Finished
 from kdist.cluster.spec import Task
-from kdist.result import Contributions
-from kdist.strategies.base import Program
-from kdist.strategies.calls import StepLogs
-from kdist.strategies.on_servers import OnServers
-from kdist.warn import warn
-from kdist.worker_data import iterator_spec
+from kdist.config.schema import ParameterServerOptions
+from kdist.console.warn import warn
+from kdist.data.worker_dataset import iterator_spec
+from kdist.dispatch.first_call_lock import fetch
+from kdist.dispatch.worker_threads import Finished
+from kdist.strategies.base import TrainingSpec
+from kdist.strategies.gradient_counts import GradientCounts
+from kdist.strategies.ps_base import PsStrategy
+from kdist.strategies.traced_calls import StepLogs
 
-# A second call waits at each worker while the first runs; more would only sit in the chief's memory.
+# A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
 
 
-class ParameterServer(OnServers):
-    """Asynchronous parameter servers. Args: those of `OnServers`.
-
-    Args:
-        local_steps: batches of a push, and of one step: see `LocalSteps`.
-    """
+class ParameterServer(PsStrategy):
+    """Asynchronous parameter servers. Args: those of `PsStrategy`."""
 
     name: ClassVar[str] = "parameter_server"
     is_asynchronous: ClassVar[bool] = True
 
-    def __init__(self, *args: Any, local_steps: int = 1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.batches_per_step = local_steps
-        #: Over each worker's data, made when its first step runs.
+    def __init__(self, *args: Any, options: ParameterServerOptions, **kwargs: Any) -> None:
+        super().__init__(*args, options=options, **kwargs)
+        self.batches_per_step = options.local_steps
+        #: Iterators over each worker's data, created when its first step runs.
         self._iterators: dict[int, Any] = {}
         self._first_step: int | None = None
-        #: How many losses of workers the counters of the servers take account of.
+        #: How many losses of workers the counters of the servers account for.
         self._aligned_after = 0
-        #: How many calls of each size are in flight, and how many have ended.
+        #: How many calls of each size are in flight, and how many have finished.
         self._in_flight: Counter[int] = Counter()
         self._ended: Counter[int] = Counter()
 
-    def start(self, program: Program) -> None:
-        super().start(program)
-        self._calls = self._program.calls(self._store, iterator_spec(self._make_dataset), self.batches_per_step)
-        self._sizer = self._program.sizer()
+    def start(self, spec: TrainingSpec) -> None:
+        super().start(spec)
+        self._calls = self._prepared.calls(self._store, iterator_spec(self._make_dataset), self.batches_per_step)
+        self._sizer = self._prepared.sizer()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if self._first_step is None:
@@ -74,11 +71,11 @@ class ParameterServer(OnServers):
             del function
         return self._in_flight_logs()
 
-    def employ(self, workers: Collection[int]) -> None:
-        self._running().employ(workers)
+    def set_active(self, workers: Collection[int]) -> None:
+        self._running().set_active(workers)
 
     def global_step(self) -> int:
-        self.settle()
+        self.drain()
         if (num_lost := self._running().num_lost) > self._aligned_after:
             self._watched(self._store.align)
             self._aligned_after = num_lost
@@ -86,9 +83,9 @@ class ParameterServer(OnServers):
 
     def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
         if worker not in self._iterators:
-            # A worker that comes back reads on from where training is.
+            # A worker that returns continues to read where training is.
             step = (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
-            arguments = self._program.worker_arguments(worker, step, self.batches_per_step)
+            arguments = self._prepared.worker_arguments(worker, step, self.batches_per_step)
             self._iterators[worker] = iter(self._make_dataset(*arguments))
         return fetch(function(self._iterators[worker]))
 
@@ -104,28 +101,28 @@ class ParameterServer(OnServers):
             self._has_no_data(finished)
         size = finished.tag
         self._in_flight[size] -= 1
-        # A worker that gets the first call of a size prepares it, which takes longer than tracing it.
+        # The first call of a size is prepared on each worker, which takes longer than tracing it.
         self._warming_up |= self._ended[size] < self._shape.num_workers
         self._ended[size] += 1
         # Every gradient is applied.
-        by_worker = ({finished.worker: Contributions(accepted=1)},) * size
-        return replace(self._calls.logs(finished.outcome.result()), contributions=by_worker)
+        by_worker = ({finished.worker: GradientCounts(accepted=1)},) * size
+        return replace(self._calls.logs(finished.outcome.result()), gradient_counts=by_worker)
 
     def _forget_in_flight(self) -> None:
         self._in_flight.clear()
 
     def _has_no_data(self, finished: Finished) -> None:
-        """Leaves the calls of a worker that has no data to the others.
+        """Gives the calls of a worker without data to the others.
 
         Raises:
-            tf.errors.OutOfRangeError: none of them has any.
+            tf.errors.OutOfRangeError: no worker has any.
         """
         coordinator = self._running()
-        is_new = coordinator.retire(finished.worker)
+        is_new = coordinator.disable(finished.worker)
         if not coordinator.present:
             finished.outcome.result()
         if is_new:
-            warn(f"{Task('worker', finished.worker)} has no data; training goes on without it")
+            warn(f"{Task('worker', finished.worker)} has no data; training continues without it")
         coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
 
     def _worker_is_back(self, worker: int) -> None:

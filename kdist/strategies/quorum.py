@@ -1,4 +1,4 @@
-"""How many gradients make an update of `sync_replicas`, and who may compute them."""
+"""How many gradients make an update of `sync_replicas`, and which workers may compute them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Quorum:
-    """How many gradients make an update, and who may compute them.
+    """How many gradients make an update, and which workers may compute them.
 
     Attributes:
         replicas_to_aggregate: gradients of an update.
-        num_workers: workers there are.
-        shared_tokens: TF1's tokens: each step has as many as there are workers, or gradients if those are more, and
-            whoever is fast takes several. Otherwise every worker has its own share.
+        num_workers: number of workers.
+        shared_tokens: TF1's tokens: each step has as many as there are workers, or gradients if those are more, and a
+            fast worker takes several. Otherwise every worker has a share of its own.
     """
 
     replicas_to_aggregate: int
@@ -21,14 +21,14 @@ class Quorum:
     shared_tokens: bool = False
 
     def share(self, worker: int) -> int:
-        """How many gradients of one step a worker may compute, if shares are its own."""
+        """How many gradients of one step a worker may compute, if it has a share of its own."""
         if self.replicas_to_aggregate <= self.num_workers:
             return 1
         return (self.replicas_to_aggregate + self.num_workers - 1 - worker) // self.num_workers
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether each step takes all that all workers may compute, so that it does not matter who is first."""
+        """Whether each step takes every gradient that the workers may compute, so that their order does not matter."""
         return not self.shared_tokens and self.replicas_to_aggregate >= self.num_workers
 
     @property

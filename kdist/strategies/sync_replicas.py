@@ -1,13 +1,13 @@
 """`sync_replicas`: synchronous training on parameter servers that need not wait for the slowest workers.
 
 After Chen et al., "Revisiting Distributed Synchronous SGD" (2016, arXiv:1604.00981), and TF1's `SyncReplicasOptimizer`:
-an update is the mean of `replicas_to_aggregate` gradients, all computed from the present parameters; the gradients of
-workers beyond that number (backup workers) come too late and are dropped.
+an update is the mean of `replicas_to_aggregate` gradients, all computed from the present parameters. The gradients of
+workers beyond that number (backup workers) arrive too late and are dropped.
 
-Where every worker has its share of every step, the steps are calls over all tasks (`kdist.strategies.lockstep`). Where
-it matters who comes first, or somebody is missing, all waiting is done here, on the chief, so a worker that is lost or
-has no more data can stop nobody. What workers compute stays in no queue and no accumulator: after a loss there is
-nothing to rebuild but the calls.
+If every worker contributes its share to every step, a call runs on all tasks (`kdist.strategies.in_graph_sync`).
+If it matters which worker is first, or a worker is missing, the chief does all the waiting, so that a worker that is
+lost or has no more data blocks no other. Gradients stay in no queue and no accumulator: after a loss, only the calls
+have to be repeated.
 """
 
 from __future__ import annotations
@@ -21,91 +21,78 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.coordinator import fetch
-from kdist.cluster.lanes import Finished, may_be_lost
 from kdist.cluster.spec import Task
+from kdist.config.schema import SyncReplicasOptions
+from kdist.console.warn import warn
+from kdist.data.worker_dataset import iterator_spec
+from kdist.dispatch.first_call_lock import fetch
+from kdist.dispatch.worker_threads import Finished, may_be_lost
 from kdist.errors import ClusterError, TornUpdateError
-from kdist.parameters.contributions import Contribution, Contributions
-from kdist.replica import batch_size_of
-from kdist.result import Contributions as Counts
-from kdist.strategies.base import Program
-from kdist.strategies.calls import CallLogs, StepLogs
-from kdist.strategies.lockstep import LockstepCalls
-from kdist.strategies.on_servers import OnServers
+from kdist.model.replica_step import batch_size_of
+from kdist.parameters.aggregation import Contribution, GradientAggregator
+from kdist.strategies.base import TrainingSpec
+from kdist.strategies.gradient_counts import GradientCounts
+from kdist.strategies.in_graph_sync import InGraphSyncCalls
+from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.quorum import Quorum
-from kdist.warn import warn
-from kdist.worker_data import iterator_spec
+from kdist.strategies.traced_calls import CallLogs, StepLogs
 
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What a call of a worker brought: tensors on the servers, and what it logged."""
+    """What a call of a worker results: tensors on the servers, and what it logged."""
 
     contribution: Contribution
     packed: np.ndarray
 
 
-class SyncReplicas(OnServers):
-    """Synchronous parameter servers with backup workers. Args: those of `OnServers`.
-
-    Args:
-        replicas_to_aggregate: gradients of one update; more than there are workers lets each compute several.
-        backup_workers: workers beyond that number, if it is not given.
-        token_mode: `strict`: every worker may contribute to every step, by its own share; `tf1`: whoever is fast.
-        on_lost_worker: what happens when so many workers are lost that an update lacks gradients: `lower` makes
-            updates of fewer until they are back, `fail` ends the run.
-        worker_timeout: seconds to wait for a lost worker to come back before that.
-    """
+class SyncReplicas(PsStrategy):
+    """Synchronous parameter servers with backup workers. Args: those of `PsStrategy`."""
 
     name: ClassVar[str] = "sync_replicas"
 
-    def __init__(
-        self,
-        *args: Any,
-        replicas_to_aggregate: int | None = None,
-        backup_workers: int = 0,
-        token_mode: str = "strict",
-        on_lost_worker: str = "lower",
-        worker_timeout: float = 60.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, options: SyncReplicasOptions, **kwargs: Any) -> None:
+        super().__init__(*args, options=options, **kwargs)
         num_workers = self._shape.num_workers
-        self._quorum = Quorum(replicas_to_aggregate or num_workers - backup_workers, num_workers, token_mode == "tf1")
+        self._quorum = Quorum(
+            options.replicas_to_aggregate or num_workers - options.backup_workers,
+            num_workers,
+            options.token_mode == "tf1",
+        )
         self.batches_per_step = self._quorum.replicas_to_aggregate
-        self._on_lost_worker = on_lost_worker
-        self._worker_timeout = worker_timeout
-        #: Over each worker's data, made when its first step runs.
+        self._on_lost_worker = options.on_lost_worker
+        self._worker_timeout = options.worker_timeout
+        #: Iterators over each worker's data, created when its first step runs.
         self._iterators: dict[int, Any] = {}
-        #: Workers with a call in flight, and the step it was begun at.
+        #: Workers with a call in flight, and the step at which it was started.
         self._busy: dict[int, int] = {}
-        #: What became of gradients that nobody waited for, since the last update.
-        self._late: dict[int, Counts] = {}
+        #: What happened since the last update to gradients that no update waited for.
+        self._late: dict[int, GradientCounts] = {}
         #: Workers that have no more data.
         self._finished: set[int] = set()
-        #: Lost workers that nobody waits for any more.
+        #: Lost workers that updates no longer wait for.
         self._done_without: set[int] = set()
         self._applies: dict[int, Callable[..., tf.Tensor]] = {}
-        #: The call of one worker, made when it is first needed.
+        #: The call of one worker, traced when it is first needed.
         self._gradient: tf.types.experimental.ConcreteFunction | None = None
-        #: The calls over all tasks, made when everyone is there.
-        self._lockstep: LockstepCalls | None = None
+        #: The calls on all tasks, traced when no worker is missing.
+        self._lockstep: InGraphSyncCalls | None = None
         self._in_lockstep = False
-        #: How many workers had been lost when the last of these calls began.
+        #: How many workers had been lost when the last of these calls started.
         self._num_lost_before = 0
-        #: Calls over all tasks that failed in a row though no task was lost.
+        #: Calls on all tasks that failed in a row although no task was lost.
         self._failures = 0
         #: The global step; None until it has been read from the servers.
         self._step: int | None = None
 
-    def start(self, program: Program) -> None:
-        super().start(program)
+    def start(self, spec: TrainingSpec) -> None:
+        super().start(spec)
         # All workers take all steps.
-        self._sizer = self._program.sizer(num_workers=1)
-        self._logs = CallLogs(self._program.replica_step)
-        self._contributions = Contributions(self._store, program.model.optimizer)
+        self._sizer = self._prepared.sizer(num_workers=1)
+        self._logs = CallLogs(self._prepared.replica_step)
+        self._aggregator = GradientAggregator(self._store, spec.model.optimizer)
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
@@ -123,7 +110,7 @@ class SyncReplicas(OnServers):
         return self._one_update()
 
     def _lockstep_call(self, remaining: int) -> StepLogs | None:
-        """Runs a call over all tasks; None if a worker has no data, so that the others have to go on without it.
+        """Runs a call on all tasks; None if a worker has no data, so that the others have to continue without it.
 
         Raises:
             tf.errors.OpError: a task is lost.
@@ -143,7 +130,7 @@ class SyncReplicas(OnServers):
         try:
             packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
         except tf.errors.OutOfRangeError:
-            # The call cancelled the reads of the workers that have data; their iterators end with that.
+            # The call cancelled the reads of the workers that have data, which ends their iterators.
             self._iterators.clear()
             self._in_lockstep = False
             if self.global_step() != step:
@@ -153,16 +140,16 @@ class SyncReplicas(OnServers):
         self._failures = 0
         self._step = step + size
         logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
-        shares = {worker: Counts(accepted=self._quorum.share(worker)) for worker in workers}
-        return replace(logs, contributions=(shares,) * size)
+        shares = {worker: GradientCounts(accepted=self._quorum.share(worker)) for worker in workers}
+        return replace(logs, gradient_counts=(shares,) * size)
 
-    def _lockstep_calls(self) -> LockstepCalls:
+    def _lockstep_calls(self) -> InGraphSyncCalls:
         if self._lockstep is None:
             self._warming_up = True
-            self._lockstep = LockstepCalls(
-                self._program.replica_step,
+            self._lockstep = InGraphSyncCalls(
+                self._prepared.replica_step,
                 self._store,
-                self._contributions,
+                self._aggregator,
                 self._logs,
                 iterator_spec(self._make_dataset),
                 [self._quorum.share(worker) for worker in range(self._shape.num_workers)],
@@ -170,26 +157,26 @@ class SyncReplicas(OnServers):
         return self._lockstep
 
     def _recover_lockstep(self, error: tf.errors.OpError) -> None:
-        """Finds out who is lost after a call over all tasks failed, and what was done of it.
+        """Finds out which task is lost after a call on all tasks failed, and how much of the call was applied.
 
         Raises:
-            TornUpdateError: an update was begun and not finished, or not by all servers.
+            TornUpdateError: an update was started and not finished, or not by all servers.
             ClusterError: a server is lost.
-            tf.errors.OpError: no task is lost, and such calls fail all the same.
+            tf.errors.OpError: no task is lost, and such calls fail repeatedly.
         """
         self._in_lockstep = False
-        # TensorFlow keeps, for each such function, what it found on each task.
+        # TensorFlow caches, for each such function, what it found on each task.
         self._lockstep = None
         self._iterators.clear()
         coordinator = self._running()
-        # One whose host does not respond is lost soon, or goes on: then all of them try again.
+        # A worker whose host does not respond is soon lost, or continues: then all of them try again.
         coordinator.wait_for_silent()
         coordinator.examine()
         if coordinator.num_lost == self._num_lost_before:
             self._failures += 1
             if self._failures > _TRIES:
                 raise error
-        if not self._watched(self._store.is_whole):
+        if not self._watched(self._store.is_consistent):
             self._step = None
             names = self._names(self._lost()) or "a worker"
             raise TornUpdateError(f"{names} was lost in the middle of an update")
@@ -208,32 +195,32 @@ class SyncReplicas(OnServers):
             worker, begun_at = finished.worker, self._busy.pop(finished.worker)
             gradient = self._gradient_of(finished)
             if gradient is None:
-                # It may be asked again when it is back.
+                # It may be called again when it returns.
                 given[worker] -= begun_at == step
             elif begun_at < step:
-                counts[worker] = counts.get(worker, Counts()) + Counts(dropped=1, stale=1)
+                counts[worker] = counts.get(worker, GradientCounts()) + GradientCounts(dropped=1, stale=1)
             else:
-                counts[worker] = counts.get(worker, Counts()) + Counts(accepted=1)
+                counts[worker] = counts.get(worker, GradientCounts()) + GradientCounts(accepted=1)
                 accepted.append((worker, gradient))
             del finished, gradient
-        # Backup workers go on meanwhile.
+        # Backup workers continue in the meantime.
         self._hand_out(step, given, compute)
-        # In the order of workers, so that sums do not depend on who was first.
+        # In the order of workers, so that sums do not depend on which was first.
         accepted.sort(key=lambda pair: pair[0])
         self._step = self._apply([gradient.contribution for _, gradient in accepted])
         logs = [self._logs.unpack(gradient.packed) for _, gradient in accepted]
         staleness = step - min(int(log.staleness[0]) for log in logs)
-        return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), contributions=(counts,))
+        return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), gradient_counts=(counts,))
 
     def _hand_out(self, step: int, given: dict[int, int], compute: tf.types.experimental.ConcreteFunction) -> None:
-        """Begins a call at every idle worker that may still compute a gradient of this step."""
+        """Starts a call on every idle worker that may still compute a gradient of this step."""
         for worker in self._active():
             if worker in self._busy:
                 continue
             if self._quorum.shared_tokens:
                 may = sum(given.values()) < self._quorum.tokens
             else:
-                # The share of absent workers is left to nobody: the quorum is lowered by it.
+                # No other worker takes the share of an absent one: the quorum is lowered by it.
                 may = given[worker] < self._quorum.share(worker)
             if may:
                 given[worker] += 1
@@ -241,17 +228,17 @@ class SyncReplicas(OnServers):
                 self._running().start_on(worker, partial(self._call, compute))
 
     def _active(self) -> list[int]:
-        """Workers that are there and have data."""
+        """Workers that are connected and have data."""
         return [worker for worker in self._running().present if worker not in self._finished]
 
     def _lost(self) -> set[int]:
         return set(range(self._shape.num_workers)) - set(self._running().present)
 
     def _needed(self) -> int:
-        """Gradients of an update: what was asked for, or what the workers that are there and have data can bring.
+        """How many gradients make an update: as many as requested, or as the connected workers with data can compute.
 
         Raises:
-            ClusterError: there are too few workers, and they were waited for.
+            ClusterError: too few workers are left, and waiting for them did not help.
         """
         if self._reachable() < self._quorum.replicas_to_aggregate and self._lost() - self._done_without:
             self._wait_for_lost()
@@ -260,17 +247,17 @@ class SyncReplicas(OnServers):
         return min(self._quorum.replicas_to_aggregate, self._reachable())
 
     def _reachable(self) -> int:
-        """How many gradients of one step the workers that are there and have data can bring."""
+        """How many gradients of one step the connected workers with data can compute."""
         active = self._active()
         if self._quorum.shared_tokens and active:
             return self._quorum.tokens
         return sum(self._quorum.share(worker) for worker in active)
 
     def _wait_for_lost(self) -> None:
-        """Waits until the lost workers are back, or so many that they are enough.
+        """Waits until enough of the lost workers have returned.
 
         Raises:
-            ClusterError: they did not come, and that is not to be borne.
+            ClusterError: they did not return, and `on_lost_worker=fail`.
         """
         needed = self._quorum.replicas_to_aggregate
         deadline = time.monotonic() + self._worker_timeout
@@ -290,7 +277,7 @@ class SyncReplicas(OnServers):
         return ", ".join(str(Task("worker", worker)) for worker in sorted(workers)) or "a worker"
 
     def _gradient_of(self, finished: Finished) -> _Gradient | None:
-        """What a call brought; None if its worker is lost or has no more data."""
+        """The result of a call; None if its worker is lost or has no more data."""
         if self._running().is_lost(finished):
             return None
         try:
@@ -308,7 +295,7 @@ class SyncReplicas(OnServers):
     def _forget_in_flight(self) -> None:
         self._busy.clear()
         self._in_lockstep = False
-        if not self._watched(self._store.is_whole):
+        if not self._watched(self._store.is_consistent):
             raise ClusterError("training was interrupted in the middle of an update")
 
     def _set_calls_aside(self) -> None:
@@ -316,8 +303,8 @@ class SyncReplicas(OnServers):
             finished = self._running().next_finished()
             del self._busy[finished.worker]
             if self._gradient_of(finished) is not None:
-                late = self._late.get(finished.worker, Counts())
-                self._late[finished.worker] = late + Counts(dropped=1, stale=1)
+                late = self._late.get(finished.worker, GradientCounts())
+                self._late[finished.worker] = late + GradientCounts(dropped=1, stale=1)
 
     def _worker_is_back(self, worker: int) -> None:
         # Its data starts over.
@@ -331,7 +318,7 @@ class SyncReplicas(OnServers):
         return _Gradient(contribution, fetch(packed))
 
     def _compute(self) -> tf.types.experimental.ConcreteFunction:
-        """The call of one worker that brings one gradient."""
+        """The call in which one worker computes one gradient."""
         if self._gradient is None:
             self._warming_up = True
             self._running().before_tracing()
@@ -344,19 +331,19 @@ class SyncReplicas(OnServers):
         batch, seeds = next(iterator)
         pulled = self._store.pull()
         metrics = self._logs.initial_metrics()
-        output = self._program.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
-        contribution = self._contributions.bring(output.gradients, output.state, pulled)
-        # In the place of the staleness stands the step it was computed at: how stale that is the chief knows.
+        output = self._prepared.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
+        contribution = self._aggregator.bring(output.gradients, output.state, pulled)
+        # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
         return [*contribution, self._logs.pack(pulled.global_step[None], [[batch_size_of(batch), *output.metrics]])]
 
     def _apply(self, contributions: list[Contribution]) -> int:
-        """Applies the mean; returns the global step that this makes."""
+        """Applies the mean; returns the new global step."""
         size = len(contributions)
         if size not in self._applies:
             self._warming_up = True
             self._running().before_tracing()
             specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
-            apply = tf.function(self._contributions.apply_mean, autograph=False)
+            apply = tf.function(self._aggregator.apply_mean, autograph=False)
             self._applies[size] = apply.get_concrete_function([specs] * size)
         return int(self._watched(lambda: self._applies[size](contributions).numpy(), ("apply", size)))
 
@@ -364,12 +351,12 @@ class SyncReplicas(OnServers):
         """The iterator over a worker's data."""
         if worker not in self._iterators:
             with tf.device(Task("worker", worker).device):
-                arguments = self._program.worker_arguments(worker, self._step or 0, self.batches_per_step)
+                arguments = self._prepared.worker_arguments(worker, self._step or 0, self.batches_per_step)
                 self._iterators[worker] = iter(self._make_dataset(*arguments))
         return self._iterators[worker]
 
     def _present_step(self) -> int:
-        """The global step. Every update is this process's own, so it is read once."""
+        """The global step. Only this process applies updates, so it is read once."""
         if self._step is None:
             self._step = self.global_step()
         return self._step
@@ -383,4 +370,4 @@ class SyncReplicas(OnServers):
         return bool(self._busy) or self._in_lockstep
 
     def _held_on_tasks(self) -> tuple[str, ...]:
-        return ("_lockstep", "_gradient", "_applies", "_iterators", "_contributions")
+        return ("_lockstep", "_gradient", "_applies", "_iterators", "_aggregator")

@@ -9,7 +9,7 @@ import pytest
 from commands import kdist
 from helpers import result_of
 
-from kdist.cli import help_text, run
+from kdist.cli.main import help_text, run
 
 MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
 HOSTS = ["+recipe=mnist", "cluster=hosts", "cluster.ps=[a:1,a:2]", "cluster.worker=[b:1,b:2]"]
@@ -241,7 +241,7 @@ def test_a_failing_run_says_whose_error_it_is_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", list(sys.argv))
-    monkeypatch.setattr("kdist.signals.exit_at_once", None)
+    monkeypatch.setattr("kdist.launch.signals.exit_at_once", None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run([*MINE, "train.steps=20", "run.dir=out", *arguments]) == code
     stderr = capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_data_path_is_refused_with_what_is_expected(tmp_path: Path) -> None:
 
 def test_help_and_refusal_do_not_import_tensorflow(tmp_path: Path) -> None:
     code = (
-        "import sys; from kdist.cli import run; run(['--help']); run(['+recipe=mnist', 'train.steps=0']); "
+        "import sys; from kdist.cli.main import run; run(['--help']); run(['+recipe=mnist', 'train.steps=0']); "
         "run(['+recipe=mnist', 'cluster=x']); run(['+recipe=mnist', 'cluster=hosts']); "
         "assert not {'tensorflow', 'keras'} & set(sys.modules)"
     )

@@ -131,7 +131,7 @@ def test_four_commands_in_any_order_are_one_cluster_whose_chief_is_worker_0(task
     for task, address in (("ps:0", ps[0]), ("ps:1", ps[1]), ("worker:1", worker_1)):
         first, last = tasks.said(task).splitlines()
         assert first.endswith(f"{task} of 2ps2w | at {address}, chief worker:0 at {worker_0}")
-        assert last == f"done  | {task} | the chief is done"
+        assert last == f"done  | {task} | the chief has finished"
 
 
 def test_a_chief_of_its_own_trains_on_all_workers(tasks: Tasks) -> None:
@@ -150,7 +150,7 @@ def test_a_chief_of_its_own_trains_on_all_workers(tasks: Tasks) -> None:
 
 def test_tf_config_says_who_is_who(tasks: Tasks) -> None:
     chief, ps, worker = free_addresses(3)
-    # As Estimator wrote it: nobody listens at the evaluator's address.
+    # As Estimator wrote it: nothing listens at the evaluator's address.
     cluster = {"chief": [chief], "ps": [ps], "worker": [worker], "evaluator": ["127.0.0.1:9"]}
     run_dir = tasks.folder("chief:0") / "D"
     for task in ("ps:0", "evaluator:0", "chief:0", "worker:0"):
@@ -162,7 +162,7 @@ def test_tf_config_says_who_is_who(tasks: Tasks) -> None:
     assert (result["status"], result["global_step"], result["cluster"]) == ("done", 20, "1ps1w")
     first, *evaluations, last = tasks.said("evaluator:0").splitlines()
     assert first.endswith(f"evaluator:0 of 1ps1w | evaluates {run_dir}/checkpoints")
-    assert last == "done  | evaluator:0 | the chief is done"
+    assert last == "done  | evaluator:0 | the chief has finished"
     # Whatever was saved before, the last checkpoint is evaluated, to what the chief found as well.
     loss = result["metrics"]["validation"]["loss"]
     assert f"eval  | step     20 | loss {loss:.4f}" in evaluations[-1]
@@ -191,7 +191,7 @@ def test_a_server_that_never_comes_is_named_and_nobody_waits_on(tasks: Tasks) ->
     assert tasks.code_of("worker:0", 4 + 2 * SOON) == 75
     _, _, message = tasks.said("worker:0").partition("kdist: error: ")
     assert f"ps:1 ({missing})" in message
-    assert "did not answer within 4 s (cluster.start_timeout)" in message
+    assert "did not respond within 4 s (cluster.start_timeout)" in message
     assert "Traceback" not in message
     result = result_of(tasks.folder("worker:0") / "D")
     assert result["status"] == "failed"

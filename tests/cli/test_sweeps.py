@@ -17,7 +17,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def rows(console: str) -> list[list[str]]:
     """The cells of the table at the end, without its head."""
     _, _, table = console.partition("\nsweep | ")
-    lines = [line for line in table.splitlines() if "|" in line and not line.startswith("job ")]
+    lines = [line for line in table.splitlines() if "|" in line and not line.startswith("trial ")]
     return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
 
 
@@ -46,13 +46,13 @@ def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> Non
     written = [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)]
     again = kdist(*command, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("it is done already") == 4
+    assert again.stdout.count("already done; skipped") == 4
     assert rows(again.stdout) == table
     assert [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)] == written
     # Another sweep has no place there.
     other = kdist("-m", *MINE, "optimizer.learning_rate=0.2,0.3", "train.steps=30", "hydra.sweep.dir=S", cwd=tmp_path)
     assert other.returncode == 2
-    assert "holds a job with" in other.stderr
+    assert "holds a trial with" in other.stderr
     assert [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)] == written
 
 
@@ -63,10 +63,10 @@ def test_a_failed_job_does_not_end_a_sweep_and_no_secret_is_told(
     monkeypatch.setenv("DATABASE_PASSWORD", "correct-horse")
     done = kdist(*command, "+data.password=${oc.env:DATABASE_PASSWORD}", cwd=tmp_path)
     assert done.returncode == 1
-    assert "kdist: error: 1 of 2 jobs failed: 0" in done.stderr
+    assert "kdist: error: 1 of 2 trials failed: 0" in done.stderr
     assert [row[-1] for row in rows(done.stdout)] == ["done", "failed"]
-    assert "job 0 failed: NanTensor: " in done.stdout
-    assert json.loads((tmp_path / "S" / "0" / "job.json").read_text())["status"] == "failed"
+    assert "trial 0 failed: NanTensor: " in done.stdout
+    assert json.loads((tmp_path / "S" / "0" / "trial.json").read_text())["status"] == "failed"
     assert "correct-horse" not in done.stdout + done.stderr
     files = [path for path in (tmp_path / "S").rglob("*") if path.is_file()]
     assert not [path for path in files if b"correct-horse" in path.read_bytes()]
@@ -98,7 +98,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     again.kill()
     again.wait(10)
     said = console.read_text()
-    assert said.count("it is done already") == 1
+    assert said.count("already done; skipped") == 1
     assert int(said.partition("load  | step")[2].split()[0]) >= 300
 
 

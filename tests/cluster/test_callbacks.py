@@ -94,7 +94,7 @@ def test_hooks_feed_workers_that_begin_one_after_the_other(tmp_path: Path) -> No
     class Looks(kdist.hooks.Hook):
         def after_run(self, context: Any, values: Any) -> None:
             seen[values.global_step] = float(context.session.read()["optimizer/learning_rate"])
-            worked[values.global_step] = set(values.contributions)
+            worked[values.global_step] = set(values.gradient_counts)
 
     hooks = kdist.hooks
     trainer = kdist.Trainer(

@@ -15,7 +15,8 @@ import tensorflow as tf
 from helpers import tags_of, toy_data, wait_until
 
 import kdist
-from kdist.strategies import on_servers, on_workers
+from kdist.evaluation import on_workers
+from kdist.strategies import ps_base
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -52,8 +53,8 @@ def test_workers_validate_what_keras_would(
     if kind == "dataset":
         validation = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(50)
     asked: list[int] = []
-    ask = on_servers.OnServers.on_workers
-    monkeypatch.setattr(on_servers.OnServers, "on_workers", lambda *a: asked.append(1) or ask(*a))
+    ask = ps_base.PsStrategy.on_workers
+    monkeypatch.setattr(ps_base.PsStrategy, "on_workers", lambda *a: asked.append(1) or ask(*a))
     options: dict[str, Any] = {"backup_workers": 1} if strategy == "sync_replicas" else {}
     trainer = kdist.Trainer(build, "2ps3w", strategy, run_dir=tmp_path, **options)
     history = trainer.fit(x, y, batch_size=50, epochs=2, validation_data=validation, verbose=0)
@@ -83,7 +84,7 @@ def test_a_worker_that_is_lost_while_it_validates_leaves_its_part_to_another(
 ) -> None:
     x, y = toy_data(512)
     trainer = kdist.Trainer(build, "1ps2w", run_dir=tmp_path, max_worker_restarts=0)
-    place = on_workers.WorkerJob.place
+    place = on_workers._OnWorkers.place
     killed: list[int] = []
 
     def kill_first(job: Any, functions: Any, part: int) -> Any:
@@ -94,7 +95,7 @@ def test_a_worker_that_is_lost_while_it_validates_leaves_its_part_to_another(
             killed.append(pid)
         return placed
 
-    monkeypatch.setattr(on_workers.WorkerJob, "place", kill_first)
+    monkeypatch.setattr(on_workers._OnWorkers, "place", kill_first)
     with trainer.session(x, y, batch_size=32, steps=20, validation_data=(x, y), verbose=0) as session:
         while not session.should_stop():
             session.run()
@@ -132,7 +133,7 @@ def test_an_evaluator_evaluates_each_new_checkpoint_and_comes_back(
     waits = Waits()
     saver = kdist.hooks.CheckpointSaver(every_steps=20)
     trainer = kdist.Trainer(build, "1ps1w1e", run_dir=tmp_path, hooks=[waits, saver])
-    with pytest.warns(UserWarning, match=r"evaluator is lost \(killed by signal 9, SIGKILL\); .*it is started again"):
+    with pytest.warns(UserWarning, match=r"evaluator died \(signal 9, SIGKILL\); .*restarting"):
         trainer.fit(x, y, batch_size=32, steps=60, validation_data=(x, y))
     said = waits.said + capfd.readouterr().out
     assert trainer.result.cluster == "1ps1w1e"
@@ -149,7 +150,7 @@ def test_an_evaluator_that_fails_costs_a_warning(tmp_path: Path) -> None:
     x, y = toy_data(64)
 
     def build_here_only() -> keras.Model:
-        if "evaluator_task" in sys.argv[0]:
+        if "evaluator_main" in sys.argv[0]:
             raise ValueError("not here")
         return models.mlp()
 
@@ -159,7 +160,7 @@ def test_an_evaluator_that_fails_costs_a_warning(tmp_path: Path) -> None:
             wait_until(lambda: process is None or process.poll() is not None, 60, "it has failed")
 
     trainer = kdist.Trainer(build_here_only, "1ps1w1e", run_dir=tmp_path, hooks=[Waits()])
-    with pytest.warns(UserWarning, match=r"evaluator is lost \(exit code 1\); .*training goes on without it"):
+    with pytest.warns(UserWarning, match=r"evaluator died \(exit code 1\); .*training continues without it"):
         trainer.fit(x, y, steps=20, validation_data=(x, y), verbose=0)
     assert "ValueError: not here" in (tmp_path / "logs" / "evaluator-0.log").read_text()
     assert trainer.result.status == "done"

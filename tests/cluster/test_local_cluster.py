@@ -43,7 +43,7 @@ def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
         assert cluster.lost_tasks() == {}
         os.kill(cluster.pids[Task("worker", 1)], signal.SIGKILL)
         wait_until(cluster.lost_tasks, 5, "the loss is seen")
-        assert cluster.lost_tasks() == {Task("worker", 1): "killed by signal 9, SIGKILL"}
+        assert cluster.lost_tasks() == {Task("worker", 1): "died (signal 9, SIGKILL)"}
         pids = list(cluster.pids.values())
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert {path.name for path in tmp_path.iterdir()} == {"ps-0.log", "worker-0.log", "worker-1.log"}
@@ -97,7 +97,7 @@ def test_tasks_end_when_the_chief_is_killed_while_they_start(tmp_path: Path) -> 
 def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(ClusterShape(1, 1), tmp_path, start_timeout=0.01)
     with pytest.raises(
-        ClusterError, match=r"ps:0, worker:0 did not answer within 0\.01 s \(cluster\.start_timeout\)"
+        ClusterError, match=r"ps:0, worker:0 did not respond within 0\.01 s \(cluster\.start_timeout\)"
     ) as error:
         cluster.start()
     assert error.value.exit_code == 75
@@ -106,9 +106,7 @@ def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.server.ServerOptions.to_json", lambda self: "not json")
-    with pytest.raises(
-        ClusterError, match=r"(?s)(ps|worker):0 ended while it started \(exit code 1\).*JSONDecodeError"
-    ):
+    with pytest.raises(ClusterError, match=r"(?s)(ps|worker):0 exited while starting \(exit code 1\).*JSONDecodeError"):
         LocalCluster(ClusterShape(1, 1), tmp_path).start()
 
 
@@ -171,4 +169,4 @@ def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, mon
     with LocalCluster(ClusterShape(1, 1), tmp_path, step_timeout=0.5) as cluster:
         os.kill(cluster.pids[Task("ps", 0)], signal.SIGSTOP)
         wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
-        assert cluster.lost_tasks() == {Task("ps", 0): "it was stopped for 1 s, and killed"}
+        assert cluster.lost_tasks() == {Task("ps", 0): "was stopped for 1 s and killed"}

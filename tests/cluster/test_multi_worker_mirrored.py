@@ -14,8 +14,8 @@ import tensorflow as tf
 from helpers import process_name, result_of, tags_of, toy_data
 
 import kdist
-from kdist.checkpoint import Checkpoints
 from kdist.hooks import CheckpointSaver, Hook
+from kdist.run.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.cluster
 
@@ -64,7 +64,7 @@ class KillAWorker(Hook):
 def test_a_worker_that_is_killed_is_named(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[KillAWorker()], max_restarts=0)
-    with pytest.raises(kdist.ClusterError, match=r"worker:1 is lost \(killed by signal 9, SIGKILL\)"):
+    with pytest.raises(kdist.ClusterError, match=r"worker:1 died \(signal 9, SIGKILL\)"):
         trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
     result = result_of(run_dir)
     assert result["status"] == "failed"
@@ -95,7 +95,9 @@ def test_a_process_of_its_own_that_is_stopped_is_named_and_started_again(run_dir
         step_timeout=3,
         max_restarts=1,
     )
-    with pytest.warns(UserWarning, match=r"worker:0 is stopped for 3 s \(cluster.step_timeout\); .* started again"):
+    with pytest.warns(
+        UserWarning, match=r"worker:0 has been stopped for 3 s \(cluster.step_timeout\); restarting the cluster"
+    ):
         trainer.fit(x, y, batch_size=8, steps=20, verbose=0)
     assert trainer.result.global_step == 20
     assert trainer.result.restarts == {"worker": 0, "cluster": 1}
@@ -127,7 +129,7 @@ def test_what_cannot_travel_and_a_loop_of_ones_own_are_refused(run_dir: Path) ->
             self.lock = threading.Lock()
 
     trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[Stuck()])
-    with pytest.raises(kdist.ConfigError, match="cannot travel"):
+    with pytest.raises(kdist.ConfigError, match="cannot be sent to the processes"):
         trainer.fit(x, y, steps=5, verbose=0)
     with pytest.raises(kdist.ConfigError, match="use fit"), trainer.session(x, y, steps=5):
         pass

@@ -13,8 +13,8 @@ import tensorflow as tf
 from helpers import delayed, result_of, tags_of, toy_batches, toy_data
 
 import kdist
-from kdist.cluster.connection import reconnect
-from kdist.cluster.first_calls import first_calls
+from kdist.dispatch.connection import reconnect
+from kdist.dispatch.first_call_lock import first_calls
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 from kdist.parameters.store import ParameterStore
 
@@ -32,7 +32,7 @@ class Notes(Hook):
 
     def after_run(self, context: Any, values: Any) -> None:
         self.staleness += values.staleness.tolist()
-        self.accepted.append(sum(counts.accepted for counts in values.contributions.values()))
+        self.accepted.append(sum(counts.accepted for counts in values.gradient_counts.values()))
 
 
 def with_a_slow_worker(context: kdist.DataContext) -> tf.data.Dataset:
@@ -131,7 +131,7 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, mo
         was_alone.append(bool(first_calls._alone))
         reconnect(*arguments)
 
-    monkeypatch.setattr("kdist.cluster.coordinator.reconnect", reconnect_alone)
+    monkeypatch.setattr("kdist.dispatch.coordinator.reconnect", reconnect_alone)
 
     class KillOne(Hook):
         def after_run(self, context: Any, values: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, mo
     trainer = kdist.Trainer(
         models.mlp, cluster="1ps3w", strategy="sync_replicas", backup_workers=1, run_dir=run_dir, hooks=[KillOne()]
     )
-    with pytest.warns(UserWarning, match="worker:1 is lost"):
+    with pytest.warns(UserWarning, match="worker:1 died"):
         trainer.fit(x, y, batch_size=8, steps=60, verbose=0)
     assert result_of(run_dir)["global_step"] == 60
     # No fetch began while the connection changed.
@@ -157,17 +157,17 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, mo
 def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_whole, seen = ParameterStore.is_whole, []
+    is_consistent, seen = ParameterStore.is_consistent, []
 
     def torn_once(store: ParameterStore) -> bool:
         if not seen:
             # As if the second server had applied the update that the lost worker was in, and the first had not.
             store._steps[1].assign_add(1)
             store._applied[1].assign_add(1)
-        seen.append(is_whole(store))
+        seen.append(is_consistent(store))
         return seen[-1]
 
-    monkeypatch.setattr(ParameterStore, "is_whole", torn_once)
+    monkeypatch.setattr(ParameterStore, "is_consistent", torn_once)
 
     class KillOnce(Hook):
         def after_run(self, context: Any, values: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
             return 15 - step if step < 15 else None
 
         def end(self, session: Any) -> None:
-            seen.append(is_whole(session.strategy._store))
+            seen.append(is_consistent(session.strategy._store))
 
     x, y = toy_data()
     trainer = kdist.Trainer(
@@ -189,7 +189,7 @@ def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
         run_dir=run_dir,
         hooks=[CheckpointSaver(every_steps=10), KillOnce()],
     )
-    with pytest.warns(UserWarning, match=r"in the middle of an update; training goes back to .*ckpt-10 \(1 of 3\)"):
+    with pytest.warns(UserWarning, match=r"in the middle of an update; resuming from .*ckpt-10 \(1 of 3\)"):
         trainer.fit(x, y, batch_size=8, steps=60, verbose=0)
     result = result_of(run_dir)
     assert (result["global_step"], result["restarts"]["cluster"]) == (60, 0)
@@ -218,7 +218,7 @@ def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
         max_restarts=0,
     )
     with (
-        pytest.warns(UserWarning, match="worker:1 is lost"),
+        pytest.warns(UserWarning, match="worker:1 died"),
         pytest.raises(kdist.ClusterError, match=r"worker:1 did not come back within 1 s \(strategy.worker_timeout\)"),
     ):
         trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)

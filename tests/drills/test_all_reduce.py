@@ -13,7 +13,7 @@ def test_a_killed_worker_starts_all_again_from_the_newest_checkpoint(drill: Dril
     run.signal_task("worker:1")
     ended = run.end(120)
     assert (ended.code, ended.step) == (0, 3000)
-    again = "kdist: worker:1 is lost (killed by signal 9, SIGKILL); the cluster is started again from checkpoints/ckpt-"
+    again = "kdist: worker:1 died (signal 9, SIGKILL); restarting the cluster from checkpoints/ckpt-"
     assert ended.console.count(again) == 1
     assert int(ended.console.split(again)[1].split()[0]) >= 1000
     assert ended.result["restarts"] == {"worker": 0, "cluster": 1}

@@ -109,7 +109,7 @@ def test_a_full_disk_costs_warnings_and_at_the_last_save_the_run(drill: Drill, d
         failed, "could not be saved", "No space left on device", "; last good checkpoint: D/checkpoints/ckpt-10"
     )
     assert [re.findall(r"step \d+", line)[0] for line in said] == ["step 20", "step 30"]
-    assert all(line.startswith("kdist: step ") and line.endswith("; training goes on") for line in said)
+    assert all(line.startswith("kdist: step ") and line.endswith("; training continues") for line in said)
     assert lines(failed, "kdist: error: step 40 could not be saved to D/checkpoints", "No space left on device")
     assert "Traceback" not in failed.console
     assert (failed.code, failed.result["status"], failed.step) == (1, "failed", 40)
@@ -177,7 +177,7 @@ def test_a_folder_that_becomes_read_only_costs_warnings_until_it_can_be_written(
     wait_until(lambda: _becomes(checkpoint_disk, "ro"), 20, "the file system is read-only")
     said = run.wait_for(r"kdist: step .*could not be saved.*")
     assert "Read-only file system" in said
-    assert "training goes on" in said
+    assert "training continues" in said
     checkpoint_disk.set("rw")
     run.wait_for(r"(?s)Read-only.*save  \| step")
     wait_until(lambda: _becomes(checkpoint_disk, "ro"), 20, "the file system is read-only")
@@ -253,7 +253,7 @@ def test_damaged_checkpoints_cost_a_warning_each_and_never_the_way_back_to_step_
     os.truncate(folder / f"ckpt-30{INDEX}", 20)
     os.truncate(folder / "checkpoint", 0)
     done = drill.start(*arguments, "train.steps=50").end()
-    assert [re.findall(r"ckpt-\d+", line) for line in lines(done, "is damaged and left out")] == [
+    assert [re.findall(r"ckpt-\d+", line) for line in lines(done, "is damaged; skipped")] == [
         ["ckpt-40"],
         ["ckpt-30"],
     ]
@@ -266,7 +266,7 @@ def test_damaged_checkpoints_cost_a_warning_each_and_never_the_way_back_to_step_
         before[step] = (folder / f"ckpt-{step}{INDEX}").read_bytes()
     failed = drill.start(*arguments, "train.steps=60").end()
     assert lines(failed, "kdist: error: every checkpoint in D/checkpoints is damaged", "run.resume=never")
-    assert len(lines(failed, "is damaged and left out")) == len(before)
+    assert len(lines(failed, "is damaged; skipped")) == len(before)
     assert {step: (folder / f"ckpt-{step}{INDEX}").read_bytes() for step in steps_saved(folder)} == before
     assert failed.code == 1
     drill.report(21, "all damaged", "error; nothing is overwritten", failed)

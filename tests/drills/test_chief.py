@@ -89,6 +89,7 @@ def test_a_signal_to_every_process_of_a_run_saves_the_step_that_was_reached(
     assert ended.step is not None
     assert ended.step >= 300
     assert "is lost" not in ended.console
+    assert " died " not in ended.console
     drill.report(10, f"{number.name} to all processes, {' '.join(arguments)}", "saved and ended", ended)
 
 
@@ -133,7 +134,7 @@ def test_a_signal_while_a_worker_does_not_answer_ends_the_run_in_time(
     ended = run.end(8 + 5)
     assert ended.code == code
     assert newest_step(run) == ended.step
-    assert "calls in flight did not end in time (run.grace_secs) and are given up" in ended.console
+    assert "calls in flight did not end in time (run.grace_secs); discarding them" in ended.console
     drill.report(10, f"{number.name} while a worker is stopped", "its call given up, saved, ended in time", ended)
 
 
@@ -193,5 +194,5 @@ def test_what_strays_in_the_environment_does_not_matter(drill: Drill) -> None:
     ended = run.end(60)
     assert ended.code == 0
     assert 3000 <= ended.step <= 3000 + 16
-    assert "worker:1 is lost (killed by signal 9, SIGKILL)" in ended.console
+    assert "worker:1 died (signal 9, SIGKILL)" in ended.console
     drill.report(25, "GRPC_FAIL_FAST=false and a stray TF_CONFIG", "no difference", ended)

@@ -52,7 +52,7 @@ def test_ten_minutes_of_faults_end_at_the_step_with_the_right_accuracy(drill: Dr
     assert ended.result["metrics"]["validation"]["accuracy"] > 0.9
     restarts = first.result["restarts"]
     happened = (
-        f"{faults} faults; workers back {restarts['worker']}, clusters started again {restarts['cluster']}; "
+        f"{faults} faults; worker restarts {restarts['worker']}, cluster restarts {restarts['cluster']}; "
         f"accuracy {ended.result['metrics']['validation']['accuracy']:.3f}"
     )
     both = replace(ended, seconds=first.seconds + ended.seconds)

@@ -10,7 +10,7 @@ from drilling import MINE, Drill, DrillRun
 from helpers import wait_until
 
 from kdist.cluster.local import free_ports
-from kdist.cluster.rendezvous import accepts_connections
+from kdist.cluster.port_probe import accepts_connections
 
 pytestmark = pytest.mark.cluster
 
@@ -53,7 +53,7 @@ def test_a_worker_that_never_starts_is_named(drill: Drill) -> None:
     server, chief = cluster.start("ps:0"), cluster.start("worker:0")
     ended = chief.end(60)
     assert ended.code == 75
-    missing = f"worker:1 ({cluster.addresses['worker:1']}) did not answer within 15 s (cluster.start_timeout)"
+    missing = f"worker:1 ({cluster.addresses['worker:1']}) did not respond within 15 s (cluster.start_timeout)"
     assert missing in ended.console
     server.end(30)
     drill.report(4, "a worker never starts", "named after cluster.start_timeout", ended)
@@ -65,7 +65,7 @@ def test_a_worker_that_is_started_again_by_hand_is_taken_back(drill: Drill) -> N
     server, chief, worker = (cluster.start(task) for task in ("ps:0", "worker:0", "worker:1"))
     chief.wait_for(r"train \| step +300", 90)
     worker.process.kill()
-    chief.wait_for(r"worker:1 is lost \(nobody listens at .*\); training goes on without it")
+    chief.wait_for(r"worker:1 is lost \(nothing listens at .*\); training continues without it")
     time.sleep(5)
     again = cluster.start("worker:1")
     chief.wait_for(r"worker:1 is back after")

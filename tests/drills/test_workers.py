@@ -20,7 +20,7 @@ def test_a_killed_worker_that_is_not_started_again_is_done_without(drill: Drill)
     # Stop lands on the step but for what the lost call repeats.
     assert 4000 <= ended.step == ended.result["gradients"]["applied"] <= 4000 + 16
     assert ended.step - 4000 <= ended.result["extra_steps"] <= 16
-    said = "worker:1 is lost (killed by signal 9, SIGKILL); training goes on without it and its part of the data"
+    said = "worker:1 died (signal 9, SIGKILL); training continues without it and its share of the data"
     assert ended.console.count(said) == 1
     assert "Traceback" not in ended.console
     drill.report(1, "kill -9 of an async worker, not restarted", "the others went on without it", ended)
@@ -32,7 +32,7 @@ def test_a_killed_worker_is_started_again_on_its_port(drill: Drill) -> None:
     run.wait_for(r"train \| step +500")
     for number in (1, 2, 3):
         run.signal_task("worker:1")
-        run.wait_for(rf"worker:1 is lost \(killed by signal 9, SIGKILL\); it is started again \({number} of 3\)")
+        run.wait_for(rf"worker:1 died \(signal 9, SIGKILL\); restarting \({number} of 3\)")
         run.wait_for(rf"(?s)(worker:1 is back after .*){{{number}}}")
         if number == 1:
             at_return = len(run.console)
@@ -73,7 +73,7 @@ def test_all_workers_killed_and_not_started_again_fail_the_run(drill: Drill) -> 
         run.signal_task(name)
     ended = run.end(20)
     assert ended.code == 75
-    assert "kdist: error: no worker is left: worker:0 is lost (killed by signal 9, SIGKILL), worker:1" in ended.console
+    assert "kdist: error: no worker is left: worker:0 died (signal 9, SIGKILL), worker:1" in ended.console
     assert "goes on from checkpoints/ckpt-" in ended.console
     drill.report(5, "all workers killed, restarts forbidden", "ended with the names and the way on", ended)
 
@@ -84,7 +84,7 @@ def test_a_stopped_worker_is_found_and_replaced(drill: Drill) -> None:
     run.wait_for(r"train \| step +500")
     stopped = run.signal_task("worker:1", signal.SIGSTOP)
     # By time, before something is traced, or by the guard if it happened in the middle of that.
-    run.wait_for(r"worker:1 (did not answer .* and is killed|is lost \(it was stopped for 13 s, and killed\))", 40)
+    run.wait_for(r"worker:1 (did not respond .* ; killing it|was stopped for 13 s and killed)", 40)
     run.wait_for(r"worker:1 is back after")
     assert run.wait_for_task("worker:1") != stopped
     run.process.terminate()
@@ -119,5 +119,5 @@ def test_data_of_one_worker_that_ends_early_is_said(drill: Drill) -> None:
     )
     ended = run.end()
     assert (ended.code, ended.step) == (0, 600)
-    assert ended.console.count("kdist: worker:1 has no data; training goes on without it") == 1
+    assert ended.console.count("kdist: worker:1 has no data; training continues without it") == 1
     drill.report(17, "one async worker has no data", "the other went on without it", ended)

@@ -18,7 +18,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras, numpy as np, tensorflow as tf
 import kdist, user_code
 from helpers import toy_data
-from kdist.schema import ClusterConfig
+from kdist.config.schema import ClusterConfig
 
 job, index = sys.argv[1].split(":")
 cluster = ClusterConfig("hosts", ps=["host1:PORT"], worker=["host0:PORT", "host2:PORT"], job=job, task=int(index),

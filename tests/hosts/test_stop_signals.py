@@ -39,7 +39,7 @@ def test_a_signal_to_all_tasks_saves_the_step_that_was_reached(
     for task in ("worker:1", "ps:0", "ps:1"):
         said = cluster.said(task)
         assert re.search(rf"{task}: {number.name}; it serves until the chief has saved, at most 30 s", said), said
-        assert f"done  | {task} | the chief is done" in said
+        assert f"done  | {task} | the chief has finished" in said
     if not repetition:
         hosts.report(47, f"{number.name} twice to all processes of all tasks", "saved and ended", ended)
 

@@ -235,7 +235,7 @@ def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_
 
     noted = EveryEvent()
     trainer = kdist.Trainer(build, run_dir=tmp_path, hooks=[Last()])
-    with pytest.warns(UserWarning, match=r"ps:0 is lost; the cluster is started again from checkpoints/ckpt-14"):
+    with pytest.warns(UserWarning, match=r"ps:0 is lost; restarting the cluster from checkpoints/ckpt-14"):
         history = trainer.fit(**data(), callbacks=[noted, callbacks.CSVLogger(tmp_path / "log.csv")])
     assert trainer.result.global_step == EPOCHS * STEPS
     assert history.epoch == list(range(EPOCHS))

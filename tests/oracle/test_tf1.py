@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tf1_program import run_tf1
 
 import kdist
-from kdist.checkpoint import Checkpoints
+from kdist.run.checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 

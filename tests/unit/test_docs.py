@@ -9,8 +9,8 @@ import pytest
 from helpers import REPO
 from hydra._internal.utils import get_args_parser
 
-from kdist.cli import _check
-from kdist.config_sources import register
+from kdist.cli.hydra_plugins import register
+from kdist.cli.main import _check
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 MY_CODE = re.search(r'title="my_code.py"\n(.*?)```', (REPO / "docs/howto/model.md").read_text(), re.DOTALL)

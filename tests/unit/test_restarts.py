@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
-from fakes import CountingStrategy, FakeCheckpoints, FakeProgram, FakeSummaries
-from test_session import Recorder, run_all
+from fakes import CountingStrategy, FakeCheckpoints, FakeSpec, FakeSummaries, Recorder, run_all
 
 from kdist.errors import ClusterError, TornUpdateError
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
@@ -62,7 +61,7 @@ def session_that_fails(
 
     session = TrainSession(
         make,
-        FakeProgram(),  # type: ignore[arg-type]
+        FakeSpec(),  # type: ignore[arg-type]
         hooks,
         checkpoints=SavedCheckpoints(),  # type: ignore[arg-type]
         summaries=FakeSummaries(),  # type: ignore[arg-type]
@@ -80,9 +79,7 @@ def savers(last_step: int = 100) -> list[Hook]:
 def test_a_failed_cluster_is_started_again_from_the_newest_checkpoint() -> None:
     recorder = Recorder()
     session, made = session_that_fails({60}, [recorder, *savers()])
-    with pytest.warns(
-        UserWarning, match=r"ps:0 is lost \(killed\); the cluster is started again from .*ckpt-40 \(1 of 3"
-    ):
+    with pytest.warns(UserWarning, match=r"ps:0 is lost \(killed\); restarting the cluster from .*ckpt-40 \(1 of 3"):
         run_all(session)
     assert (session.global_step, session.stopped_by) == (100, "StopAtStep")
     assert session.restarts == {"worker": 0, "cluster": 1}
@@ -96,7 +93,7 @@ def test_after_a_torn_update_the_tasks_stay(monkeypatch: pytest.MonkeyPatch, may
     monkeypatch.setattr(FailingStrategy, "error", TornUpdateError("worker:1 was lost in the middle of an update"))
     session, made = session_that_fails({60}, savers(), may_restart_tasks=may_restart_tasks)
     with pytest.warns(
-        UserWarning, match=r"worker:1 was lost in the middle of an update; training goes back to .*ckpt-40 \(1 of 3"
+        UserWarning, match=r"worker:1 was lost in the middle of an update; resuming from .*ckpt-40 \(1 of 3"
     ):
         run_all(session)
     assert (session.global_step, len(made)) == (100, 1)

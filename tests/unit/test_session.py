@@ -4,61 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import CountingStrategy, FakeCheckpoints, FakeProgram, FakeSummaries
-from test_timer import FakeClock
+from fakes import CountingStrategy, FakeCheckpoints, FakeClock, Recorder, make_session, run_all
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
 from kdist.hooks import CheckpointSaver, Hook, LoggingTensor, NanTensor, StepCounter, StopAtStep, SummarySaver
-from kdist.session import TrainSession
-
-
-class Recorder(Hook):
-    """Writes down every event."""
-
-    def __init__(self, raise_in: str | None = None) -> None:
-        self.events: list[str] = []
-        self._raise_in = raise_in
-
-    def _note(self, event: str) -> None:
-        self.events.append(event)
-        if event == self._raise_in:
-            raise RuntimeError(f"in {event}")
-
-    def begin(self, session: Any) -> None:
-        self._note("begin")
-
-    def after_create_session(self, session: Any) -> None:
-        self._note("after_create_session")
-
-    def before_run(self, context: Any) -> None:
-        self._note("before_run")
-
-    def after_run(self, context: Any, values: Any) -> None:
-        self._note("after_run")
-
-    def end(self, session: Any) -> None:
-        self._note("end")
-
-    def close(self) -> None:
-        self._note("close")
-
-
-def make_session(hooks: list[Hook], strategy: CountingStrategy | None = None, **options: Any) -> TrainSession:
-    options = {
-        "checkpoints": FakeCheckpoints(),
-        "summaries": FakeSummaries(),
-        "print_line": lambda line: None,
-        **options,
-    }
-    made = strategy or CountingStrategy()
-    return TrainSession(lambda: made, FakeProgram(), hooks, **options)  # type: ignore[arg-type]
-
-
-def run_all(session: TrainSession) -> TrainSession:
-    with session:
-        while not session.should_stop():
-            session.run()
-    return session
 
 
 def test_hooks_are_called_in_the_order_of_the_contract() -> None:
@@ -169,11 +118,11 @@ class FullDisk(FakeCheckpoints):
 
 def test_a_failed_save_is_one_warning_and_the_next_is_tried_when_it_is_due() -> None:
     hooks: list[Hook] = [CheckpointSaver(every_steps=10), StopAtStep(last_step=40)]
-    with pytest.warns(UserWarning, match="training goes on") as warned:
+    with pytest.warns(UserWarning, match="training continues") as warned:
         session = run_all(make_session(hooks, checkpoints=FullDisk(0, 20)))
     assert session.checkpoints.saved == [10, 30, 40]
     assert [str(warning.message) for warning in warned] == [
-        f"kdist: step {step} could not be saved to D: no space; last good checkpoint: ckpt-1; training goes on"
+        f"kdist: step {step} could not be saved to D: no space; last good checkpoint: ckpt-1; training continues"
         for step in (0, 20)
     ]
 
@@ -234,7 +183,7 @@ def test_step_counter_writes_rates() -> None:
         ("train", 100, ("perf/steps_per_sec", "perf/examples_per_sec")),
         ("train", 200, ("perf/steps_per_sec", "perf/examples_per_sec")),
     ]
-    assert session.account.steps_per_second == pytest.approx(100.0)
+    assert session.statistics.steps_per_second == pytest.approx(100.0)
 
 
 def test_an_interrupt_ends_before_the_next_run_and_cleanly() -> None:
@@ -258,8 +207,8 @@ def test_steps_of_a_repeated_call_are_counted_as_extra(is_asynchronous: bool) ->
     strategy.is_asynchronous = is_asynchronous  # type: ignore[misc]
     session = run_all(make_session([StopAtStep(last_step=10)], strategy))
     assert session.global_step >= 10
-    assert session.account.extra_steps == (3 if is_asynchronous else 0)
-    assert session.account.applied == session.global_step
+    assert session.statistics.extra_steps == (3 if is_asynchronous else 0)
+    assert session.statistics.applied == session.global_step
 
 
 def test_hooks_by_the_clock_are_called_about_every_second() -> None:

@@ -16,8 +16,10 @@ from keras.src.random.seed_generator import global_seed_generator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kdist
-from kdist.checkpoint import Checkpoints
+from kdist.config.schema import ClusterConfig
+from kdist.errors import ConfigError
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
+from kdist.run.checkpoint import Checkpoints
 
 X, Y = toy_data(40)
 
@@ -352,3 +354,14 @@ def test_histograms_and_hyperparameters_are_there_if_asked_for(run_dir: Path) ->
     # The chief's look at a batch is no step: what it computes with is put in and stays as it is.
     assert int(trainer.model.optimizer.iterations) == 10
     assert {"final/train_loss", "_hparams_/session_start_info"} <= tags_of(run_dir / "tb" / "hparams")
+
+
+def test_an_argument_counts_more_than_the_cluster_config(run_dir: Path) -> None:
+    config = ClusterConfig("local", start_timeout=100, step_timeout=50)
+    trainer = kdist.Trainer(models.mlp, config, run_dir=run_dir, start_timeout=10, max_worker_restarts=0)
+    cluster = trainer._strategy.cluster
+    assert (cluster.start_timeout, cluster.step_timeout, cluster.max_worker_restarts) == (10, 50, 0)
+    assert config == ClusterConfig("local", start_timeout=100, step_timeout=50)
+    for option in ("start_timeout", "step_timeout", "max_worker_restarts"):
+        with pytest.raises(ConfigError, match=rf"cluster\.{option}="):
+            kdist.Trainer(models.mlp, config, run_dir=run_dir, **{option: -1})

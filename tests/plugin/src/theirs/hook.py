@@ -24,7 +24,3 @@ class BestAccuracy(Hook):
     def after_validation(self, session: Any, logs: Mapping[str, float]) -> None:
         self._best = max(self._best, logs["accuracy"])
         (session.run_dir / "best-accuracy.txt").write_text(f"{self._best:.{self._digits}f}\n")
-
-    def idle_in(self, step: int) -> int | None:
-        # It looks at nothing that is in flight: workers need not wait for it.
-        return None

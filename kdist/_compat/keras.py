@@ -1,0 +1,130 @@
+"""Private names of Keras; read in 3.12 to 3.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import global_seed_generator
+from keras.src.utils import is_default
+
+
+def global_seed() -> keras.Variable:
+    """The state that `keras.random` draws from without a seed; a pure step has to put its own in that place."""
+    return global_seed_generator().state
+
+
+def overrides(method: Callable[..., Any]) -> bool:
+    """Whether a method of a callback is not Keras's own: only then does a batch have to return to the chief."""
+    return not is_default(method)
+
+
+def build(model: keras.Model, batch_spec: Any) -> None:
+    """Builds model, optimizer and metrics for a batch of specs, as `fit` does; `Model.build` leaves the metrics out."""
+    model._symbolic_build(data_batch=batch_spec)
+
+
+def call(model: keras.Model, x: Any, *, training: bool) -> Any:
+    """Calls the model as Keras's trainers do; `training` is passed only to a `call` that takes it."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Any:
+    """The loss as Keras's trainers compute it: for an overridden `compute_loss` with or without `training`."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+
+
+def track_loss(model: keras.Model, loss: tf.Tensor, num_examples: Any) -> None:
+    """Adds a loss to the metric that `fit` shows as `loss`."""
+    model._loss_tracker.update_state(loss, sample_weight=num_examples)
+
+
+def loss_variables(model: keras.Model) -> tuple[keras.Variable, keras.Variable]:
+    """The total and the count of that metric."""
+    total, count = model._loss_tracker.variables
+    return total, count
+
+
+def metrics_are_built(model: keras.Model) -> bool:
+    """Whether the model was compiled and its compiled metrics have their variables."""
+    metrics = model._compile_metrics
+    return model._loss_tracker is not None and (metrics is None or metrics.built)
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """What the model was compiled with, as objects; `get_compile_config` gives serialized copies."""
+    config = getattr(model, "_compile_config", None)
+    return dict(config.config) if model.compiled and config is not None else {}
+
+
+def better_is(metric: Any) -> str | None:
+    """Whether larger values of a metric are better, `up` or `down`; None if the metric does not say."""
+    return getattr(metric, "_direction", None)
+
+
+def layers_of(model: keras.Model, *, include_self: bool = True) -> list[keras.layers.Layer]:
+    """Every layer of a model, also inside other layers; `Model.layers` has only the outermost."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def table_of(layer: keras.layers.Embedding) -> keras.Variable:
+    """The table itself; `Embedding.embeddings` is a sum where LoRA is enabled."""
+    return layer._embeddings
+
+
+def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """The variable behind `iterations`, which is what a scope has to map: the property may return another tensor."""
+    return optimizer._iterations
+
+
+def learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable | None:
+    """The variable of a learning rate that follows no schedule; `learning_rate` is its value."""
+    variable = getattr(optimizer, "_learning_rate", None)
+    return variable if isinstance(variable, keras.Variable) else None
+
+
+def clip(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Clips as `apply` would; only a worker can, since a global norm needs all gradients."""
+    return optimizer._clip_gradients(list(gradients))
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Whether weight decay applies to a variable; the exclusions cannot be read otherwise."""
+    # Keras's TensorFlow optimizer looks up exclusions by the underlying tf.Variable.
+    return optimizer.weight_decay is None or optimizer._use_weight_decay(variable.value)
+
+
+def copy_decay_exclusions(source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer) -> None:
+    """Copies what `exclude_from_weight_decay` has set, which is not part of an optimizer's config."""
+    kept = {key: value for key, value in vars(source).items() if key.startswith("_exclude_from_weight_decay")}
+    vars(target).update({**kept, "_exclude_from_weight_decay_cache": {}})
+
+
+def set_path(variable: keras.Variable, path: str) -> None:
+    """Names a variable that stands for another one; optimizers name slots, and exclude variables, by the path."""
+    variable._path = path
+
+
+def open_rows(variable: keras.Variable) -> None:
+    """Leaves the number of rows of a stand-in open: in a pure step it maps to as many rows as a batch looks up."""
+    variable._shape = (None, *variable.shape[1:])
+
+
+def forget_model(callback: keras.callbacks.Callback) -> None:
+    """Takes the model away from a copy of a callback that travels to another process."""
+    callback._model = None
+
+
+class PureUpdates:
+    """Gives an optimizer for TensorFlow the updates that all backends share, which a `StatelessScope` collects."""
+
+    assign = BaseOptimizer.assign
+    assign_add = BaseOptimizer.assign_add
+    assign_sub = BaseOptimizer.assign_sub
+    _var_key = BaseOptimizer._var_key
+    _apply_weight_decay = BaseOptimizer._apply_weight_decay
+    _backend_update_step = BaseOptimizer._backend_update_step
+    _overwrite_model_variables_with_average_value = BaseOptimizer._overwrite_model_variables_with_average_value

@@ -1,0 +1,192 @@
+"""Private names of TensorFlow; read in 2.20 and 2.21."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec
+from tensorflow.python.eager import context
+from tensorflow.python.eager.executor import Executor
+
+__all__ = [
+    "IteratorSpec",
+    "NumberedMirroredStrategy",
+    "QuietExecutor",
+    "allow_many_next",
+    "dataset_as_graph",
+    "executor_scope",
+    "filters_as_proto",
+    "forget_server_def",
+    "initialize",
+    "server_def",
+    "session_config",
+    "set_server_def",
+    "update_server_def",
+]
+
+_DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
+# What TensorFlow's own Python code takes.
+_KEEP_ALIVE_SECS = 600
+_key_bases = itertools.count(0, 1000)
+
+
+def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
+    """A dataset as a serialized graph; the public `tf.data.Dataset.save` writes its elements."""
+    return dataset._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
+
+
+def allow_many_next(iterator: Any) -> None:
+    """Lets a function call `next` again: TensorFlow rejects more than 32 calls, assuming an unrolled Python loop."""
+    iterator._get_next_call_count = 0
+
+
+class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):
+    """Numbers its collectives unlike others of this process: TensorFlow keeps the shapes of each number for good."""
+
+    def __init__(self, devices: list[str]) -> None:
+        self._collective_key_base = next(_key_bases)
+        super().__init__(devices)
+
+
+class QuietExecutor(Executor):
+    """Runs ops that may fail with a task.
+
+    An executor keeps the last error of its ops. TensorFlow's own one, which the whole process shares, would fail with
+    it later.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(pywrap_tfe.TFE_NewExecutor(False, True, 0))
+
+    def wait(self) -> None:
+        try:
+            super().wait()
+        except tf.errors.OpError:
+            self.clear_error()
+
+
+def executor_scope(executor: QuietExecutor) -> Any:
+    """Runs the ops of this thread by an executor of its own."""
+    return context.executor_scope(executor)
+
+
+def server_def() -> tf.train.ServerDef | None:
+    """A copy of what this process is connected to; None if it is not. The public functions only connect."""
+    present = context.context().get_server_def()
+    if present is None:
+        return None
+    copy = tf.train.ServerDef()
+    copy.CopyFrom(present)
+    return copy
+
+
+def set_server_def(definition: tf.train.ServerDef) -> None:
+    """Connects this process; `tf.config.experimental_connect_to_cluster` would rename its job and change its config."""
+    with _deterministic_serialization():
+        context.set_server_def(definition)
+
+
+def forget_server_def(present: tf.train.ServerDef | None) -> None:
+    """Makes TensorFlow's Python code believe that the process is connected to `present`, after an attempt failed."""
+    context.context()._server_def = present
+
+
+def initialize() -> None:
+    """Makes the devices of connected tasks known."""
+    context.ensure_initialized()
+
+
+def session_config() -> tf.compat.v1.ConfigProto:
+    """The config that this process runs with; with another one, TensorFlow replaces its local devices."""
+    config = context.context().config
+    # TensorFlow sets this when it makes its context, and does not tell Python.
+    config.experimental.disable_optimize_for_static_graph = True
+    return config
+
+
+def filters_as_proto(filters: tf.config.experimental.ClusterDeviceFilters) -> Any:
+    """Device filters for a server definition of one's own."""
+    return filters._as_cluster_device_filters()
+
+
+def update_server_def(definition: tf.train.ServerDef) -> None:
+    """Connects this process to other tasks than before, without holding Python's lock meanwhile.
+
+    TensorFlow's own function holds it. It may wait there for a host that fell silent, and the threads that would end
+    the wait are Python's.
+
+    Raises:
+        tf.errors.OpError: as TensorFlow's.
+    """
+    library = _tensorflow_library()
+    own = context.context()
+    if library is None:
+        context.update_server_def(definition)
+        return
+    serialized = definition.SerializeToString()
+    status = ctypes.c_void_p(library.TF_NewStatus())
+    try:
+        library.TFE_ContextUpdateServerDef(
+            _pointer_in(own._handle), _KEEP_ALIVE_SECS, serialized, ctypes.c_size_t(len(serialized)), status
+        )
+        if code := library.TF_GetCode(status):
+            message = library.TF_Message(status).decode(errors="replace")
+            raise tf.compat.v1.errors.exception_type_from_error_code(code)(None, None, message)
+    finally:
+        library.TF_DeleteStatus(status)
+    own._server_def = definition
+    own._initialize_logical_devices()
+    own._clear_caches()
+
+
+@functools.cache
+def _tensorflow_library() -> ctypes.CDLL | None:
+    """TensorFlow's C functions, which ctypes calls without Python's lock; None where they cannot be loaded."""
+    for path in Path(tf.sysconfig.get_lib()).glob("libtensorflow_cc.*"):
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(str(path))
+            library.TF_NewStatus.restype = ctypes.c_void_p
+            library.TF_Message.restype = ctypes.c_char_p
+            _ = library.TFE_ContextUpdateServerDef, library.TF_GetCode, library.TF_DeleteStatus
+            return library
+    return None
+
+
+def _pointer_in(capsule: object) -> ctypes.c_void_p:
+    """What a capsule of Python's holds."""
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.c_void_p(api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule)))
+
+
+@contextmanager
+def _deterministic_serialization() -> Iterator[None]:
+    """Lets protobuf write maps in a fixed order meanwhile.
+
+    TensorFlow compares two configs as serialized bytes, and the order of a map's entries is random without it.
+    """
+    library = next(Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"), None)
+    try:
+        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _DETERMINISTIC_FLAG)
+    except (OSError, ValueError):
+        # Not on this platform: the comparison may fail then, and `kdist.dispatch.connection.connect` warns.
+        yield
+        return
+    before = flag.value
+    flag.value = True
+    try:
+        yield
+    finally:
+        flag.value = before

@@ -1,0 +1,119 @@
+"""One run of the command line: from a checked config to a trained model."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist._compat.quick_import import quick_import
+from kdist.cli.hydra_plugins import overrides_of_job
+from kdist.config import targets
+from kdist.config.build import build_model, callbacks_of, data_arguments, hooks_of
+from kdist.config.hparams import CHOSEN, hparams_of
+from kdist.config.schema import Config
+from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kdist.strategies.base import Strategy
+    from kdist.trainer import Trainer
+
+
+def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = True) -> None:
+    """Trains as `config` says, or takes part in the training if this process is not the chief.
+
+    Args:
+        config: checked by `check_targets`.
+        run_dir: where everything goes, locked by the caller if it is the chief; None in a process that needs none.
+        is_chief: whether this process writes the result of the run.
+    """
+    with quick_import():
+        import keras
+        import tensorflow as tf
+
+        from kdist.run.result import Result, describe
+        from kdist.run.run_dir import RunDir
+
+    # All that is there before the first job stays. Before the next ones it would keep what is left of those before.
+    if not gc.get_freeze_count():
+        gc.freeze()
+    tf.debugging.set_log_device_placement(config.run.log_device_placement)
+    tf.config.set_soft_device_placement(config.run.soft_device_placement)
+    # Names of layers count from the start in every run of a sweep.
+    keras.utils.clear_session()
+    if config.run.seed is not None:
+        keras.utils.set_random_seed(config.run.seed)
+    started = time.time()
+    trainer = None
+    try:
+        trainer = _trainer(config, run_dir)
+        # Built now: what is wrong with it is found before anything starts.
+        _ = trainer.model
+        data = data_arguments(config)
+        if config.run.plan_only:
+            print(trainer.plan(data["x"], data.get("y"), config.train.batch_size).table(), end="", flush=True)
+            return
+        trainer.fit(
+            **data,
+            batch_size=config.train.batch_size,
+            steps=config.train.steps,
+            epochs=config.train.epochs or 1,
+            steps_per_epoch=config.train.steps_per_epoch,
+            validation_every_steps=config.train.validation_every_steps,
+            validate_with_ema=config.train.validate_with_ema,
+            verbose=config.run.verbose,
+        )
+    except BaseException as error:
+        # What fails before training leaves its result, too.
+        is_said = not is_chief or (trainer is not None and trainer.result.error is not None)
+        if run_dir is not None and not is_said and not RunDir(run_dir, config.run.name).has_result_since(started):
+            result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
+            RunDir(run_dir, config.run.name).write_result(result)
+        raise
+
+
+def _trainer(config: Config, run_dir: Path | None) -> Trainer:
+    from kdist.trainer import Trainer
+
+    return Trainer(
+        partial(build_model, config),
+        cluster=config.cluster,
+        strategy=strategy_of(config),
+        run_dir=run_dir,
+        hooks=hooks_of(config),
+        callbacks=callbacks_of(config),
+        name=config.run.name,
+        steps_per_call=config.train.steps_per_call,
+        resume=config.run.resume,
+        seed=config.run.seed,
+        max_restarts=config.train.max_restarts,
+        grace_secs=config.run.grace_secs,
+        stop_signals=config.run.stop_signals,
+        use_default_hooks=False,
+        lock_run_dir=False,
+        hparams=_hparams(config),
+        **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},
+    )
+
+
+def strategy_of(config: Config) -> str | type[Strategy]:
+    """The name of the strategy, or the class that the config names."""
+    target = config.strategy._target_
+    if target is None:
+        return config.strategy.name
+    from kdist.strategies.base import Strategy
+
+    found: Any = targets.resolve("strategy", target, config.run.trust)
+    if not (inspect.isclass(found) and issubclass(found, Strategy)):
+        raise ConfigError(
+            f"strategy._target_={target}: must be a class derived from that of strategy={config.strategy.name}"
+        )
+    return found
+
+
+def _hparams(config: Config) -> dict[str, Any]:
+    return hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams])

@@ -1,0 +1,139 @@
+"""What `--help` says, from the schemas and the config folders, and which key was probably meant."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import resources
+from itertools import pairwise
+from typing import Any
+
+from kdist.version import __version__
+
+_HELP = """\
+kdist {version}: distributed training of Keras 3 models on TensorFlow
+
+  python -m kdist +recipe=mnist cluster=2ps2w                  2 parameter servers and 2 workers, here, now
+  python -m kdist +recipe=mnist                                the same in one process
+  python -m kdist +recipe=mnist cluster=4w                     4 workers without servers
+  python -m kdist +recipe=mnist cluster=2ps2w strategy=sync_replicas
+                                                               synchronous updates
+  python -m kdist +recipe=mnist optimizer.learning_rate=0.01   any key can be changed
+  python -m kdist -m +recipe=mnist cluster=1ps1w,2ps2w         one run after another (multirun)
+  python -m kdist +recipe=mnist --cfg job                      shows the config and runs nothing
+
+groups (GROUP=OPTION)
+{groups}
+
+keys (KEY=VALUE; null is "not given")
+{keys}
+
+hooks (hooks.NAME.KEY=VALUE; hooks.NAME=null removes one)
+{hooks}
+
+exit codes: 0 done, 1 the run failed, 2 the config is wrong, 75 the cluster failed (a retry may help),
+            130 Ctrl-C and 143 a stop signal, both after a saved checkpoint if training had begun
+Hydra's own options: python -m kdist --hydra-help
+"""
+
+
+def help_text() -> str:
+    """What `--help` prints: the groups with their options and every key with its meaning."""
+    groups = {
+        "cluster": [*_options("cluster"), "NpsMw and Mw (any N and M)"],
+        **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},
+        "+recipe": _options("recipe"),
+    }
+    lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
+    return _HELP.format(
+        version=__version__,
+        groups="\n".join(lines),
+        keys="\n".join(_described_keys()),
+        hooks="\n".join(_described_hooks()),
+    )
+
+
+def nearest_key(key: str) -> str | None:
+    """The key that was probably meant by one that does not exist; None if none is near."""
+    known = [*_known_keys(), *_known_hook_keys()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return near[0] if near else None
+
+
+def _known_keys() -> list[str]:
+    from kdist.config.schema import Config
+
+    return [key for key, _, _ in _walk(Config)]
+
+
+def _known_hook_keys() -> list[str]:
+    return [f"hooks.{name}.{key}" for name, hook in _default_hooks().items() for key in hook]
+
+
+def _default_hooks() -> dict[str, dict[str, Any]]:
+    from omegaconf import OmegaConf
+
+    hooks: Any = OmegaConf.to_container(OmegaConf.create((_conf() / "hooks" / "default.yaml").read_text()))
+    return hooks
+
+
+def _described_hooks() -> list[str]:
+    from kdist import hooks
+
+    lines = []
+    for name, node in _default_hooks().items():
+        summary = str(getattr(hooks, node["_target_"].rpartition(".")[2]).__doc__).splitlines()[0]
+        keys = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in node.items()]
+        lines += [f"  hooks.{name:<12}  {summary}", f"  {'':<18}  {' '.join(keys[1:])}"]
+    return lines
+
+
+def _described_keys() -> list[str]:
+    from kdist.config.schema import Config
+
+    rows = [
+        (key, default, meaning)
+        for key, default, meaning in _walk(Config)
+        if default and ("." in key or key in ("loss", "metrics"))
+    ]
+    width = max(len(key) for key, _, _ in rows)
+    return [f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows]
+
+
+def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
+    """Every key of a schema with its default and its meaning."""
+    meanings = _field_docstrings(schema)
+    for item in fields(schema):
+        make_default: Any = item.default_factory
+        value = make_default() if item.default is MISSING else item.default
+        # As it is typed.
+        listed = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+        default = "null" if value is None else listed
+        yield f"{prefix}{item.name}", "" if is_dataclass(value) else default, meanings[item.name]
+        if is_dataclass(value):
+            yield from _walk(type(value), f"{prefix}{item.name}.")
+
+
+def _field_docstrings(schema: type) -> dict[str, str]:
+    """The string behind each field of a dataclass and its bases, which Python itself does not keep."""
+    meanings = {}
+    for owner in filter(is_dataclass, schema.__mro__):
+        definition = ast.parse(inspect.getsource(owner)).body[0]
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
+        for item, text in pairwise(body):
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, ast.Expr):
+                meanings[item.target.id] = " ".join(ast.literal_eval(text.value).split())
+    return meanings
+
+
+def _conf() -> Any:
+    return resources.files("kdist.conf")
+
+
+def _options(group: str) -> list[str]:
+    return sorted(
+        path.name.removesuffix(".yaml") for path in (_conf() / group).iterdir() if path.name.endswith(".yaml")
+    )

@@ -1,0 +1,116 @@
+"""What Hydra needs to know of kdist: its schemas, that `cluster=2ps2w` is a config without a file, private run dirs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from kdist.cluster.spec import ClusterShape
+from kdist.config.schema import Config
+from kdist.run.files import OWNER_ONLY, make_private
+
+_SCHEME = "kdist"
+
+
+class ClusterShapes(ConfigSource):
+    """A config source that holds `cluster/<N>ps<M>w` for every N and M."""
+
+    @staticmethod
+    def scheme() -> str:
+        return _SCHEME
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        shape = ClusterShape.parse(_name_of(config_path))
+        config = OmegaConf.create({"shape": str(shape)})
+        return ConfigResult(
+            config=config, path=f"{_SCHEME}://{config_path}", provider=self.provider, header={"package": None}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path == "cluster"
+
+    def is_config(self, config_path: str) -> bool:
+        # Names that are no shape are claimed as well: `ClusterShape.parse` says what is wrong with them, and Hydra
+        # asks here last, after every file.
+        return config_path.startswith("cluster/")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return ["NpsMw"] if config_path == "cluster" and results_filter is not ObjectType.GROUP else []
+
+
+class ClusterShapesSearchPath(SearchPathPlugin):
+    """Puts `ClusterShapes` behind the config folders."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="kdist-cluster", path=f"{_SCHEME}://")
+
+
+class PrivateRunDirs(Callback):
+    """Makes the folder of a run or of a sweep before Hydra does, which would let everybody read it."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        self._make(config.hydra.run.dir)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self._make(config.hydra.sweep.dir)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        path = Path(config.hydra.runtime.output_dir)
+        # The folder of a job in a sweep: Hydra has just made it, if there is nothing else in it.
+        if config.hydra.mode == RunMode.MULTIRUN and [entry.name for entry in path.iterdir()] == [".hydra"]:
+            path.chmod(OWNER_ONLY)
+
+    def _make(self, path: str) -> None:
+        # Hydra says what is wrong with a path.
+        with suppress(OSError):
+            make_private(Path(path))
+
+
+def register() -> None:
+    """Makes Hydra know kdist's schemas and cluster shapes. May be called again."""
+    plugins: Any = Plugins.instance()
+    plugins.register(ClusterShapes)
+    plugins.register(ClusterShapesSearchPath)
+    ConfigStore.instance().store(name="kdist_schema", node=Config)
+    if not OmegaConf.has_resolver("kdist.run_name"):
+        OmegaConf.register_new_resolver("kdist.run_name", _run_name)
+
+
+def overrides_of_job() -> list[str]:
+    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} stays what it is.
+
+    Empty where Hydra runs nothing.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return []
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(overrides)
+
+
+def _run_name(*, _root_: DictConfig) -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    # Before a job runs, and for the folder of a sweep, its config is all that there is; the job's own has no such part.
+    hydra = _root_.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
+    choices: dict[str, Any] = hydra.runtime.choices if hydra is not None else {}
+    return str(choices.get("recipe") or "train")
+
+
+def _name_of(config_path: str) -> str:
+    return config_path.removeprefix("cluster/").removesuffix(".yaml")

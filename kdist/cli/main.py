@@ -1,0 +1,396 @@
+"""`python -m kdist`: Hydra's entry point. A KdistError becomes one clear message and an exit code.
+
+TensorFlow is imported only once the config is known to be right.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kdist.cli.help import help_text, nearest_key
+from kdist.cluster import isolate
+from kdist.config import targets
+from kdist.console.native_stderr import keep_python_stderr, native_log
+from kdist.errors import ClusterError, ConfigError, KdistError
+from kdist.launch import signals
+from kdist.run.files import relative
+from kdist.run.run_lock import RunLock
+from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from kdist.cluster.spec import Membership
+    from kdist.config.schema import Config
+
+
+def main() -> NoReturn:
+    """Runs the command line and ends the process with its exit code."""
+    # As `python -m` does by itself: a config may name a module of the folder that the command runs in.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    keep_python_stderr()
+    signals.stop_before_training()
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At a normal exit TensorFlow may wait for ever for a task that is gone. Everything is written and closed by now.
+    os._exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command line `arguments`; returns the exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text(), end="")
+        return 0
+    if "--version" in arguments:
+        print(f"kdist {__version__}")
+        return 0
+    try:
+        _run_hydra(arguments)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        return _exit_code_of(signals.asked_to_exit() or error)
+    return 0
+
+
+def _exit_code_of(error: BaseException) -> int:
+    """Says what ended the command, and returns its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("kdist: interrupted", file=sys.stderr)
+        return signals.INTERRUPTED
+    if isinstance(error, SystemExit):
+        if error.code == signals.STOPPED:
+            print("kdist: terminated", file=sys.stderr)
+        return error.code if isinstance(error.code, int) else 1
+    _print_error(error)
+    return error.exit_code if isinstance(error, KdistError) else 1
+
+
+def _run_hydra(arguments: list[str]) -> None:
+    """Runs the job, or with `-m` all jobs of a sweep."""
+    from kdist._compat.hydra import parse_command_line
+    from kdist.cli.hydra_plugins import register
+    from kdist.cluster.resolve import membership_of
+
+    # TensorFlow's C++ code talks on standard error otherwise, from the moment that a user's module imports it.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    register()
+    parsed = parse_command_line(arguments)
+    only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
+    if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
+        # Before Hydra makes the run dir: neither a wrong config nor a task that is not the chief is to leave one.
+        checked = _check(parsed)
+        membership = membership_of(checked.cluster, os.environ)
+        if membership is not None and not membership.is_chief:
+            _take_part(checked, membership)
+            return
+        RunLock(Path(checked.run.dir)).check()
+    elif parsed.multirun:
+        _run_sweep(_check_hydra(parsed), parsed, arguments)
+        return
+    elif only_run:
+        _check_hydra(parsed)
+    failures: list[Exception] = []
+
+    def job(config: DictConfig) -> None:
+        # Hydra would print a traceback of its own.
+        try:
+            _job(config, parsed)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    _call_hydra(job, arguments)
+    if failures:
+        raise failures[0]
+
+
+def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> None:
+    """Runs the jobs of a sweep that are not done; says at the end what all of them came to."""
+    from omegaconf import OmegaConf
+
+    from kdist.cli.sweep import Sweep, SweepFailedError, TrialRunner
+    from kdist.cli.sweep_plot import draw_sweep
+
+    # Known here, and not only where jobs run: `now` is another second there.
+    folder = str(config.hydra.sweep.dir)
+    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+    place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
+    try:
+        with _EndOfSweep() as end_of_sweep:
+            _call_hydra(
+                TrialRunner(partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), _print_error),
+                [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
+            )
+    finally:
+        # A config that is not derived from kdist's has no such part; each of its jobs says so.
+        metric, mode = (OmegaConf.select(config, f"sweep.{key}") for key in ("metric", "mode"))
+        sweep = Sweep(Path(folder), metric, mode)
+        if sweep.trials:
+            print(f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {shlex.quote(folder)}")
+            print("\n".join(sweep.table()), flush=True)
+            if not sweep.is_done:
+                print(f"rerun with hydra.sweep.dir={folder} to finish the remaining trials", flush=True)
+            sweep.write()
+            draw_sweep(sweep, Path(folder) / "sweep.png")
+    if sweep.failed:
+        raise SweepFailedError(sweep.failed, len(sweep.trials))
+
+
+def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
+    """Has Hydra compose the config, make the folders and call `job`."""
+    from hydra import main as hydra_main
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    # Hydra would print its own errors itself and exit with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = [sys.argv[0], *arguments]
+    try:
+        hydra_main(version_base="1.3", config_path="pkg://kdist.conf", config_name="config")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explained(error) from None
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot be made: {error}") from None
+
+
+def _take_part(config: Config, membership: Membership) -> None:
+    """Runs as a task that is not the chief, until the chief is done."""
+    signals.exit_at_once = os._exit
+    says_all = config.run.log_device_placement and not membership.runs_program
+    with (
+        signals.task_signals(membership.task, config.run.grace_secs, config.run.stop_signals) as stop,
+        nullcontext() if says_all else native_log(Path(os.devnull)),
+    ):
+        if membership.runs_program or membership.evaluates:
+            from kdist.cli.experiment import run_experiment
+
+            # An evaluator reads there what the chief saves.
+            run_experiment(config, Path(config.run.dir) if membership.evaluates else None, is_chief=False)
+        else:
+            from kdist.cluster.server import serve_until_done
+
+            serve_until_done(
+                membership,
+                config.cluster,
+                stop.begin_to_serve,
+                log_device_placement=config.run.log_device_placement,
+            )
+
+
+def _check(parsed: Namespace) -> Config:
+    """Composes the config and checks everything that can be checked without running it."""
+    from hydra import compose, initialize_config_module
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    from kdist.cluster.spec import ClusterShape
+
+    for override in parsed.overrides:
+        group, _, value = override.partition("=")
+        if group == "cluster" and value.isdecimal():
+            # Hydra reads a number where it wants a name, and says so in its own terms.
+            ClusterShape.parse(value)
+    try:
+        with initialize_config_module(config_module="kdist.conf", version_base="1.3"):
+            config = compose("config", parsed.overrides, return_hydra_config=True)
+            HydraConfig.instance().set_config(config)
+            targets.check_hydra(config, parsed.overrides)
+            with open_dict(config):
+                del config["hydra"]
+            return _checked(config, parsed)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _explained(error) from None
+
+
+def _check_hydra(parsed: Namespace) -> DictConfig:
+    """The config, composed as Hydra will, its own part of it checked before it acts on that."""
+    from hydra.core.utils import setup_globals
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from kdist._compat.hydra import load_config
+
+    setup_globals()
+    try:
+        config = load_config(parsed, "pkg://kdist.conf", "config")
+        targets.check_hydra(config, parsed.overrides)
+        return config
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _explained(error) from None
+
+
+def _checked(config: DictConfig, parsed: Namespace) -> Config:
+    """The config as dataclasses, its values and targets checked."""
+    from omegaconf import OmegaConf
+
+    from kdist.cli.experiment import strategy_of
+    from kdist.cluster.resolve import membership_of, shape_of
+    from kdist.config.build import check_targets
+    from kdist.config.schema import Config
+    from kdist.strategies import registry
+
+    _check_keys(config, Config)
+    checked: Any = OmegaConf.to_object(config)
+    if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
+        raise ConfigError(f"run.dir={checked.run.dir}: is a file")
+    membership = membership_of(checked.cluster, os.environ)
+    shape = shape_of(checked.cluster, membership)
+    registry.resolve(checked.strategy, shape)
+    checked.run.trust = targets.of_command_line(checked.run.trust, parsed.overrides)
+    if membership is None and (parsed.multirun or not shape.is_local):
+        # While there is one thread, which is now, and before a sweep's first job.
+        isolate.enter(checked.cluster.isolate)
+    # What it imports may import TensorFlow, which has something to say of every machine.
+    with native_log(Path(os.devnull)):
+        check_targets(checked)
+        strategy_of(checked)
+    return checked
+
+
+def _check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:
+    """Refuses keys that `+` added where no key is free to choose."""
+    known = {item.name: item for item in fields(schema)}
+    for name in map(str, config):
+        key = f"{prefix}{name}"
+        if name not in known:
+            raise ConfigError(_unknown_key(key))
+        make_default: Any = known[name].default_factory
+        default = None if make_default is MISSING else make_default()
+        if is_dataclass(default) and config[name] is not None:
+            _check_keys(config[name], type(default), f"{key}.")
+
+
+def _unknown_key(key: str) -> str:
+    near = nearest_key(key)
+    if near is None and key.startswith(("model.", "data.", "hooks.")):
+        hint = f"a new argument is added with a plus: +{key}=..."
+    else:
+        hint = f"did you mean {near}?" if near else "--help lists the keys"
+    return f"{key}: there is no such key; {hint}"
+
+
+class _EndOfSweep(ExitStack):
+    """What ends with a sweep that runs its jobs in this process. Copies of it, in a launcher's processes, end never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    @property
+    def comes_here(self) -> bool:
+        return self._process == os.getpid()
+
+
+def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None) -> None:
+    """One run, in the run dir that Hydra made for it.
+
+    Args:
+        end_of_sweep: the end of what tasks are forked from, which else is the end of the run.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from kdist.cluster.resolve import membership_of
+
+    checked = _checked(config, parsed)
+    membership = membership_of(checked.cluster, os.environ)
+    if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
+    if membership is not None and not membership.is_chief:
+        _take_part(checked, membership)
+        return
+    run_dir = relative(Path(HydraConfig.get().runtime.output_dir))
+    log = run_dir / "logs" / "chief-0.log"
+    if checked.run.log_device_placement:
+        # TensorFlow reads it when it is imported.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+    with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
+        end = end_of_sweep if end_of_sweep is not None and end_of_sweep.comes_here else end_of_run
+        end.enter_context(_tasks_prepared(checked, membership, log.parent))
+        from kdist.cli.experiment import run_experiment
+        from kdist.console import live
+
+        signals.exit_at_once = live.exit_at_once
+        try:
+            run_experiment(checked, run_dir)
+        except ClusterError as error:
+            raise ClusterError(f"{error}\n  {_way_on(run_dir)}    logs: {run_dir / 'logs'}") from error
+        except KdistError:
+            raise
+        except Exception:
+            with log.open("a") as file:
+                traceback.print_exc(file=file)
+            raise
+
+
+def _tasks_prepared(config: Config, membership: Membership | None, log_dir: Path) -> AbstractContextManager[None]:
+    """Tasks that this process will start import TensorFlow while it does so itself."""
+    from kdist.cluster.local import log_path, prepared
+    from kdist.cluster.resolve import shape_of
+
+    shape = shape_of(config.cluster, membership)
+    if membership is not None or not shape.num_ps or config.run.plan_only:
+        return nullcontext()
+    return prepared(log_path(log_dir, shape.tasks[0]))
+
+
+def _way_on(run_dir: Path) -> str:
+    """What to do after the cluster failed."""
+    from kdist.run.run_dir import RunDir
+
+    newest = RunDir(run_dir, "").checkpoints().newest()
+    if newest is None:
+        return "there is no checkpoint yet"
+    return f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
+
+
+def _explained(error: Exception) -> ConfigError:
+    """Hydra's and OmegaConf's errors, said with the key, and with what is allowed."""
+    from hydra.errors import MissingConfigException
+
+    cause = error.__cause__ if error.__cause__ is not None else error
+    if isinstance(error, KdistError):
+        return error if isinstance(error, ConfigError) else ConfigError(str(error))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        options = sorted(name for name in error.options if not name.startswith("_"))
+        return ConfigError(f"{group}={option}: there is no such {group}; choose one of {', '.join(options)}")
+    key = getattr(cause, "full_key", None) or _quoted_key(str(error))
+    if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
+        return ConfigError(_unknown_key(key))
+    first_line = str(cause).strip().splitlines()[0]
+    return ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line)
+
+
+def _quoted_key(message: str) -> str | None:
+    parts = message.split("'")
+    return parts[1] if len(parts) > 2 and "Could not" in parts[0] else None
+
+
+def _print_error(error: BaseException) -> None:
+    """One message; an error of the user's own code comes with the lines of that code that led to it."""
+    if isinstance(error, KdistError):
+        print(f"kdist: error: {error}", file=sys.stderr)
+        return
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    print(f"kdist: error: chief: {message}", file=sys.stderr)
+    ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
+    ]
+    for line in traceback.format_list(frames):
+        print(line.rstrip(), file=sys.stderr)

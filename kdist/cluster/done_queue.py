@@ -1,0 +1,151 @@
+"""How tasks that were started one by one learn that their chief has finished: by a queue that each of them reads from.
+
+TensorFlow's servers cannot be stopped. In TF1 programs, every parameter server waited at a queue ("done queue") until
+the chief had put an element into it. kdist does the same with a shared queue on the chief's server, but the chief
+closes it, which every waiting task notices, and counts the tasks that did in a second queue: an element might be taken
+by the read of a task that fell silent long ago.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import TimeoutError
+from contextlib import suppress
+
+import tensorflow as tf
+
+from kdist.cluster.bounded import in_thread
+from kdist.cluster.port_probe import PortProbes
+from kdist.cluster.spec import ClusterSpec, Task
+from kdist.errors import ClusterError
+
+_POLL_SECS = 0.2
+_NOTED_POLL_SECS = 0.05
+_LAST_WORD_SECS = 1.0
+#: A task that has lost its chief can only exit; it should have exited when `patience` is over.
+_EXIT_SECS = 1.5
+_DONE, _NOTED = "kdist_done", "kdist_noted"
+
+
+def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
+    """Address and task of the server that belongs to the chief: its own, or that of worker 0, which it also is."""
+    return (spec.chief, Task("chief", 0)) if spec.chief else (spec.worker[0], Task("worker", 0))
+
+
+class Chief:
+    """The chief, as seen by a server or worker.
+
+    Args:
+        spec: the cluster.
+        who: what this process is.
+        patience: seconds of silence after which the tasks of a lost chief have exited.
+    """
+
+    def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
+        self._address, self._task = chief_server(spec)
+        self._who = who
+        self._patience = patience
+        self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
+
+    def __str__(self) -> str:
+        return f"{self._task} at {self._address}"
+
+    def wait_for_it(self, timeout: float) -> None:
+        """Waits until the chief serves.
+
+        Raises:
+            ClusterError: it did not serve within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._probes.listening():
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{self._who}: the chief ({self}) did not respond within {timeout:g} s (cluster.start_timeout)"
+                )
+            time.sleep(_POLL_SECS)
+
+    def wait_until_done(self) -> None:
+        """Returns when the chief reports that it has finished.
+
+        Raises:
+            ClusterError: it exited without reporting completion, or is silent for too long.
+        """
+        is_done = threading.Event()
+
+        def wait() -> None:
+            session, done, noted = _session(self._address, self._task)
+            with session.graph.as_default():
+                with suppress(tf.errors.OutOfRangeError):
+                    session.run(done.dequeue())
+                is_done.set()
+                session.run(noted.enqueue(0))
+
+        outcome = in_thread(wait)
+        failing_since: float | None = None
+        while True:
+            # A machine that is switched off closes no connection.
+            lost = self._probes.lost()
+            try:
+                # The report of a chief that has just exited may still be on its way.
+                outcome.result(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS)
+                return
+            except TimeoutError:
+                failing_since = None
+                if not lost:
+                    continue
+            except tf.errors.OpError:
+                if is_done.is_set():
+                    # Its server exits as soon as the last task has acknowledged, and leaves that one without a
+                    # response.
+                    return
+            if self._task in self._probes.refusing():
+                raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion")
+            if lost:
+                raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})")
+            # The connection has ended although the last probe found the chief: a network was down for a moment, or the
+            # chief has exited since, which the next probe finds out.
+            failing_since = failing_since or time.monotonic()
+            if time.monotonic() - failing_since > self._patience:
+                raise ClusterError(f"{self._who}: the chief ({self}) responds, but not to this task")
+            time.sleep(_POLL_SECS)
+            outcome = in_thread(wait)
+
+    def stop(self) -> None:
+        """Stops watching the chief."""
+        self._probes.stop()
+
+
+def tell_tasks(spec: ClusterSpec, num_tasks: int, timeout: float) -> None:
+    """Tells the waiting tasks that the chief has finished, and gives them `timeout` seconds to acknowledge.
+
+    Args:
+        num_tasks: how many can acknowledge.
+    """
+    address, task = chief_server(spec)
+
+    def tell() -> None:
+        session, done, noted = _session(address, task)
+        with session.graph.as_default():
+            session.run(done.close())
+            size = noted.size()
+            while session.run(size) < num_tasks:
+                time.sleep(_NOTED_POLL_SECS)
+
+    told = in_thread(tell)
+    try:
+        told.result(timeout)
+    except (TimeoutError, tf.errors.OpError):
+        # Some tasks are lost, or the chief's own server is: the tasks find that out by themselves.
+        return
+
+
+def _session(address: str, task: Task) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+    """A session on a server, and the queues there. It is never closed: that would wait for a server that has exited."""
+    device = f"/job:{task.job}/replica:0/task:{task.index}"
+    graph = tf.Graph()
+    with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
+        done, noted = (tf.queue.FIFOQueue(1 << 20, [tf.int32], [()], shared_name=name) for name in (_DONE, _NOTED))
+    # The other tasks of the cluster need not be there.
+    config = tf.compat.v1.ConfigProto(device_filters=[device])
+    return tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config), done, noted

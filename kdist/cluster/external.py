@@ -1,0 +1,170 @@
+"""`ExternalCluster`: a cluster whose tasks others start, on any machines; the chief's side of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kdist.cluster.done_queue import chief_server, tell_tasks
+from kdist.cluster.port_probe import PortProbes, accepts_connections
+from kdist.cluster.process import end_children, free_ports, how_it_ended, start_child, task_environment
+from kdist.cluster.server import ServerOptions
+from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.tcp_timeouts import TcpTimeouts
+from kdist.errors import ClusterError
+
+if TYPE_CHECKING:
+    from kdist.config.schema import DevicesConfig
+
+_STOP_SECS = 5.0
+_POLL_SECS = 0.2
+
+
+class ExternalCluster:
+    """Waits for the tasks of `spec`, and releases them at the end.
+
+    The chief's own server (that of worker 0, if the chief is worker 0 as well) is a child process.
+
+    Args:
+        spec: addresses of all tasks.
+        log_dir: folder for the log of the chief's own server.
+        start_timeout: seconds within which every task must serve.
+        patience: seconds of silence after which a task counts as lost.
+        chief_port: at which tasks reach the chief's process; None for any free port.
+        devices: which GPUs tasks may use.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        log_dir: Path,
+        *,
+        start_timeout: float,
+        patience: float,
+        chief_port: int | None = None,
+        devices: DevicesConfig | None = None,
+    ) -> None:
+        self.spec = spec
+        self.chief_address = ""
+        self._chief_port = chief_port
+        self._log_dir = log_dir
+        self._start_timeout = start_timeout
+        self._patience = patience
+        self._devices = devices
+        self._own: subprocess.Popen[bytes] | None = None
+        self._probes: PortProbes | None = None
+        self._tcp_timeouts: TcpTimeouts | None = None
+        self._deadline = 0.0
+        self._all_there = False
+
+    def launch(self) -> None:
+        """Starts the chief's own server and returns at once."""
+        self._deadline = time.monotonic() + self._start_timeout
+        address, task = chief_server(self.spec)
+        if accepts_connections(address):
+            raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
+        port = self._chief_port or free_ports(1)[0]
+        # The name by which the others know this host: they connect to this process, too.
+        self.chief_address = f"{address.rpartition(':')[0]}:{port}"
+        jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
+        options = ServerOptions(
+            jobs, task.job, task.index, intra_op_threads=0, inter_op_threads=0, patience=self._patience
+        )
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._log = self._log_dir / f"{task.job}-{task.index}-server.log"
+        with self._log.open("wb") as log:
+            self._own = start_child(
+                [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=task_environment(task, self._devices),
+            )
+        addresses = self._addresses()
+        self._probes = PortProbes(addresses, self._patience)
+        self._tcp_timeouts = TcpTimeouts(addresses.values(), [port], self._patience)
+        self._tcp_timeouts.start()
+
+    def wait(self) -> None:
+        """Waits until every task serves.
+
+        Raises:
+            ClusterError: names those that do not serve in time.
+        """
+        addresses = self._addresses()
+        while missing := addresses.keys() - self._running().listening():
+            if self._own is not None and (code := self._own.poll()) is not None:
+                own = chief_server(self.spec)[1]
+                raise ClusterError(f"{own} exited while starting ({how_it_ended(code)})\n  log: {self._log}")
+            if time.monotonic() > self._deadline:
+                names = ", ".join(f"{task} ({address})" for task, address in addresses.items() if task in missing)
+                raise ClusterError(f"{names} did not respond within {self._start_timeout:g} s (cluster.start_timeout)")
+            time.sleep(_POLL_SECS)
+        self._all_there = True
+
+    def lost_tasks(self) -> dict[Task, str]:
+        """The tasks that refuse connections, or have been silent for longer than `patience`."""
+        if not self._all_there:
+            return {}
+        return {task: f"is lost ({why})" for task, why in self._running().lost().items()}
+
+    def silent_tasks(self) -> set[Task]:
+        """The tasks that do not respond at present."""
+        return self._running().silent() if self._all_there else set()
+
+    def cut_off(self, task: Task) -> None:
+        """Closes the connections with a task that is lost: a silent host does not."""
+        if self._tcp_timeouts is not None:
+            self._tcp_timeouts.cut_off(self.spec.address(task))
+
+    def let_in(self, task: Task) -> None:
+        """Undoes `cut_off`: the task has returned."""
+        if self._tcp_timeouts is not None:
+            self._tcp_timeouts.let_in(self.spec.address(task))
+
+    def kill(self, tasks: Collection[Task] | None = None) -> bool:
+        """Kills the child of this process; the other tasks are not its own."""
+        if self._own is not None and tasks is None:
+            self._own.kill()
+        return False
+
+    @property
+    def pids(self) -> dict[Task, int]:
+        """Empty: others have started the tasks."""
+        return {}
+
+    def restart(self, task: Task) -> bool:
+        """False: others start the tasks; a task that they restart is admitted again."""
+        return False
+
+    def starting_tasks(self) -> set[Task]:
+        """Empty: tasks that do not serve yet count as lost."""
+        return set()
+
+    def stop(self) -> None:
+        """Tells the tasks that the chief has finished, and stops the chief's own server. May be called repeatedly."""
+        if self._own is None or self._probes is None or self._tcp_timeouts is None:
+            return
+        if self._own.poll() is None:
+            silent = self._probes.silent()
+            others = (self._probes.listening() | silent) - {chief_server(self.spec)[1]}
+            # A task that returns in time should learn that the chief has finished, not find that it has disappeared.
+            tell_tasks(self.spec, len(others), max(_STOP_SECS, self._patience) if silent else _STOP_SECS)
+        self._probes.stop()
+        self._tcp_timeouts.stop()
+        end_children([self._own], _STOP_SECS)
+        self._own = None
+
+    def _running(self) -> PortProbes:
+        if self._probes is None:
+            raise RuntimeError("used before launch()")
+        return self._probes
+
+    def _addresses(self) -> dict[Task, str]:
+        addresses = {task: self.spec.address(task) for task in self.spec.shape.tasks}
+        if self.spec.chief:
+            addresses[Task("chief", 0)] = self.spec.chief
+        return addresses

@@ -1,0 +1,103 @@
+"""Checks of values that users give: each refuses with one message that names the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from kdist.errors import ConfigError
+
+
+def check_whole_number(key: str, value: object, at_least: int = 1, *, required: bool = False) -> None:
+    """Refuses what is no whole number of at least `at_least`; None is not given, and passes unless it is `required`.
+
+    Raises:
+        ConfigError: so does every other check here.
+    """
+    if value is None and not required:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < at_least:
+        raise ConfigError(f"{key}={value}: must be a whole number, at least {at_least}")
+
+
+def check_more_than_zero(key: str, value: float) -> None:
+    """Refuses what is not more than 0, and what is infinite."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
+
+
+def check_at_least(key: str, value: float, least: float) -> None:
+    """Refuses a smaller number."""
+    if value < least:
+        raise ConfigError(f"{key}={value:g}: must be at least {least:g}")
+
+
+def check_port(key: str, value: int | None) -> None:
+    """Refuses what cannot be a port; None is any free one."""
+    if value is not None and not 0 < value < 2**16:
+        raise ConfigError(f"{key}={value}: must be a port, from 1 to 65535")
+
+
+def check_seed(key: str, value: int | None) -> None:
+    """Refuses what cannot be a seed; None is a random one."""
+    if value is not None and not 0 <= value < 2**32:
+        raise ConfigError(f"{key}={value}: must be at least 0 and less than 2**32")
+
+
+def check_devices(key: str, value: Any) -> None:
+    """Refuses what does not say which GPUs the tasks of a job may use."""
+
+    def are_numbers(value: Any) -> bool:
+        return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+
+    one_per_task = isinstance(value, list) and bool(value) and all(map(are_numbers, value))
+    if value is not None and not are_numbers(value) and not one_per_task:
+        raise ConfigError(f"{key}={value}: must be a list of GPU numbers, as [0,1], or one such list per task")
+
+
+#: How much a run prints, as in Keras; 3 is kdist's own.
+VERBOSE = ("auto", 0, 1, 2, 3)
+
+
+def check_verbose(key: str, value: Any) -> None:
+    """Refuses what does not say how much a run prints."""
+    if value not in VERBOSE:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, VERBOSE))}")
+
+
+def check_one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuses what is not among the allowed words."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")
+
+
+#: What schedulers send to end a run: SIGTERM, and with `sbatch --signal` one of the others ahead of the time limit.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+_ALLOWED_STOP_SIGNALS = (*STOP_SIGNALS, "SIGHUP", "SIGXCPU")
+
+
+def check_stop_signals(key: str, names: Sequence[str]) -> None:
+    """Refuses what is no name of a signal at which a run can save."""
+    for name in names:
+        if name not in _ALLOWED_STOP_SIGNALS:
+            raise ConfigError(
+                f"{key}={name}: choose from {', '.join(_ALLOWED_STOP_SIGNALS)} (Ctrl-C always ends a run)"
+            )
+
+
+def check_target(key: str, node: Any) -> None:
+    """Refuses a part of a config that names nothing by `_target_`."""
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        hint = f"; or name a recipe (+recipe=mnist) or a {key} that ships" if key in ("model", "data") else ""
+        raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")
+
+
+def checked_steps_per_call(key: str, value: int | str) -> int | None:
+    """The number, or None for `auto`."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value}: must be at least 1, or auto")
+    return value

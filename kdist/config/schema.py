@@ -1,0 +1,419 @@
+"""The config of a run as dataclasses: every key with its type, default, meaning and allowed values.
+
+Hydra checks keys and types against these classes while it composes a config; `__post_init__` checks the values. Nothing
+here imports TensorFlow, so that a wrong config is refused at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from kdist.config.checks import (
+    STOP_SIGNALS,
+    check_at_least,
+    check_devices,
+    check_more_than_zero,
+    check_one_of,
+    check_port,
+    check_seed,
+    check_stop_signals,
+    check_target,
+    check_verbose,
+    check_whole_number,
+    checked_steps_per_call,
+)
+from kdist.config.targets import check_packages
+from kdist.errors import ConfigError
+
+RESUME_MODES = ("auto", "never", "must")
+ISOLATE_MODES = ("never", "auto", "must")
+PLACEMENT_POLICIES = ("round_robin", "greedy", "partitioned")
+
+
+@dataclass
+class DevicesConfig:
+    """GPUs that tasks may use: a list of numbers for all tasks of a job, or a list of such lists, one per task."""
+
+    ps: Any = None
+    """For parameter servers; null: none."""
+
+    worker: Any = None
+    """For workers, for example [0], or [[0],[1]] for two workers; null: all."""
+
+    chief: Any = None
+    """For a chief that is a task of its own; null: all."""
+
+    def __post_init__(self) -> None:
+        for job, devices in vars(self).items():
+            check_devices(f"cluster.devices.{job}", devices)
+
+
+@dataclass
+class ClusterConfig:
+    """Where the tasks are."""
+
+    shape: str = "local"
+    """`NpsMw`, `Mw`, `local`, `hosts` or `tf_config`; `cluster=2ps2w` sets it."""
+
+    start_timeout: float = 120.0
+    """Seconds within which every task must serve; more than 0."""
+
+    step_timeout: float = 300.0
+    """Seconds without progress after which an unresponsive task is replaced, or the run fails; more than 0."""
+
+    max_worker_restarts: int = 3
+    """How often each lost worker of a local cluster is restarted; at least 0."""
+
+    patience: float = 15.0
+    """hosts, tf_config: seconds without a response after which a task counts as lost; at least 1."""
+
+    chief_port: Optional[int] = None
+    """hosts, tf_config: port at which servers and workers reach the chief's process; null: any free port."""
+
+    ps: list[str] = field(default_factory=list)
+    """cluster=hosts: addresses (host:port) of the parameter servers."""
+
+    worker: list[str] = field(default_factory=list)
+    """cluster=hosts: addresses of the workers; worker 0 is also the chief, unless `cluster.chief` is set."""
+
+    chief: Optional[str] = None
+    """cluster=hosts: address of the chief, if it is a task of its own."""
+
+    job: Optional[str] = None
+    """cluster=hosts: the job of this process: `ps`, `worker`, `chief` or `evaluator`."""
+
+    task: Optional[int] = None
+    """cluster=hosts: the index of this process in its job; null: 0."""
+
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    """GPUs that tasks may use, by job."""
+
+    isolate: str = "never"
+    """NpsMw, Mw: a private network namespace: `auto` if the system permits it, `must`, or `never`."""
+
+    allow_unprotected_network: bool = False
+    """cluster=hosts, tf_config: accepts public addresses, where anyone can run code; see docs/security.md."""
+
+    def __post_init__(self) -> None:
+        check_one_of("cluster.isolate", self.isolate, ISOLATE_MODES)
+        check_more_than_zero("cluster.start_timeout", self.start_timeout)
+        check_more_than_zero("cluster.step_timeout", self.step_timeout)
+        check_at_least("cluster.patience", self.patience, 1)
+        check_port("cluster.chief_port", self.chief_port)
+        check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
+
+
+@dataclass
+class _StrategyName:
+    """Which strategy; its own class so that `name` comes first wherever the options are listed."""
+
+    name: str = "auto"
+    """`parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` by the cluster."""
+
+
+@dataclass
+class PlacementOptions:
+    """Where variables live; without parameter servers these have no effect."""
+
+    placement: str = "round_robin"
+    """Which server holds which variable: `round_robin`, `greedy` (by bytes), or `partitioned` (splits large ones)."""
+
+    # TensorFlow's `MinSizePartitioner` has the same threshold.
+    partition_min_bytes: int = 256 << 10
+    """partitioned: splits larger variables by rows over the servers; at least 1."""
+
+    def __post_init__(self) -> None:
+        check_one_of("strategy.placement", self.placement, PLACEMENT_POLICIES)
+        check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
+
+
+@dataclass
+class ServerOptions(PlacementOptions):
+    """Options of every strategy with parameter servers."""
+
+    wire_dtype: Optional[str] = None
+    """With servers: `bfloat16` halves the bytes of values and gradients in transit; null sends them unchanged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wire_dtype is not None:
+            check_one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
+
+
+@dataclass
+class ParameterServerOptions(ServerOptions):
+    """Options of `parameter_server`."""
+
+    local_steps: int = 1
+    """parameter_server: batches that a worker trains on between a pull and a push, which is one step; at least 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole_number("strategy.local_steps", self.local_steps, required=True)
+
+
+@dataclass
+class SyncReplicasOptions(ServerOptions):
+    """Options of `sync_replicas`."""
+
+    replicas_to_aggregate: Optional[int] = None
+    """sync_replicas: gradients per update; null: one per worker, backup workers excluded; more: some send two."""
+
+    backup_workers: int = 0
+    """sync_replicas: workers beyond those that an update waits for; fewer than the number of workers."""
+
+    token_mode: str = "strict"
+    """sync_replicas: `strict`: each worker has a share of every step; `tf1`: fast workers may take more."""
+
+    on_lost_worker: str = "lower"
+    """sync_replicas: with too few workers, `lower` averages fewer gradients until they return; `fail` ends the run."""
+
+    worker_timeout: float = 60.0
+    """sync_replicas: seconds to wait for a lost worker before that; more than 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
+        check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0, required=True)
+        check_one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
+        check_one_of("strategy.on_lost_worker", self.on_lost_worker, ("lower", "fail"))
+        check_more_than_zero("strategy.worker_timeout", self.worker_timeout)
+
+
+@dataclass
+class MirroredOptions:
+    """Options of `mirrored`."""
+
+    devices: Optional[int] = None
+    """mirrored: GPUs to use (null: all), or without GPUs, logical CPU devices to create; at least 2."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("strategy.devices", self.devices)
+
+
+@dataclass
+class StrategyConfig(MirroredOptions, SyncReplicasOptions, ParameterServerOptions, _StrategyName):
+    """How training steps are spread over the tasks: the name of a strategy, and the options of all of them."""
+
+    _target_: Optional[str] = None
+    """A class of your own, derived from that of the strategy; see docs/extending.md. null: kdist's class."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of your class, in addition to those of the strategy."""
+
+    def __post_init__(self) -> None:
+        MirroredOptions.__post_init__(self)
+        SyncReplicasOptions.__post_init__(self)
+
+
+@dataclass
+class OptimizerConfig:
+    """Overrides the model's optimizer, or compiles the model; null keeps the model's setting."""
+
+    name: Optional[str] = None
+    """A Keras optimizer, for example `adam` or `sgd`."""
+
+    learning_rate: Any = None
+    """A number, or a schedule by its `_target_`."""
+
+    momentum: Optional[float] = None
+    """SGD, RMSprop: momentum."""
+
+    nesterov: Optional[bool] = None
+    """SGD: Nesterov momentum."""
+
+    beta_1: Optional[float] = None
+    """Adam family: decay of the first moment."""
+
+    beta_2: Optional[float] = None
+    """Adam family: decay of the second moment."""
+
+    rho: Optional[float] = None
+    """RMSprop, Adadelta: decay of the squared gradient."""
+
+    epsilon: Optional[float] = None
+    """Added to the denominator."""
+
+    weight_decay: Optional[float] = None
+    """Decoupled weight decay."""
+
+    use_ema: Optional[bool] = None
+    """Keeps a moving average of each variable; the model gets the averages at the end."""
+
+    ema_momentum: Optional[float] = None
+    """Weight of the old average in the new one."""
+
+    clipnorm: Optional[float] = None
+    """Clips the norm of each gradient."""
+
+    global_clipnorm: Optional[float] = None
+    """Clips the norm of all gradients together."""
+
+    clipvalue: Optional[float] = None
+    """Clips each value of each gradient."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.learning_rate, (int, float)):
+            check_more_than_zero("optimizer.learning_rate", float(self.learning_rate))
+        elif isinstance(self.learning_rate, str):
+            raise ConfigError(
+                f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)"
+            )
+
+
+@dataclass
+class TrainConfig:
+    """How long to train, and in what portions."""
+
+    steps: Optional[int] = None
+    """The global step to stop at; at least 1. Either this or `epochs`."""
+
+    epochs: Optional[int] = None
+    """Passes over the data; at least 1."""
+
+    batch_size: int = 32
+    """Examples per replica and step; at least 1."""
+
+    steps_per_call: Any = "auto"
+    """Steps that a worker runs per call of the chief: at least 1, or `auto`. With backup workers it is 1."""
+
+    steps_per_epoch: Optional[int] = None
+    """Steps per epoch; null: derived from the data."""
+
+    validation_every_steps: Optional[int] = None
+    """Also validate at multiples of this step; null: only at the ends of epochs."""
+
+    max_restarts: int = 3
+    """How often training resumes from the newest checkpoint after a failure; at least 0."""
+
+    validate_with_ema: bool = False
+    """During training, validate the moving averages of an optimizer with `use_ema` instead of the parameters."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
+            check_whole_number(f"train.{name}", getattr(self, name))
+        check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
+        checked_steps_per_call("train.steps_per_call", self.steps_per_call)
+
+
+@dataclass
+class SweepConfig:
+    """How the trials of a sweep (-m) are compared."""
+
+    metric: Optional[str] = None
+    """Validation metric whose best value counts, or `steps_per_second`, `examples_per_second`; null: loss."""
+
+    mode: Optional[str] = None
+    """Which values are better, `min` or `max`; null: asks the metric."""
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            check_one_of("sweep.mode", self.mode, ("min", "max"))
+
+
+@dataclass
+class RunConfig:
+    """One run."""
+
+    name: str = "${kdist.run_name:}"
+    """Name of the run: the recipe's name, or `train`."""
+
+    dir: str = "runs/${run.name}/${now:%Y-%m-%d_%H-%M-%S}"
+    """Folder for everything the run produces; the same one again resumes."""
+
+    seed: Optional[int] = None
+    """Makes initial weights, shuffling and Dropout repeatable; at least 0. null: random."""
+
+    plan_only: bool = False
+    """Prints which server would hold which variable, writes `placement.txt` and `.png`, and starts nothing."""
+
+    log_device_placement: bool = False
+    """Logs the device of each op, on the console and in `logs/chief-0.log`."""
+
+    soft_device_placement: bool = True
+    """Runs an op on another device if its own has no kernel for it."""
+
+    grace_secs: float = 30.0
+    """Seconds to save and exit after a stop signal or Ctrl-C; more than 0."""
+
+    stop_signals: list[str] = field(default_factory=lambda: list(STOP_SIGNALS))
+    """Signals at which a run saves and exits with code 143, also when sent to all of its tasks."""
+
+    resume: str = "auto"
+    """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over."""
+
+    verbose: Any = "auto"
+    """0: warnings and errors only; 1, auto: lines, a live one on a terminal; 2: lines; 3: tasks and placement too."""
+
+    hparams: list[str] = field(default_factory=list)
+    """Additional keys for TensorBoard's HParams tab, which shows overridden keys and a few others."""
+
+    trust: list[str] = field(default_factory=list)
+    """Packages that `_target_` may name besides Keras and kdist, for example [my_code]; on the command line only."""
+
+    def __post_init__(self) -> None:
+        check_one_of("run.resume", self.resume, RESUME_MODES)
+        check_verbose("run.verbose", self.verbose)
+        check_more_than_zero("run.grace_secs", self.grace_secs)
+        check_stop_signals("run.stop_signals", self.stop_signals)
+        check_packages("run.trust", self.trust)
+        check_seed("run.seed", self.seed)
+
+
+@dataclass
+class Config:
+    """The whole config. Groups: cluster, strategy, model, data, optimizer, hooks; recipes change any of them."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where the tasks are (`cluster=2ps2w`)."""
+
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How training steps are spread (`strategy=parameter_server`)."""
+
+    model: Any = None
+    """A function that returns a Keras model, by `_target_`, with its arguments."""
+
+    data: Any = None
+    """A function that returns the data arguments of `fit`, by `_target_`, with its arguments."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Overrides the model's optimizer (`optimizer.learning_rate=0.01`)."""
+
+    loss: Any = None
+    """Overrides the model's loss: a Keras name, or a `_target_`."""
+
+    metrics: Optional[list[Any]] = None
+    """Overrides the model's metrics: Keras names, or `_target_`s."""
+
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """What happens around training steps, by name; null removes one (`hooks.summary=null`)."""
+
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Keras callbacks, by names of your own (`+callbacks.stop._target_=keras.callbacks.EarlyStopping`)."""
+
+    drill: Any = None
+    """A fault to inject, to see how a run handles it (`+drill=kill_worker drill.at_step=200`)."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long and in what portions."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """How the trials of a sweep are compared."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    """Where to write, and how to start."""
+
+    def __post_init__(self) -> None:
+        if self.train.steps is not None and self.train.epochs is not None:
+            raise ConfigError(
+                f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one, set the other to null"
+            )
+        for name in ("model", "data"):
+            check_target(name, getattr(self, name))
+        for group in ("hooks", "callbacks"):
+            for name, node in getattr(self, group).items():
+                if node is not None:
+                    check_target(f"{group}.{name}", node)
+        if self.drill is not None:
+            check_target("drill", self.drill)

@@ -1,0 +1,271 @@
+"""What a config may name by `_target_`: an allow-list, so that a config from elsewhere cannot run what it likes.
+
+On it are Keras and the hooks, layers and recipes of kdist, by their public names. `trust` adds packages in Python,
+`run.trust=[...]` does on the command line. A name is looked at before anything is imported; what it turns out to be
+must come from the same package, so that `package.module.system` is not `os.system`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+# The rest of kdist runs programs, reads pickles and starts processes; no config has to call it.
+_KDIST = ("kdist.hooks", "kdist.layers", "kdist.recipes")
+_KERAS = ("keras",)
+
+# Names of Keras that are no part of a model or its data, and what they could be used for.
+_REFUSED = {
+    "keras.src": "is private to Keras",
+    "keras.config": "changes what holds for the whole process, as enable_unsafe_deserialization() does",
+    "keras.backend": "changes what holds for the whole process",
+    "keras.ops": "calls functions that it is given",
+    "keras.tree": "calls functions that it is given",
+    "keras.layers.TFSMLayer": "runs the graph of a file, which may read and write other files",
+    "keras.utils.get_file": "writes what it downloads to any place",
+}
+
+# In Hydra's logging configs: classes that write records, and streams.
+_LOGGING = re.compile(r"logging\.(handlers\.)?\w*(Handler|Formatter)|colorlog\.ColoredFormatter")
+_STREAM = re.compile(r"ext://sys\.std(out|err)")
+
+# In conf/config.yaml.
+_OWN_CALLBACK = {"_target_": "kdist.cli.hydra_plugins.PrivateRunDirs"}
+
+_trusted: set[str] = set()
+
+
+def trust(*packages: str) -> None:
+    """Lets configs name what is in `packages` by `_target_`, for as long as this process runs.
+
+    Args:
+        packages: names of packages or modules, with dots for those inside others: what is in them is trusted, too.
+
+    Raises:
+        ConfigError: that is no such name, or a package of Python's own library.
+    """
+    check_packages("kdist.trust", packages)
+    _trusted.update(packages)
+
+
+def check_packages(key: str, packages: Iterable[str]) -> None:
+    """Refuses what cannot be trusted.
+
+    Raises:
+        ConfigError: see `trust`.
+    """
+    for package in packages:
+        if not all(part.isidentifier() for part in package.split(".")):
+            raise ConfigError(f"{key}: {package!r} is not the name of a package")
+        if _is_of_python(package):
+            raise ConfigError(f"{key}: {package} is Python's own; trust a module of yours that calls what you need")
+
+
+def of_command_line(packages: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """What is trusted in a run: `run.trust`, if the command line says so, and what `trust` was told.
+
+    Args:
+        packages: `run.trust` of the composed config.
+        overrides: those of the command line.
+
+    Raises:
+        ConfigError: some of `packages` are from elsewhere, a file or a variable.
+    """
+    named = _named_by(overrides, "run.trust")
+    if others := [package for package in packages if package not in named]:
+        raise ConfigError(
+            f"run.trust: {', '.join(others)} is not from the command line; "
+            f"no file can trust a package: give run.trust=[{','.join(packages)}] there"
+        )
+    return sorted({*packages, *_trusted})
+
+
+def _named_by(overrides: Sequence[str], key: str) -> set[str]:
+    """The values, also of lists and sweeps, that `overrides` give to `key`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+
+    def texts(value: Any) -> Iterable[str]:
+        if isinstance(value, ChoiceSweep):
+            value = value.list
+        if isinstance(value, list):
+            for item in value:
+                yield from texts(item)
+        else:
+            yield value.text if isinstance(value, QuotedString) else str(value)
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return {text for override in parsed if override.key_or_group == key for text in texts(override.value())}
+
+
+def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
+    """Refuses any `_target_` in `node` that is not on the list. Imports nothing.
+
+    Args:
+        key: of `node` in the config.
+        packages: trusted beside those that `trust` was told.
+
+    Raises:
+        ConfigError: names the key, the target and what would trust it.
+    """
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            _check_name(key, str(node["_target_"]), packages)
+            # Keras's loading functions take it; without it a file may bring code of its own.
+            if node.get("safe_mode", True) is not True:
+                raise ConfigError(f"{key}.safe_mode={node['safe_mode']}: a config cannot turn Keras's safe mode off")
+        for name, value in node.items():
+            check(f"{key}.{name}", value, packages)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            check(f"{key}[{index}]", value, packages)
+
+
+def check_origin(key: str, target: str, found: Any, packages: Sequence[str] = ()) -> None:
+    """Refuses a function or class that the module of `target` only borrowed from another package.
+
+    Raises:
+        ConfigError: names the key, the target and where it comes from.
+    """
+    origin = _origin(found)
+    allowed = next(group for group in _groups(packages) if _is_in(_module_of(target), group))
+    if not _is_in(origin, allowed):
+        raise ConfigError(f"{key}._target_={target}: comes from {origin}; name it there" + _how_to_trust(origin))
+
+
+def resolve(key: str, target: str, packages: Sequence[str]) -> Callable[..., Any]:
+    """The function or class that `target` names, as `package.module.name`; it has passed `check`.
+
+    Hydra's `instantiate` hides why an import failed, so it is done here.
+
+    Args:
+        packages: trusted by this run.
+    """
+    module_name, _, name = target.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{key}._target_={target}: cannot be imported: {error}") from error
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        raise ConfigError(f"{key}._target_={target}: {module_name} has no {name}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}._target_={target}: is a {type(found).__name__}, not a function or class")
+    check_origin(key, target, found, packages)
+    return found
+
+
+def call(key: str, node: Mapping[str, Any], packages: Sequence[str]) -> Any:
+    """Calls what `node` names with its arguments, which may name targets themselves.
+
+    Errors of the called function are the user's own and pass through.
+    """
+    check(key, node, packages)
+    target = resolve(key, str(node["_target_"]), packages)
+    arguments = arguments_of(node)
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and "_target_" in value:
+            arguments[name] = call(f"{key}.{name}", value, packages)
+    return target(**arguments)
+
+
+def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in node.items() if key != "_target_"}
+
+
+def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuses what Hydra itself would do for a file: call what is not trusted, log by more than Python's own classes,
+    or change the environment, which may name libraries to load.
+
+    Args:
+        config: the whole config, as Hydra composed it.
+        overrides: those of the command line.
+
+    Raises:
+        ConfigError: names the key and what is there.
+    """
+    from omegaconf import OmegaConf, open_dict, read_write
+
+    with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+        # What logs are named after is not known yet.
+        config.hydra.runtime.output_dir = "."
+    callbacks: Any = OmegaConf.to_container(config.hydra.callbacks, resolve=True)
+    for name, callback in callbacks.items():
+        if callback != _OWN_CALLBACK:
+            check(f"hydra.callbacks.{name}", callback, sorted(_named_by(overrides, "run.trust")))
+    for part in ("job_logging", "hydra_logging"):
+        _check_logging(f"hydra.{part}", OmegaConf.to_container(config.hydra[part], resolve=True))
+    for name in config.hydra.job.env_set:
+        if not _named_by(overrides, f"hydra.job.env_set.{name}"):
+            raise ConfigError(f"hydra.job.env_set.{name}: is not from the command line; no file can set a variable")
+
+
+def _check_logging(key: str, node: Any) -> None:
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, Mapping):
+        return
+    for name, value in node.items():
+        is_class = name in ("class", "()")
+        is_reference = isinstance(value, str) and value.startswith("ext://")
+        if (is_class and not _LOGGING.fullmatch(str(value))) or (is_reference and not _STREAM.fullmatch(str(value))):
+            raise ConfigError(f"{key}.{name}={value}: is not one of Python's log handlers, formatters or streams")
+        _check_logging(f"{key}.{name}", value)
+
+
+def _check_name(key: str, target: str, packages: Sequence[str]) -> None:
+    parts = target.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{key}._target_={target}: not of the form package.module.name")
+    module = _module_of(target)
+    if not any(_is_in(module, group) for group in _groups(packages)):
+        shipped = ", ".join((*_KERAS, *_KDIST))
+        raise ConfigError(
+            f"{key}._target_={target}: {parts[0]} is not trusted; a config may name {shipped}" + _how_to_trust(target)
+        )
+    if _is_in(module, (*_KERAS, *_KDIST)) and any(part.startswith("_") for part in parts):
+        raise ConfigError(f"{key}._target_={target}: is private")
+    for name, why in _REFUSED.items():
+        if _is_in(target, (name,)):
+            raise ConfigError(f"{key}._target_={target}: cannot be named in a config: {name} {why}")
+
+
+def _groups(packages: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Packages that may borrow from each other."""
+    return _KERAS, _KDIST, (*packages, *_trusted)
+
+
+def _how_to_trust(name: str) -> str:
+    package = name.partition(".")[0]
+    if _is_of_python(package):
+        return ""
+    return f'; if you trust it: run.trust=[{package}] on the command line, kdist.trust("{package}") in Python'
+
+
+def _origin(found: Any) -> str:
+    """The module that a function or class was defined in; for another callable, that of its class."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    return str(getattr(found, "__module__", None) or type(found).__module__)
+
+
+def _module_of(target: str) -> str:
+    return target.rpartition(".")[0]
+
+
+def _is_in(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _is_of_python(package: str) -> bool:
+    return package.partition(".")[0] in sys.stdlib_module_names

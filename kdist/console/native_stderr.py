@@ -1,0 +1,36 @@
+"""Redirects what TensorFlow's C++ code writes to standard error into a log file, and nothing else.
+
+For the command line only: in a user's process, standard error belongs to the user.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def keep_python_stderr() -> None:
+    """Gives Python's `sys.stderr` a descriptor of its own, so that it stays on the console when 2 is redirected."""
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+
+
+@contextmanager
+def native_log(path: Path) -> Iterator[None]:
+    """While entered, file descriptor 2 writes to `path`.
+
+    C++ code uses the descriptor. TensorFlow and gRPC write messages there that no log level suppresses.
+    """
+    console = os.dup(2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        yield
+    finally:
+        os.dup2(console, 2)
+        os.close(console)

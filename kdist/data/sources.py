@@ -1,0 +1,300 @@
+"""The data that `fit` accepts: arrays, `tf.data.Dataset`s and dataset functions, each read by several workers.
+
+A resumed run continues at the place in the data where it stopped. Arrays are shuffled by the seed and the number of the
+pass alone, so that any place in any pass is found at once; a dataset is read up to its place in the pass.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.data.serialization import dataset_graph, dataset_of_graph
+from kdist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """The argument of a dataset function.
+
+    Attributes:
+        worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
+        num_workers: number of workers that read.
+        batch_size: examples per replica and step, as given to `fit`; None if it was not given.
+        first_batch: how many batches this worker has read before, in a resumed run; a scalar int64 tensor. If the
+            dataset's length is known, kdist continues there by itself.
+    """
+
+    worker_index: tf.Tensor
+    num_workers: int
+    batch_size: int | None
+    first_batch: tf.Tensor | int = 0
+
+
+class TrainingData(abc.ABC):
+    """Data for the workers. A strategy traces `dataset` once and runs it on each worker with its `arguments`."""
+
+    #: Steps (of one batch each) in one pass over the data; None if it is not known.
+    steps_per_epoch: int | None = None
+
+    @abc.abstractmethod
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        """The endless dataset of one worker's batches; called inside a `tf.function`."""
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        """The arguments of `dataset` that are sent to a worker."""
+        return ()
+
+
+class ArrayData(TrainingData):
+    """Arrays in memory, split into one shard per worker, at random if they are shuffled; each worker shuffles its own.
+
+    Shards of every n-th example would inherit the order of the data. In MNIST, the images at even places resemble the
+    first test images much more than those at odd places.
+    """
+
+    def __init__(self, arrays: Any, *, batch_size: int, shuffle: bool, seed: int | None) -> None:
+        self._arrays = tf.nest.map_structure(_as_array, arrays)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+        if any(array.ndim == 0 for array in tf.nest.flatten(self._arrays)):
+            raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
+        lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
+        if len(lengths) != 1:
+            shapes = ", ".join(str(array.shape) for array in tf.nest.flatten(self._arrays))
+            raise ValueError(f"x, y and sample_weight differ in their number of examples; their shapes are {shapes}")
+        self._num_examples = lengths.pop()
+        if self._num_examples == 0:
+            raise ValueError("x holds no example")
+        self.steps_per_epoch = math.ceil(self._num_examples / batch_size)
+        self._order = np.arange(self._num_examples)
+        if shuffle:
+            np.random.default_rng(self._seed).shuffle(self._order)
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        # With fewer examples than workers, some would get nothing: then all of them read everything.
+        if not 1 < num_workers <= self._num_examples:
+            return tuple(tf.constant(array) for array in tf.nest.flatten(self._arrays))
+        shard = self._order[worker_index::num_workers]
+        return tuple(tf.constant(array[shard]) for array in tf.nest.flatten(self._arrays))
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        num_examples = tf.shape(arguments[0], out_type=tf.int64)[0]
+        seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
+        first_example = tf.cast(context.first_batch, tf.int64) * self._batch_size
+        first_pass, place = first_example // num_examples, first_example % num_examples
+
+        def order(number: tf.Tensor) -> tf.Tensor:
+            indices = tf.range(num_examples)
+            if self._shuffle:
+                # The seed determines a pass, so that a resumed run need not draw the earlier ones.
+                indices = tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, number]))
+            return indices[tf.where(number == first_pass, place, 0) :]
+
+        # Shuffling indices and gathering whole batches is much cheaper than moving single examples.
+        passes = tf.data.Dataset.range(first_pass, tf.int64.max).map(order)
+        return passes.rebatch(self._batch_size, drop_remainder=True).map(
+            lambda chosen: tf.nest.pack_sequence_as(self._arrays, [tf.gather(array, chosen) for array in arguments])
+        )
+
+
+class DatasetData(TrainingData):
+    """A `tf.data.Dataset` of batches. Its graph is sent to the workers; each takes every n-th batch."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        cardinality = int(dataset.cardinality().numpy())
+        if cardinality == 0:
+            raise ValueError("the dataset is empty")
+        self.steps_per_epoch = cardinality if cardinality > 0 else None
+        self._element_spec = dataset.element_spec
+        self._graph = dataset_graph(dataset)
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        return (self._graph,)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        dataset = dataset_of_graph(arguments[0], self._element_spec)
+        # Repeated first, so that no worker's share of a short dataset is empty.
+        repeated = _repeated(dataset, context.first_batch * context.num_workers)
+        return repeated.shard(context.num_workers, context.worker_index)
+
+
+class FunctionData(TrainingData):
+    """A function `(DataContext) -> tf.data.Dataset` of batches, traced for the workers."""
+
+    def __init__(self, function: Callable[[DataContext], tf.data.Dataset]) -> None:
+        self._function = function
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        dataset = self._function(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"the dataset function {getattr(self._function, '__name__', self._function)!s} returned "
+                f"{type(dataset).__name__}; it must return a tf.data.Dataset of batches"
+            )
+        return _repeated(dataset, context.first_batch)
+
+
+def _repeated(dataset: tf.data.Dataset, num_read: tf.Tensor | int) -> tf.data.Dataset:
+    """`dataset`, repeated endlessly, from the place in a pass after `num_read` elements.
+
+    Elements before that place are read again, at most one pass; without a known length it starts over.
+    """
+    length = dataset.cardinality()
+    place = tf.where(length > 0, tf.cast(num_read, tf.int64) % tf.maximum(length, 1), 0)
+    return dataset.repeat().skip(place)
+
+
+def training_data(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    class_weight: Mapping[int, float] | None = None,
+    seed: int | None = None,
+) -> TrainingData:
+    """Makes `TrainingData` of the data that was passed to `fit`.
+
+    Args:
+        x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, or a function
+            `(DataContext) -> tf.data.Dataset` of batches; `TrainingData` is returned as it is.
+        y, sample_weight: arrays like `x`; with a dataset or a function they are part of its elements.
+        batch_size: examples per replica and step, for arrays; 32 if None, as in Keras.
+        shuffle: whether arrays are shuffled in each pass.
+        class_weight: class index -> weight of its examples.
+        seed: makes shuffling repeatable; random if None.
+
+    Raises:
+        ConfigError: a dataset that cannot be sent to the workers, or an `x` of another type.
+        ValueError: arrays of different lengths, or no data.
+    """
+    data: TrainingData
+    if isinstance(x, TrainingData):
+        return x
+    if has_labels(x):
+        if y is not None or sample_weight is not None:
+            raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
+        if isinstance(x, tf.data.Dataset):
+            data = DatasetData(x)
+        else:
+            _check_takes_context(x)
+            data = FunctionData(x)
+    elif isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__") or _is_iterable_only(x):
+        raise ConfigError(
+            f"x is a {type(x).__name__}, which lives in this process and cannot travel to the workers; give arrays, a "
+            "tf.data.Dataset or a function (context) -> tf.data.Dataset"
+        )
+    else:
+        arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
+        if not isinstance(arrays, tuple):
+            arrays = (arrays,)
+        data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
+    return _ClassWeighted(data, class_weight) if class_weight else data
+
+
+class _ClassWeighted(TrainingData):
+    """Other data with a sample weight by class, as for Keras's `class_weight`."""
+
+    def __init__(self, data: TrainingData, class_weight: Mapping[int, float]) -> None:
+        self._data = data
+        self.steps_per_epoch = data.steps_per_epoch
+        self._weights = np.ones(max(class_weight) + 1, dtype=np.float32)
+        self._weights[list(class_weight)] = list(class_weight.values())
+
+    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+        return self._data.arguments(worker_index, num_workers)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        def add_weight(*batch: Any) -> Any:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+            if y is None or sample_weight is not None or tf.nest.is_nested(y):
+                raise ValueError("class_weight needs a single y, and no sample_weight beside it")
+            is_one_hot = y.shape.rank is not None and y.shape.rank > 1 and y.shape[-1] != 1
+            classes = tf.argmax(y, -1) if is_one_hot else tf.reshape(y, [-1])
+            classes = tf.cast(classes, tf.int64)
+            # Classes that class_weight does not mention have weight 1.
+            known = classes < len(self._weights)
+            weights = tf.gather(self._weights, tf.where(known, classes, 0))
+            return x, y, tf.where(known, weights, 1.0)
+
+        return self._data.dataset(context, *arguments).map(add_weight)
+
+
+def _is_iterable_only(x: Any) -> bool:
+    return hasattr(x, "__iter__") and not hasattr(x, "__array__") and not isinstance(x, (list, tuple, Mapping))
+
+
+def is_dataset_function(x: Any) -> bool:
+    """Whether `x` is a function that makes a dataset, and not data that happens to be callable."""
+    return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
+
+
+def has_labels(x: Any) -> bool:
+    """Whether `x` includes labels and weights, if there are any: a dataset, or a function that makes one."""
+    return isinstance(x, tf.data.Dataset) or is_dataset_function(x)
+
+
+def read_locally(x: Any, batch_size: int | None) -> Any:
+    """`x` for a local Keras model: a dataset function is called for the only reader."""
+    return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
+
+
+def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:
+    """Splits off the last fraction of the arrays, before any shuffling, as Keras does.
+
+    Returns:
+        `(x, y, sample_weight)` for training, and the same for validation.
+
+    Raises:
+        ConfigError: the data is not arrays, or a part would be empty.
+    """
+    if has_labels(x):
+        raise ConfigError("validation_split works with arrays only; give validation_data")
+    num_examples = len(tf.nest.flatten(x)[0])
+    split = math.floor(num_examples * (1.0 - validation_split))
+    if not 0 < split < num_examples:
+        raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")
+
+    def part(chosen: slice) -> tuple[Any, ...]:
+        return tuple(
+            None if tree is None else tf.nest.map_structure(lambda array: np.asarray(array)[chosen], tree)
+            for tree in (x, y, sample_weight)
+        )
+
+    return part(slice(0, split)), part(slice(split, None))
+
+
+def as_tuples(tree: Any) -> Any:
+    """Lists of arrays as tuples, which tf.data does not stack; a list of numbers stays a list."""
+    if isinstance(tree, Mapping):
+        return {key: as_tuples(item) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)) and any(hasattr(item, "__array__") or isinstance(item, dict) for item in tree):
+        return tuple(as_tuples(item) for item in tree)
+    return tree
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """`values` as an array, floating point in Keras's `floatx`, as Keras itself feeds it."""
+    array = np.asarray(values)
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
+
+
+def _check_takes_context(function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the dataset function {getattr(function, '__name__', function)!s} must take one argument, the context: "
+            f"(context) -> tf.data.Dataset ({error})"
+        ) from error

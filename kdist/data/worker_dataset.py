@@ -1,0 +1,83 @@
+"""What one worker reads: an endless sequence of full batches, each with a fresh random seed.
+
+Every worker repeats its data and draws full batches from it, so that a step always uses `batch_size` examples and only
+the session decides when to stop. The seeds, for Dropout and the like, are derived from `seed` and the worker's index,
+so that no random state is shared through a parameter server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from kdist._compat.tensorflow import IteratorSpec, allow_many_next
+from kdist.data.sources import DataContext, TrainingData
+
+
+def worker_dataset(
+    data: TrainingData,
+    *,
+    num_workers: int,
+    batch_size: int | None,
+    num_seeds: int,
+    seed: int,
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces the function that creates one worker's dataset of `(batch, seeds)`.
+
+    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch.
+
+    Args:
+        seed: of the random states; different workers and steps never share one.
+
+    Returns:
+        A concrete function; its arguments are those that `worker_arguments` returns.
+    """
+
+    def make(
+        worker_index: tf.Tensor, first_step: tf.Tensor, first_batch: tf.Tensor, *arguments: tf.Tensor
+    ) -> tf.data.Dataset:
+        batches = data.dataset(DataContext(worker_index, num_workers, batch_size, first_batch), *arguments)
+
+        def seeds(count: tf.Tensor) -> tf.Tensor:
+            stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])
+            return tf.random.stateless_uniform([num_seeds, 2], stream, minval=None, maxval=None, dtype=tf.uint32)
+
+        dataset = tf.data.Dataset.zip((batches, tf.data.Dataset.counter().map(seeds))).prefetch(2)
+        # The thread that tunes a pipeline may sleep through the end of its iterator: TensorFlow wakes it before it
+        # marks it as cancelled. Ending a run then took as long as the run itself, up to a minute. Without the tuner,
+        # AUTOTUNE means as many parallel calls as there are cores.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return dataset.with_options(options)
+
+    specs = [tf.TensorSpec([], tf.int64)] * 3
+    for argument in data.arguments(0, num_workers):
+        # The lengths of shards differ by one.
+        shape = argument.shape if argument.shape.rank == 0 else [None, *argument.shape[1:]]
+        specs.append(tf.TensorSpec(shape, argument.dtype))
+    return tf.function(make, input_signature=specs).get_concrete_function()
+
+
+def worker_arguments(
+    data: TrainingData, worker_index: int, num_workers: int, first_step: int, first_batch: int = 0
+) -> tuple[Any, ...]:
+    """Arguments of the function that `worker_dataset` traced, for one worker.
+
+    Args:
+        first_step: the global step at which the run starts, so that a resumed run does not repeat its random states.
+        first_batch: how many batches the worker has read by then.
+    """
+    numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
+    return (*numbers, *data.arguments(worker_index, num_workers))
+
+
+def next_of(iterator: Any) -> Any:
+    """The next element of a dataset iterator, while a function is traced; any number of times in one function."""
+    allow_many_next(iterator)
+    return next(iterator)
+
+
+def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
+    """The type spec of iterators over the dataset that `make_dataset` returns."""
+    return IteratorSpec(make_dataset.structured_outputs.element_spec)

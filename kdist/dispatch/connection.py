@@ -1,0 +1,154 @@
+"""Connects this process to a cluster without breaking the variables that it already holds.
+
+TensorFlow's own `ParameterServerStrategy` connects in a way that breaks the user's process twice. It renames the job of
+this process from `localhost` to `chief`, so that every earlier variable is at an address that no longer exists. And it
+sends a session config that differs from that of this process; TensorFlow then replaces the local devices, and assigning
+to an earlier variable silently does nothing. Connecting under the old name, with the config of this process, keeps the
+devices and everything on them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection
+from typing import Any
+
+import tensorflow as tf
+
+from kdist._compat import tensorflow as tf_compat
+from kdist.cluster.spec import Task
+from kdist.console.warn import warn
+from kdist.errors import ClusterError, ConfigError
+
+_JOB = "localhost"
+#: What TensorFlow reads when it connects and while it is connected.
+_ENVIRONMENT = {
+    # Tasks that are connected all serve already: one that is gone is an error, and not something to wait for.
+    "GRPC_FAIL_FAST": "true",
+    # Calls are sent one by one and come back when they are done.
+    "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False",
+    "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY": "True",
+}
+#: What was there before.
+_environment_before: dict[str, str | None] = {}
+
+
+def connect(spec: tf.train.ClusterSpec, own_address: str) -> None:
+    """Makes the tasks of `spec`, which all serve already, devices of this process.
+
+    Args:
+        own_address: `host:port` of this process, as the tasks reach it; TensorFlow serves at the port from now on.
+
+    Raises:
+        ConfigError: the process is connected to other tasks.
+        ClusterError: the port is in use.
+        tf.errors.OpError: a task does not respond.
+    """
+    present = tf_compat.server_def()
+    if present is not None and len(present.cluster.job) > 1:
+        # TensorFlow would crash when the first cluster is used again.
+        raise ConfigError("this process is using a cluster already; end its session before starting another one")
+    _check_port(own_address)
+    _environment_before.update({name: os.environ.get(name) for name in _ENVIRONMENT})
+    os.environ.update(_ENVIRONMENT)
+    probe = tf.Variable(0, trainable=False)
+    # A copy: the spec keeps what it returns.
+    cluster = tf.train.ClusterDef()
+    cluster.CopyFrom(spec.as_cluster_def())
+    job = cluster.job.add()
+    job.name = _JOB
+    job.tasks[0] = own_address
+    filters = tf.config.experimental.ClusterDeviceFilters()
+    for this_job, other_job in (("worker", "ps"), ("ps", "worker")):
+        for index in range(spec.num_tasks(this_job)):
+            filters.set_device_filters(this_job, index, [f"/job:{other_job}", f"/job:{_JOB}"])
+    definition = tf.train.ServerDef(
+        cluster=cluster,
+        job_name=_JOB,
+        task_index=0,
+        protocol="grpc",
+        default_session_config=tf_compat.session_config(),
+        cluster_device_filters=tf_compat.filters_as_proto(filters),
+    )
+    try:
+        tf_compat.set_server_def(definition)
+    except tf.errors.OpError:
+        tf_compat.forget_server_def(None)
+        _restore_environment()
+        raise
+    tf_compat.initialize()
+    probe.assign(1)
+    if int(probe) != 1:
+        warn(
+            "connecting replaced TensorFlow's local devices; assigning to variables made before has no effect "
+            "any more in this process (make models and variables after fit instead)"
+        )
+
+
+def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
+    """Connects this process to all tasks of `spec` except some; it is already connected to others.
+
+    A task that was left out before counts as a new process; the functions that were traced before are sent to it. Every
+    task has to respond: TensorFlow would wait for a stopped one without a limit, and nothing else of this process would
+    run in the meantime.
+
+    Raises:
+        tf.errors.OpError: a task does not serve, or has only just started to; then nothing changed.
+    """
+    before = tf_compat.server_def()
+    definition = tf_compat.server_def()
+    if before is None or definition is None:
+        raise RuntimeError("used before connect()")
+    own = _jobs_of_this_process(definition)
+    del definition.cluster.job[:]
+    definition.cluster.job.extend([*spec.as_cluster_def().job, *own])
+    for job in definition.cluster.job:
+        for task in without:
+            if task.job == job.name:
+                del job.tasks[task.index]
+    try:
+        tf_compat.update_server_def(definition)
+    except tf.errors.OpError:
+        tf_compat.forget_server_def(before)
+        raise
+
+
+def disconnect() -> None:
+    """Makes this process forget all tasks. Without it, a later `Model.fit` of plain Keras waits for them for ever."""
+    _restore_environment()
+    alone = tf_compat.server_def()
+    if alone is None:
+        return
+    alone.ClearField("cluster_device_filters")
+    own = _jobs_of_this_process(alone)
+    del alone.cluster.job[:]
+    alone.cluster.job.extend(own)
+    tf_compat.update_server_def(alone)
+
+
+def _restore_environment() -> None:
+    for name, value in _environment_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _environment_before.clear()
+
+
+def _jobs_of_this_process(definition: tf.train.ServerDef) -> list[Any]:
+    return [job for job in definition.cluster.job if job.name == _JOB]
+
+
+def _check_port(own_address: str) -> None:
+    """Finds out that a port is in use before TensorFlow does, which would end the process."""
+    port = int(own_address.rpartition(":")[2])
+    try:
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(("", port))
+    except OSError:
+        raise ClusterError(
+            f"the chief cannot serve at {own_address}: the port is in use; give another cluster.chief_port, or null "
+            "for any that is free (TensorFlow keeps a port until its process ends, also for a second fit)"
+        ) from None

@@ -1,0 +1,416 @@
+"""The chief's side of a cluster: sends calls to workers, and never waits for them without a limit.
+
+Replaces TensorFlow's `ClusterCoordinator`, which hangs when a task is stopped, when all workers are lost and while a
+lost worker is away. As there, calls run on workers by TensorFlow's remote execution; which worker gets a call, and what
+happens to the calls of a lost worker, is decided here.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from kdist._compat.tensorflow import QuietExecutor, executor_scope
+from kdist.cluster.spec import Task
+from kdist.console.warn import warn
+from kdist.dispatch.connection import connect, disconnect, reconnect
+from kdist.dispatch.first_call_lock import first_calls
+from kdist.dispatch.health import Supervisor, ask, describe_lost
+from kdist.dispatch.worker_threads import OUT_OF_REACH, Call, Calls, Finished, WorkerThread, may_be_lost
+from kdist.errors import ClusterError
+
+T = TypeVar("T")
+
+_CHECK_SECS = 0.5
+_ANSWER_SECS = 10.0
+_ABANDON_SECS = 2.0
+_TRIES = 3
+
+
+class CallsCancelled(Exception):
+    """Calls in flight took too long after an interruption and were discarded."""
+
+
+class Coordinator:
+    """Sends calls to workers and hands out their results.
+
+    A call is a Python function of the worker's index. It runs in the worker's own thread, in the scope of its device,
+    and calls TensorFlow functions.
+
+    Args:
+        supervisor: knows which tasks serve; consulted while waiting.
+        timeout: seconds without any result before unresponsive tasks are looked for.
+        grace_secs: seconds that calls in flight have to finish after an interruption.
+
+    Attributes:
+        interrupted: returns whether training is to end.
+        num_lost: how often a worker was lost.
+        on_return: called with the index of a worker that has returned: a new process that holds only the functions that
+            were traced.
+
+    Raises:
+        tf.errors.UnavailableError: on creation, when a task does not respond.
+        ClusterError: from every method that waits: a parameter server or the last worker is lost, or nothing happened
+            for `timeout` seconds.
+    """
+
+    def __init__(self, supervisor: Supervisor, *, timeout: float, grace_secs: float) -> None:
+        self._supervisor = supervisor
+        self._spec = tf.train.ClusterSpec(supervisor.spec.jobs)
+        self._timeout = timeout
+        self._workers = range(len(supervisor.spec.worker))
+        self._grace_secs = grace_secs
+        self._interrupted_at: float | None = None
+        self._has_cancelled = False
+        self.interrupted: Callable[[], bool] = lambda: False
+        self.num_lost = 0
+        self.on_return: Callable[[int], None] | None = None
+        self._disabled: set[int] = set()
+        #: Workers that start later.
+        self._waiting: set[int] = set()
+        self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
+        self._threads: dict[int, WorkerThread] = {}
+        self._calls = Calls(self._workers)
+        #: Connected workers whose calls failed because their hosts do not respond; they get no calls until they do.
+        self._away: set[int] = set()
+        #: Failures of a connected worker since its last result.
+        self._failures = dict.fromkeys(self._workers, 0)
+        self._last_check = time.monotonic()
+        # Functions that are already garbage would be looked up on every task, which does not know them.
+        gc.collect()
+        first_calls.forget()
+        connect(self._spec, supervisor.chief_address)
+
+    @property
+    def present(self) -> list[int]:
+        """Indices of the workers that accept calls."""
+        return [worker for worker in self._workers if worker in self._calls.present]
+
+    def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
+        """Calls `function` for the next free worker, and again for another one if that worker is lost.
+
+        Args:
+            function: worker index -> anything.
+            tag: returned with the outcome.
+        """
+        self._calls.put(Call(function, tag, is_shared=True))
+        self._start_threads()
+
+    def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
+        """Calls `function` for one worker; calls for the same worker run one after the other."""
+        self._calls.put(Call(function, tag, is_shared=False), worker)
+        self._start_threads()
+
+    def next_finished(self) -> Finished:
+        """Waits for a call to finish, and watches the tasks in the meantime.
+
+        A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost` is true for
+        it.
+
+        Raises:
+            ClusterError: see the class.
+        """
+        while True:
+            call, finished = self._wait(self._take_finished)
+            error = finished.outcome.exception()
+            if not may_be_lost(error):
+                self._failures[finished.worker] = 0
+                return finished
+            self._has_failed(finished.worker, error)
+            if not call.is_shared:
+                return finished
+            self._calls.put(call, first=True)
+
+    def is_lost(self, finished: Finished) -> bool:
+        """Whether a call of `start_on` failed because its worker is lost."""
+        return may_be_lost(finished.outcome.exception())
+
+    def disable(self, worker: int) -> bool:
+        """Gives no more calls to a worker without data, until it is another process.
+
+        Returns:
+            Whether it was enabled before: it may have started another call in the meantime.
+        """
+        self._calls.disable(worker)
+        is_new = worker not in self._disabled
+        self._disabled.add(worker)
+        return is_new
+
+    def set_active(self, workers: Collection[int]) -> None:
+        """From now on gives calls to these workers only; the others finish the calls that they have started."""
+        self._waiting = set(self._workers) - set(workers)
+        for worker in self._workers:
+            if worker in self._waiting:
+                self._calls.disable(worker)
+            elif worker in self._calls.connected and worker not in self._disabled:
+                self._calls.admit(worker)
+
+    def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
+        """Runs a function that waits for tasks, and watches them in the meantime; after a failure it is left behind in
+        its thread.
+
+        Args:
+            kind: identifies the TensorFlow functions that it calls; see `FirstCalls`.
+
+        Raises:
+            ClusterError: see the class.
+        """
+        outcome: Future[T] = Future()
+        ended = threading.Event()
+
+        def work() -> None:
+            try:
+                with first_calls.call(kind), executor_scope(QuietExecutor()):
+                    outcome.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
+                outcome.set_exception(error)
+            ended.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        self._wait(ended.wait)
+        return outcome.result()
+
+    def before_tracing(self) -> None:
+        """Makes sure that every connected task responds: a new function is sent to all of them.
+
+        TensorFlow waits for a stopped task without a limit, and nothing else of this process runs in the meantime.
+
+        Raises:
+            ClusterError: a task does not respond, and this process may not replace it.
+        """
+        while True:
+            self.wait_for_silent()
+            silent, _ = self._ask()
+            if not silent:
+                return
+            self._replace(silent, f"did not respond within {_ANSWER_SECS:g} s")
+            self.check_tasks()
+
+    def wait_for_silent(self, job: str | None = None) -> None:
+        """Waits while connected tasks (of one job, if given) are silent: each returns, or counts as lost.
+
+        A run that is ending waits for no worker.
+
+        Raises:
+            ClusterError: see `check_tasks`.
+        """
+        while silent := {t for t in self._supervisor.silent() if job in (None, t.job)} & self._connected():
+            if self.interrupted() and (workers := [task.index for task in silent if task.job == "worker"]):
+                for worker in workers:
+                    self._remove(worker)
+                continue
+            time.sleep(_CHECK_SECS)
+            self.check_tasks()
+
+    def all_answer(self) -> bool:
+        """Whether every connected task responds within a few seconds, even if only as another process."""
+        return not self._connected() & self._supervisor.silent() and not self._ask(_ABANDON_SECS)[0]
+
+    def examine(self) -> None:
+        """Finds out which tasks are lost after a failure, and removes lost workers.
+
+        Raises:
+            ClusterError: a parameter server is lost, or the last worker.
+        """
+        # Nothing can be done without servers, so they are waited for; workers are not.
+        self.wait_for_silent("ps")
+        _, broken = self._ask()
+        if servers := [task for task in broken if task.job == "ps"]:
+            lost = {task: how for task, how in self._supervisor.lost_soon().items() if task in servers}
+            gone = dict.fromkeys(servers, "was replaced by another process")
+            raise ClusterError(describe_lost(lost or gone))
+        for task in broken:
+            self._remove(task.index)
+        self.check_tasks()
+
+    def check_tasks(self) -> None:
+        """Removes workers that are lost, and connects those that have returned.
+
+        Raises:
+            ClusterError: a parameter server is lost, or no worker is left.
+        """
+        self._last_check = time.monotonic()
+        if self._has_cancelled:
+            return
+        serving = self._supervisor.check()
+        for worker in self._workers:
+            if worker not in serving and worker in self._calls.connected:
+                self._remove(worker)
+        silent = {task.index for task in self._supervisor.silent() if task.job == "worker"}
+        for worker in set(serving) - silent - self._disabled - self._waiting:
+            if worker not in self._calls.connected:
+                self._admit(worker)
+            elif worker in self._away:
+                # If it is another process by now, its next call shows it.
+                self._away.discard(worker)
+                self._calls.admit(worker)
+
+    def wait_for_worker(self, timeout: float) -> bool:
+        """Waits until a worker returns; returns whether one has.
+
+        Raises:
+            CallsCancelled: training is to end.
+            ClusterError: see the class.
+        """
+        before = set(self.present)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.interrupted():
+                raise CallsCancelled
+            time.sleep(min(_CHECK_SECS, timeout))
+            self.check_tasks()
+            if set(self.present) - before:
+                return True
+        return False
+
+    def stop(self) -> None:
+        """Ends the threads and the connection.
+
+        Handles to objects on the tasks (variables, functions, iterators) must have been deleted before.
+        """
+        self._calls.stop()
+        self._finished = queue.SimpleQueue()
+        gc.collect()
+        disconnect()
+
+    def _take_finished(self, timeout: float) -> tuple[Call, Finished] | None:
+        with suppress(queue.Empty):
+            return self._finished.get(timeout=timeout)
+        return None
+
+    def _wait(self, poll: Callable[[float], T | None]) -> T:
+        """Calls `poll(timeout in seconds)` until it returns something true; returns that."""
+        started, tries = time.monotonic(), 0
+        while not (found := poll(min(_CHECK_SECS, self._timeout))):
+            self._cancel_when_overdue()
+            self.check_tasks()
+            if time.monotonic() - started > self._timeout:
+                # A task that responds may run a long step, or prepare its first one.
+                tries = 0 if self._replace_silent() else tries + 1
+                if tries == _TRIES:
+                    raise ClusterError(
+                        f"no task returned anything for {_TRIES} times {self._timeout:g} s (cluster.step_timeout); "
+                        "every task is there and answers"
+                    )
+                started = time.monotonic()
+        # If results arrive all the time, nothing waits here; tasks are watched all the same.
+        if time.monotonic() - self._last_check > _CHECK_SECS:
+            self.check_tasks()
+            if self._calls.longest_secs() > self._timeout:
+                self._replace_silent()
+        return found
+
+    def _cancel_when_overdue(self) -> None:
+        """Raises `CallsCancelled` once, `grace_secs` after an interruption, and kills the workers of this process."""
+        if not self.interrupted() or self._has_cancelled:
+            return
+        self._interrupted_at = self._interrupted_at or time.monotonic()
+        if time.monotonic() - self._interrupted_at > self._grace_secs:
+            self._has_cancelled = True
+            # Their calls must not continue while the parameters are read.
+            self._supervisor.kill([Task("worker", worker) for worker in self._workers])
+            self._calls.clear()
+            self._finished = queue.SimpleQueue()
+            raise CallsCancelled
+
+    def _replace_silent(self) -> bool:
+        """Replaces the tasks that do not respond; False if all do.
+
+        Raises:
+            ClusterError: this process may not replace them.
+        """
+        silent, _ = self._ask()
+        if silent:
+            self._replace(silent, f"did not respond for {self._timeout:g} s (cluster.step_timeout)")
+        self._calls.forget_time()
+        return bool(silent)
+
+    def _replace(self, silent: Collection[Task], what: str) -> None:
+        """Kills unresponsive tasks, except those whose hosts do not respond: they return, or count as lost.
+
+        Raises:
+            ClusterError: this process may not kill them.
+        """
+        silent = set(silent) - self._supervisor.silent()
+        if not silent:
+            return
+        names = ", ".join(map(str, sorted(silent, key=str)))
+        if not self._supervisor.kill(silent):
+            if self.interrupted() and all(task.job == "worker" for task in silent):
+                for task in silent:
+                    self._remove(task.index)
+                return
+            raise ClusterError(f"{names} {what}; stopped or out of reach")
+        warn(f"{names} {what}; killing {'it' if len(silent) == 1 else 'them'}")
+
+    def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
+        """Asks every connected task for a sign of life, except those that are silent; see `ask`."""
+        return ask(self._connected() - self._supervisor.silent(), timeout)
+
+    def _connected(self) -> set[Task]:
+        servers = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
+        return servers | {Task("worker", worker) for worker in self._calls.connected}
+
+    def _has_failed(self, worker: int, error: BaseException | None) -> None:
+        """Removes a worker whose call failed, if it is lost; otherwise lets it try again.
+
+        Raises:
+            ClusterError: see the class.
+            tf.errors.OpError: the worker is connected, and its calls fail repeatedly.
+        """
+        self.examine()
+        if worker in self._calls.connected:
+            if Task("worker", worker) in self._supervisor.silent():
+                self._away.add(worker)
+                return
+            self._failures[worker] += 1
+            if self._failures[worker] > _TRIES and error is not None:
+                raise error
+            self._calls.admit(worker)
+
+    def _remove(self, worker: int) -> None:
+        self.num_lost += 1
+        self._disabled.discard(worker)
+        self._away.discard(worker)
+        for call in self._calls.remove(worker):
+            outcome: Future[Any] = Future()
+            outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
+            self._finished.put((call, Finished(worker, call.tag, outcome)))
+        # Its calls in flight fail now, and run on other workers.
+        self._supervisor.cut_off(Task("worker", worker))
+        with suppress(*OUT_OF_REACH):
+            self._reconnect()
+
+    def _admit(self, worker: int) -> None:
+        """Connects a worker that serves again; if that fails, the next check tries again."""
+        # Asked last: a task that is stopped between the question and the connection would block this process.
+        with first_calls.call(None):
+            if not self.all_answer():
+                return
+            self._supervisor.let_in(Task("worker", worker))
+            try:
+                self._reconnect(and_with=worker)
+            except OUT_OF_REACH:
+                return
+        if self.on_return is not None:
+            self.on_return(worker)
+        self._calls.admit(worker)
+
+    def _reconnect(self, and_with: int | None = None) -> None:
+        connected = {*self._calls.connected, and_with}
+        with first_calls.call(None):
+            reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
+            first_calls.forget()
+
+    def _start_threads(self) -> None:
+        for worker in self._workers:
+            if worker not in self._threads:
+                self._threads[worker] = WorkerThread(worker, self._calls, self._finished)

@@ -1,0 +1,154 @@
+"""`Supervisor`: knows which tasks of a cluster serve, and restarts lost workers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+import tensorflow as tf
+
+from kdist._compat.tensorflow import QuietExecutor, executor_scope
+from kdist.cluster.base import Cluster
+from kdist.cluster.spec import ClusterSpec, Task
+from kdist.console.warn import warn
+from kdist.errors import ClusterError
+
+_SOON_SECS = 2.0
+_POLL_SECS = 0.1
+
+
+class Supervisor:
+    """Watches the tasks of a cluster.
+
+    Args:
+        cluster: the tasks, which serve.
+        max_worker_restarts: how often each worker is restarted.
+
+    Attributes:
+        restarts: how many workers were restarted, or returned.
+    """
+
+    def __init__(self, cluster: Cluster, max_worker_restarts: int) -> None:
+        self._cluster = cluster
+        self._max_restarts = max_worker_restarts
+        self._restarts_of: Counter[Task] = Counter()
+        self._lost_since: dict[Task, float] = {}
+        #: Lost workers that return only if others start them.
+        self._given_up: set[Task] = set()
+        self.restarts = 0
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """Where the tasks are."""
+        return self._cluster.spec
+
+    @property
+    def chief_address(self) -> str:
+        """Where the tasks reach this process."""
+        return self._cluster.chief_address
+
+    def silent(self) -> set[Task]:
+        """The tasks that do not respond at present: training waits for them."""
+        return self._cluster.silent_tasks()
+
+    def cut_off(self, task: Task) -> None:
+        """Ends the connections with a task that is lost."""
+        self._cluster.cut_off(task)
+
+    def let_in(self, task: Task) -> None:
+        """Undoes `cut_off`."""
+        self._cluster.let_in(task)
+
+    def check(self) -> list[int]:
+        """Looks at every task once, and restarts lost workers.
+
+        Returns:
+            Indices of the workers that serve.
+
+        Raises:
+            ClusterError: a parameter server is lost, or no worker is left and none will return.
+        """
+        lost = self._cluster.lost_tasks()
+        starting = self._cluster.starting_tasks()
+        if servers := {task: how for task, how in lost.items() if task.job == "ps"}:
+            raise ClusterError(describe_lost(servers))
+        workers = [task for task in self.spec.shape.tasks if task.job == "worker"]
+        serving = [task for task in workers if task not in lost and task not in starting]
+        for task in workers:
+            if task in lost:
+                self._start_again(task, lost[task])
+            elif task in serving and task in self._lost_since:
+                self._is_back(task)
+        if self._given_up.issuperset(workers):
+            raise ClusterError("no worker is left: " + describe_lost(lost))
+        return [task.index for task in serving]
+
+    def kill(self, tasks: Collection[Task]) -> bool:
+        """Kills unresponsive tasks; False if others started them."""
+        return self._cluster.kill(tasks)
+
+    def lost_soon(self) -> dict[Task, str]:
+        """The lost tasks; if there are none, those of a moment later: a killed process exits after its connections."""
+        deadline = time.monotonic() + _SOON_SECS
+        while not (lost := self._cluster.lost_tasks()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+        return lost
+
+    def _is_back(self, task: Task) -> None:
+        self.restarts += 1
+        self._given_up.discard(task)
+        seconds = time.monotonic() - self._lost_since.pop(task)
+        warn(f"{task} is back after {seconds:.1f} s")
+
+    def _start_again(self, task: Task, how: str) -> None:
+        """Restarts a lost worker, if that is allowed; reports once what happens to it."""
+        self._lost_since.setdefault(task, time.monotonic())
+        number = self._restarts_of[task] + 1
+        if number <= self._max_restarts and self._cluster.restart(task):
+            self._restarts_of[task] = number
+            what = f"restarting ({number} of {self._max_restarts})"
+        elif task not in self._given_up:
+            self._given_up.add(task)
+            what = "training continues without it and its share of the data"
+        else:
+            return
+        warn(f"{describe_lost({task: how})}; {what}")
+
+
+def describe_lost(lost: Mapping[Task, str]) -> str:
+    """`worker:1 died (signal 9, SIGKILL)`, joined over the tasks."""
+    return ", ".join(f"{task} {how}" for task, how in lost.items())
+
+
+def ask(tasks: Collection[Task], timeout: float) -> tuple[set[Task], set[Task]]:
+    """Asks connected tasks for a sign of life.
+
+    Args:
+        timeout: seconds to wait for responses; threads that wait longer are left behind.
+
+    Returns:
+        The tasks that do not respond in time, and those that are lost or were replaced by other processes.
+    """
+    answers: queue.SimpleQueue[tuple[Task, bool]] = queue.SimpleQueue()
+
+    def wait_for(task: Task) -> None:
+        try:
+            with executor_scope(QuietExecutor()), tf.device(task.device):
+                tf.identity(0).numpy()
+            answers.put((task, True))
+        except tf.errors.OpError:
+            answers.put((task, False))
+
+    for task in tasks:
+        threading.Thread(target=wait_for, args=[task], daemon=True).start()
+    deadline = time.monotonic() + timeout
+    answered: dict[Task, bool] = {}
+    with suppress(queue.Empty):
+        while len(answered) < len(tasks):
+            task, is_well = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            answered[task] = is_well
+    return set(tasks) - set(answered), {task for task, is_well in answered.items() if not is_well}

@@ -1,0 +1,215 @@
+"""Evaluating and predicting: in this process, as Keras does, or on the workers of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.data.sources import TrainingData, has_labels, read_locally, training_data
+from kdist.errors import ConfigError
+from kdist.evaluation.on_workers import MetricsOnWorkers, OutputsOnWorkers, can_evaluate, can_predict, parts_of
+from kdist.model.state import finalize_ema, read_from_model, write_to_model
+
+if TYPE_CHECKING:
+    from kdist.hooks.base import Session
+    from kdist.hooks.keras_callbacks import Callbacks
+    from kdist.strategies.base import Strategy, WorkerEvaluation
+
+
+def evaluate(
+    model: keras.Model,
+    x: object,
+    y: object = None,
+    *,
+    batch_size: int | None = None,
+    verbose: int | str = 0,
+    sample_weight: object = None,
+    steps: int | None = None,
+    callbacks: object = None,
+) -> dict[str, float]:
+    """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
+    logs = model.evaluate(
+        read_locally(x, batch_size),
+        y,
+        batch_size=batch_size,
+        verbose=verbose,
+        sample_weight=sample_weight,
+        steps=steps,
+        callbacks=callbacks,
+        return_dict=True,
+    )
+    return {"loss": logs.pop("loss"), **logs}
+
+
+@dataclass(frozen=True)
+class WorkerPool:
+    """A cluster that is started for one evaluation.
+
+    Attributes:
+        make_strategy: makes a strategy with parameter servers, not started.
+        num_workers: how many workers it has.
+        log_dir: folder for the logs of the tasks.
+        grace_secs: seconds that an interrupted evaluation has to end.
+    """
+
+    make_strategy: Callable[[], Any]
+    num_workers: int
+    log_dir: Path
+    grace_secs: float
+
+    def evaluate(
+        self, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None
+    ) -> dict[str, float] | None:
+        """The same as `evaluate`; None if the workers cannot do it."""
+        parts = parts_of(x, y, sample_weight, batch_size, self.num_workers) if can_evaluate(model) else None
+        if parts is None:
+            return None
+        evaluation = MetricsOnWorkers(model, parts, self.num_workers)
+        results = self._run(model, evaluation)
+        return None if results is None else evaluation.logs(results)
+
+    def predict(self, model: keras.Model, x: Any, batch_size: int | None) -> Any:
+        """The same as `keras.Model.predict`; None if the workers cannot do it."""
+        # The parts of a dataset are not in its order.
+        if not can_predict(model) or isinstance(x, tf.data.Dataset):
+            return None
+        parts = parts_of(x, None, None, batch_size, self.num_workers)
+        if parts is None:
+            return None
+        prediction = OutputsOnWorkers(model, parts, self.num_workers)
+        results = self._run(model, prediction)
+        return None if results is None else prediction.outputs(results)
+
+    def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> list[Any] | None:
+        evaluation.values = read_from_model(model)
+        strategy = self.make_strategy()
+        try:
+            strategy.start_tasks(self.log_dir, self.grace_secs)
+            results: list[Any] | None = strategy.on_workers(evaluation)
+            return results
+        finally:
+            strategy.stop()
+
+
+@dataclass(frozen=True)
+class ValidationArguments:
+    """What `fit` was told about validation.
+
+    Attributes:
+        data: as in Keras; None for no validation.
+        batch_size: examples per batch; 32 if None.
+        steps: batches to evaluate; all if None.
+        with_ema: whether to validate the moving averages of the parameters.
+    """
+
+    data: Any
+    batch_size: int | None = None
+    steps: int | None = None
+    with_ema: bool = False
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The data as x, y and sample_weight."""
+        return (self.data, None, None) if has_labels(self.data) else keras.utils.unpack_x_y_sample_weight(self.data)
+
+    def training_data(self) -> TrainingData:
+        """The same data as something to train on: a model is built for its batches."""
+        x, y, sample_weight = self.parts
+        return training_data(x, y, sample_weight, batch_size=self.batch_size, shuffle=False, seed=0)
+
+
+class Validator:
+    """Evaluates `model` on the validation data of a `fit`, during training and after it.
+
+    Args:
+        model: the trainer's own; it gets the values that are validated.
+        arguments: without data there is nothing to evaluate.
+        callbacks: called at the events of an evaluation.
+
+    Raises:
+        ConfigError: moving averages are to be validated, and the optimizer keeps none.
+    """
+
+    def __init__(self, model: keras.Model, arguments: ValidationArguments, callbacks: Callbacks | None = None) -> None:
+        self._model = model
+        #: What the workers run; None if they cannot, once that has been determined.
+        self._on_workers: MetricsOnWorkers | None = None
+        self._has_looked = False
+        self._callbacks = callbacks
+        self._arguments = arguments
+        if arguments.with_ema and not model.optimizer.use_ema:
+            raise ConfigError(
+                "validate_with_ema: the optimizer keeps no moving averages; set its use_ema (optimizer.use_ema=true)"
+            )
+
+    @property
+    def has_data(self) -> bool:
+        return self._arguments.data is not None
+
+    def __call__(self, session: Session) -> dict[str, float]:
+        """Loss and metrics of a session's present parameters, or of their averages if `with_ema`.
+
+        With several workers, they compute it.
+        """
+        self._set(session.read())
+        return self._by_workers(session.strategy) or self.evaluate()
+
+    def of_values(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Loss and metrics of other values, by their names in a checkpoint; computed in this process."""
+        self._set(values)
+        return self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics of the model as it is; none without validation data."""
+        arguments = self._arguments
+        if arguments.data is None:
+            return {}
+        x, y, sample_weight = arguments.parts
+        return evaluate(
+            self._model,
+            x,
+            y,
+            batch_size=arguments.batch_size,
+            sample_weight=sample_weight,
+            steps=arguments.steps,
+            callbacks=None if self._callbacks is None else self._callbacks.list,
+        )
+
+    def _set(self, values: Mapping[str, np.ndarray]) -> None:
+        write_to_model(self._model, values)
+        if self._arguments.with_ema:
+            finalize_ema(self._model)
+
+    def _by_workers(self, strategy: Strategy) -> dict[str, float] | None:
+        """What the workers found; None if they cannot evaluate."""
+        if not strategy.has_workers:
+            return None
+        if not self._has_looked:
+            self._has_looked, self._on_workers = True, self._evaluation_for(strategy.num_replicas)
+        if self._on_workers is None:
+            return None
+        self._on_workers.values = read_from_model(self._model)
+        if self._callbacks is not None:
+            self._callbacks.list.on_test_begin()
+        evaluation: WorkerEvaluation = self._on_workers
+        results = strategy.on_workers(evaluation)
+        if results is None:
+            return None
+        logs = self._on_workers.logs(results)
+        if self._callbacks is not None:
+            self._callbacks.list.on_test_end(dict(logs))
+        return logs
+
+    def _evaluation_for(self, num_parts: int) -> MetricsOnWorkers | None:
+        arguments = self._arguments
+        acts_on_batches = self._callbacks is not None and self._callbacks.acts_on_test_batches
+        if num_parts < 2 or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
+            return None
+        parts = parts_of(*arguments.parts, arguments.batch_size, num_parts)
+        return None if parts is None else MetricsOnWorkers(self._model, parts, num_parts)

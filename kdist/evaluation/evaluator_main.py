@@ -1,0 +1,67 @@
+"""The evaluator's process: reads each new checkpoint, evaluates it, and reports the result.
+
+`python -m kdist.evaluation.evaluator_main '<options as JSON>'`; the option `request` is the descriptor of an open file
+with what `kdist.data.pickling.pickled` made. It writes a line of JSON for each checkpoint to standard output, and exits
+when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kdist._compat.quick_import import quick_import
+from kdist.cluster.process import end_with_parent, name_process
+from kdist.cluster.spec import EVALUATOR
+from kdist.data.pickling import unpickled
+
+_POLL_SECS = 0.5
+
+
+def main(options: Mapping[str, Any]) -> NoReturn:
+    """Evaluates until the chief exits; ends the process."""
+    end_with_parent()
+    name_process(str(EVALUATOR))
+    with os.fdopen(options["request"], "rb") as file:
+        packed = file.read()
+    sys.path[:] = options["path"]
+    # Output of the code that builds the model is not a result.
+    said = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    code = 0
+    try:
+        _evaluate(packed, Path(options["checkpoints"]), options["after"], said)
+    except BaseException:  # noqa: BLE001 - the chief says where the log is
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
+    with quick_import():
+        import tensorflow as tf
+
+        from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
+
+    # The cores belong to the workers.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    evaluator = CheckpointEvaluator(**unpickled(packed), folder=folder, after=after)
+    while True:
+        found = evaluator.evaluate_newest()
+        if found is None:
+            time.sleep(_POLL_SECS)
+        else:
+            print(json.dumps(asdict(found)), file=said, flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

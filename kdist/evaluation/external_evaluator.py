@@ -1,0 +1,145 @@
+"""The evaluator of a cluster whose tasks others start: evaluates each new checkpoint in the chief's run dir.
+
+After Estimator's evaluator. It is not part of the cluster: all that it shares with the chief is the run dir.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kdist.cluster.done_queue import chief_server
+from kdist.cluster.spec import Membership
+from kdist.console import lines
+from kdist.errors import ClusterError, ConfigError
+from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
+from kdist.evaluation.evaluate import ValidationArguments
+from kdist.model.source import ModelSource
+from kdist.run.run_dir import RunDir
+from kdist.run.run_lock import RunLock
+from kdist.version import __version__
+
+_POLL_SECS = 0.5
+_LATE_SECS = 10.0
+
+
+def evaluate_until_done(
+    source: ModelSource,
+    validation: ValidationArguments,
+    files: RunDir,
+    membership: Membership,
+    *,
+    start_timeout: float,
+    print_line: Callable[[str], None],
+) -> None:
+    """Prints the results of each new checkpoint and writes them to `tb/evaluator`, until the chief has finished.
+
+    Args:
+        source: the model.
+        validation: the data, and how to evaluate it.
+        files: the chief's run dir.
+        membership: what this process is.
+        start_timeout: seconds to wait for a chief.
+        print_line: takes the lines of the console.
+
+    Raises:
+        ConfigError: no validation data, or no run dir.
+        ClusterError: no chief started in the run dir in time, or it failed or died.
+    """
+    if validation.data is None:
+        raise ConfigError(f"{membership.task}: an evaluator needs validation data; give validation_data")
+    if not files.is_given:
+        raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
+    chief = ObservedChief(files, membership, start_timeout)
+    print_line(f"kdist {__version__} | {membership.task} of {membership.spec.shape} | evaluates {files}/checkpoints")
+    summaries = files.summaries()
+    try:
+        evaluator = CheckpointEvaluator(source, validation, files.checkpoints().folder)
+        while True:
+            # Asked first: what the chief saved before it exited is evaluated as well.
+            is_done = chief.is_done()
+            found = evaluator.evaluate_newest()
+            if found is not None:
+                chief.was_heard()
+                print_line(lines.evaluation_line(found.step, None, found.logs))
+                summaries.evaluation(found.logs, found.step)
+            elif is_done:
+                break
+            else:
+                time.sleep(_POLL_SECS)
+    finally:
+        summaries.close()
+    print_line(f"done  | {membership.task} | the chief has finished")
+
+
+class ObservedChief:
+    """The chief, as seen by the evaluator: through the run dir, where its lock has a heartbeat.
+
+    Args:
+        files: its run dir.
+        membership: what this process is.
+        start_timeout: seconds to wait for it.
+    """
+
+    def __init__(self, files: RunDir, membership: Membership, start_timeout: float) -> None:
+        self._files = files
+        self._lock = RunLock(files.path)
+        self._address, self._task = chief_server(membership.spec)
+        self._who = membership.task
+        self._start_timeout = start_timeout
+        # That of an earlier run, if there is one.
+        self._earlier_result = files.result_written_at()
+        self._has_come = False
+        self._heard_at = time.monotonic()
+        self._missing_since: float | None = None
+
+    def was_heard(self) -> None:
+        """Anything new in the run dir is a sign of life."""
+        self._heard_at = time.monotonic()
+
+    def is_done(self) -> bool:
+        """Whether it started and has finished, or had finished before and did not start again.
+
+        Raises:
+            ClusterError: it did not start, it failed, or it died.
+        """
+        if self._lock.living_holder() is not None:
+            self._has_come = True
+            self._missing_since = None
+            self.was_heard()
+            return False
+        if not self._lock.exists and self._files.result_written_at() != self._earlier_result:
+            if self._files.read_result().get("status") == "failed":
+                raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._files}/result.json")
+            return True
+        return not self._will_come()
+
+    def _will_come(self) -> bool:
+        """Whether a chief that is not running may still start; False if it had finished before and does not start
+        again."""
+        if self._has_come:
+            self._raise_if_it_stays_away()
+            return True
+        if self._silent_secs <= self._start_timeout:
+            return True
+        if self._files.read_result().get("status") == "done":
+            return False
+        raise ClusterError(
+            f"{self._who}: no chief trains in {self._files} for {self._silent_secs:.0f} s (cluster.start_timeout); "
+            "run.dir has to be that of the chief, on a file system that both see"
+        )
+
+    def _raise_if_it_stays_away(self) -> None:
+        # Files that another machine has written may appear late on a shared file system.
+        now = time.monotonic()
+        self._missing_since = self._missing_since or now
+        if now - self._missing_since > _LATE_SECS:
+            raise ClusterError(f"{self._who}: {self._chief} exited without reporting completion")
+
+    @property
+    def _silent_secs(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    @property
+    def _chief(self) -> str:
+        return f"the chief ({self._task} at {self._address})"

@@ -1,0 +1,224 @@
+"""Evaluation and prediction on the workers: each has a part of the data, and every example is used exactly once.
+
+Metrics are exact: a worker starts from zero and returns its sums, which the chief adds up (see `kdist.model.metrics`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras import call, global_seed, metrics_are_built
+from kdist.data.serialization import dataset_graph, dataset_of_graph
+from kdist.data.sources import as_tuples, has_labels
+from kdist.dispatch.first_call_lock import fetch
+from kdist.errors import ConfigError
+from kdist.model.metrics import MetricReader
+from kdist.model.names import is_seed
+from kdist.model.replica_step import batch_size_of, forward, update_metrics
+from kdist.model.state import parameter_names
+
+_SUMMED = ("sum", "none")
+
+
+class Parts(abc.ABC):
+    """Data split into parts, one per worker."""
+
+    @abc.abstractmethod
+    def arguments(self, part: int) -> Sequence[Any]:
+        """The arguments of `dataset` that are sent to a worker."""
+
+    @abc.abstractmethod
+    def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
+        """The batches of a part, each once; traced once for all parts."""
+
+
+class _ArrayParts(Parts):
+    """Arrays, split between batches, so that the batches are those of a single reader."""
+
+    def __init__(self, arrays: Any, batch_size: int, num_parts: int) -> None:
+        self._arrays = tf.nest.map_structure(np.asarray, arrays)
+        self._batch_size = batch_size
+        num_examples = len(tf.nest.flatten(self._arrays)[0])
+        num_batches = -(-num_examples // batch_size)
+        self._cuts = [min(num_examples, i * num_batches // num_parts * batch_size) for i in range(num_parts)]
+        self._cuts.append(num_examples)
+
+    def arguments(self, part: int) -> Sequence[Any]:
+        chosen = slice(self._cuts[part], self._cuts[part + 1])
+        return [_as_keras_feeds(array[chosen]) for array in tf.nest.flatten(self._arrays)]
+
+    def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
+        arrays = tf.nest.pack_sequence_as(self._arrays, arguments)
+        return tf.data.Dataset.from_tensor_slices(arrays).batch(self._batch_size)
+
+
+class _DatasetParts(Parts):
+    """A finite `tf.data.Dataset` of batches; a part is every n-th batch."""
+
+    def __init__(self, dataset: tf.data.Dataset, num_parts: int) -> None:
+        self._graph, self._spec, self._num_parts = dataset_graph(dataset), dataset.element_spec, num_parts
+
+    def arguments(self, part: int) -> Sequence[Any]:
+        return [self._graph]
+
+    def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
+        return dataset_of_graph(arguments[0], self._spec).shard(self._num_parts, part)
+
+
+def parts_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, num_parts: int) -> Parts | None:
+    """The data in parts; None if it cannot be split, or is too small."""
+    if isinstance(x, tf.data.Dataset):
+        # An unknown or infinite length is negative; some datasets exist in this process only.
+        with suppress(ConfigError):
+            return _DatasetParts(x, num_parts) if int(x.cardinality().numpy()) >= num_parts else None
+    if has_labels(x) or isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__"):
+        return None
+    arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
+    arrays = arrays if isinstance(arrays, tuple) else (arrays,)
+    lengths = {array.shape[0] if getattr(array, "shape", ()) else 0 for array in tf.nest.flatten(arrays)}
+    # At least one batch per worker.
+    is_enough = len(lengths) == 1 and min(lengths) >= num_parts * (batch_size or 32)
+    return _ArrayParts(arrays, batch_size or 32, num_parts) if is_enough else None
+
+
+class _OnWorkers(abc.ABC):
+    """A computation that each worker runs on its part of the data.
+
+    Args:
+        model: built; the source of the function, not changed.
+        parts: the data.
+        num_parts: number of parts.
+
+    Attributes:
+        values: of the model's variables, by their names in a checkpoint; set before each run.
+    """
+
+    def __init__(self, model: keras.Model, parts: Parts, num_parts: int) -> None:
+        self.num_parts = num_parts
+        self.values: Mapping[str, np.ndarray] = {}
+        self._model = model
+        self._parts = parts
+        self._names = parameter_names(model)
+        self._variables = list(self._names.values())
+        self._seeds = [*filter(is_seed, model.non_trainable_variables), global_seed()]
+
+    def trace(self) -> tuple[Any, Any]:
+        """The functions for the workers: one creates a part's dataset, one iterates over it."""
+        arguments = [tf.convert_to_tensor(argument) for argument in self._parts.arguments(0)]
+        specs = [tf.TensorSpec([None, *a.shape[1:]] if a.shape.rank else [], a.dtype) for a in arguments]
+        make = tf.function(self._parts.dataset, autograph=False).get_concrete_function(
+            tf.TensorSpec([], tf.int64), *specs
+        )
+        values = [tf.TensorSpec(v.shape, v.dtype) for v in self._variables]
+        through = tf.function(self._through, autograph=False)
+        return make, through.get_concrete_function(make.structured_outputs, values)
+
+    def place(self, functions: tuple[Any, Any], part: int) -> Any:
+        """A part's dataset, on the worker that this is called for."""
+        return functions[0](tf.constant(part, tf.int64), *map(tf.constant, self._parts.arguments(part)))
+
+    def run(self, functions: tuple[Any, Any], dataset: Any) -> Any:
+        """What the worker brings of its part."""
+        values = [tf.constant(self.values[name], v.dtype) for name, v in self._names.items()]
+        return tf.nest.map_structure(fetch, functions[1](dataset, values))
+
+    @abc.abstractmethod
+    def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> Any:
+        """Iterates over a part; traced."""
+
+    def _scope(self, values: Sequence[tf.Tensor], others: Sequence[tuple[Any, Any]] = ()) -> keras.StatelessScope:
+        # Random numbers during evaluation are the same for every batch.
+        seeds = [(seed, tf.zeros(seed.shape, seed.dtype)) for seed in self._seeds]
+        return keras.StatelessScope([*zip(self._variables, values), *seeds, *others], collect_losses=True)
+
+
+class MetricsOnWorkers(_OnWorkers):
+    """Loss and metrics of a part; returns the metric variables, flattened into one float64 vector."""
+
+    def __init__(self, model: keras.Model, parts: Parts, num_parts: int) -> None:
+        super().__init__(model, parts, num_parts)
+        self._reader = MetricReader(model)
+
+    def logs(self, results: Sequence[np.ndarray]) -> dict[str, float]:
+        """Loss and metrics of the whole, loss first."""
+        rows = np.stack(results)
+        sizes = np.cumsum([initial.size for initial in self._reader.initial_values])
+        shapes = [initial.shape for initial in self._reader.initial_values]
+        split = np.split(rows, sizes[:-1], axis=1)
+        logs = self._reader.logs(
+            self._reader.total([part.reshape(len(rows), *shape) for part, shape in zip(split, shapes)])
+        )
+        return {"loss": logs.pop("loss"), **logs}
+
+    def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        metrics = self._model.metrics_variables
+        iterator = iter(dataset)
+
+        def step(optional: Any, *totals: tf.Tensor) -> Any:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(optional.get_value())
+            with self._scope(values, list(zip(metrics, totals))) as scope:
+                y_pred, loss = forward(self._model, x, y, sample_weight, training=False)
+                update_metrics(self._model, x, y, y_pred, sample_weight, loss, batch_size_of((x,)))
+            return (iterator.get_next_as_optional(), *(scope.get_current_value(metric) for metric in metrics))
+
+        initial = [tf.constant(value, v.dtype) for value, v in zip(self._reader.initial_values, metrics)]
+        _, *totals = tf.while_loop(
+            lambda optional, *_: optional.has_value(), step, [iterator.get_next_as_optional(), *initial]
+        )
+        return tf.concat([tf.reshape(tf.cast(total, tf.float64), [-1]) for total in totals], 0)
+
+
+class OutputsOnWorkers(_OnWorkers):
+    """The outputs of a part, in its order."""
+
+    @staticmethod
+    def outputs(results: Sequence[Any]) -> Any:
+        """The outputs of the whole."""
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *results)
+
+    def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> Any:
+        def predict(batch: Any) -> Any:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with self._scope(values):
+                return call(self._model, x, training=False)
+
+        like = tf.function(predict, autograph=False).get_concrete_function(dataset.element_spec).structured_outputs
+        iterator = iter(dataset)
+        arrays = [
+            tf.TensorArray(spec.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=[None, *spec.shape[1:]])
+            for spec in tf.nest.flatten(like)
+        ]
+
+        def step(number: tf.Tensor, optional: Any, *written: tf.TensorArray) -> Any:
+            outputs = tf.nest.flatten(predict(optional.get_value()))
+            more = [array.write(number, output) for array, output in zip(written, outputs)]
+            return (number + 1, iterator.get_next_as_optional(), *more)
+
+        _, _, *written = tf.while_loop(
+            lambda _, optional, *_arrays: optional.has_value(), step, [0, iterator.get_next_as_optional(), *arrays]
+        )
+        return tf.nest.pack_sequence_as(like, [array.concat() for array in written])
+
+
+def can_evaluate(model: keras.Model) -> bool:
+    """Whether workers can evaluate a model: it is built, does not override `test_step`, and its metrics add up."""
+    if not model.built or not metrics_are_built(model):
+        return False
+    adds_up = all(variable.aggregation in _SUMMED for variable in model.metrics_variables)
+    return type(model).test_step is keras.Model.test_step and adds_up
+
+
+def can_predict(model: keras.Model) -> bool:
+    """Whether workers can predict: the model is built, and does not override `predict_step`."""
+    return model.built and type(model).predict_step is keras.Model.predict_step
+
+
+def _as_keras_feeds(array: np.ndarray) -> np.ndarray:
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array

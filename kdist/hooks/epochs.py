@@ -1,0 +1,172 @@
+"""Epochs of an exact number of steps: Keras's `History`, and validation at the end of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import keras
+
+from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
+
+if TYPE_CHECKING:
+    from kdist.hooks.keras_callbacks import Callbacks
+    from kdist.model.metrics import MetricTotals
+    from kdist.run.best_values import BestValues
+
+
+class EpochRecorder(Hook):
+    """Fills a Keras `History` with the loss and metrics of each epoch, and validates.
+
+    Args:
+        history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
+        callbacks: called at the events of training; includes the history.
+        steps_per_epoch: steps per epoch; None makes the whole run one epoch.
+        first_step, first_epoch: the global step at which epoch `first_epoch` starts.
+        validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
+        best: gets the validation values.
+        validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
+        validation_every_steps: also validate at multiples of this step.
+    """
+
+    def __init__(
+        self,
+        history: keras.callbacks.History,
+        callbacks: Callbacks,
+        *,
+        steps_per_epoch: int | None,
+        first_step: int = 0,
+        first_epoch: int = 0,
+        validate: Callable[[Session], Mapping[str, float]] | None,
+        best: BestValues,
+        validation_freq: int | Collection[int] = 1,
+        validation_every_steps: int | None = None,
+    ) -> None:
+        self._history = history
+        self._callbacks = callbacks
+        self._steps_per_epoch = steps_per_epoch
+        self._first_step = first_step
+        self._first_epoch = first_epoch
+        self._validate = validate
+        self._best = best
+        self._validation_freq = validation_freq
+        self._validation_every_steps = validation_every_steps
+        self._finished: list[tuple[int, dict[str, float]]] = []
+        self._has_begun = False
+        self.train_logs: dict[str, float] = {}
+        self.validation_logs: dict[str, float] = {}
+
+    def after_create_session(self, session: Session) -> None:
+        self._epoch = self._epoch_at(session.global_step)
+        self._totals: MetricTotals | None = None
+        self._validated_step: int | None = None
+        if not self._has_begun:
+            self._has_begun = True
+            self._callbacks.begin(session, self._epoch)
+        else:
+            self._callbacks.begin_again(session, self._epoch)
+            self._forget_later_epochs()
+
+    def before_run(self, context: RunContext) -> None:
+        if self._callbacks.wants_batches:
+            self._callbacks.begin_batch(context.session, self._batch_at(context.global_step))
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._totals = values.totals if self._totals is None else self._totals + values.totals
+        step = values.global_step
+        if self._callbacks.wants_batches:
+            self._callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
+        # A run never passes the end of an epoch, but repeated steps of a lost worker may.
+        if self._epoch_at(step) > self._epoch:
+            self._finish_epoch(context.session, validate=self._is_validation_epoch())
+            self._epoch = self._epoch_at(step)
+        elif self._validation_every_steps and step % self._validation_every_steps == 0:
+            self._run_validation(context.session)
+
+    def end(self, session: Session) -> None:
+        if self._totals is not None:
+            self._finish_epoch(session, validate=True)
+        elif self._validated_step != session.global_step:
+            self._run_validation(session)
+        self._callbacks.end(session, self._finished[-1][1] if self._finished else {})
+
+    def due_in(self, step: int) -> int | None:
+        if self._callbacks.wants_batches:
+            return 1
+        due = []
+        if self._steps_per_epoch:
+            due.append(self._steps_per_epoch - (step - self._first_step) % self._steps_per_epoch)
+        if self._validation_every_steps:
+            due.append(self._validation_every_steps - step % self._validation_every_steps)
+        return min(due, default=None)
+
+    def idle_in(self, step: int) -> int | None:
+        looks_at_values = self._validate is not None or self._callbacks.looks_at_model
+        return self.due_in(step) if looks_at_values else None
+
+    def _epoch_at(self, step: int) -> int:
+        if not self._steps_per_epoch:
+            return self._first_epoch
+        return self._first_epoch + (step - self._first_step) // self._steps_per_epoch
+
+    def _batch_at(self, step: int) -> int:
+        since = step - self._first_step
+        return since % self._steps_per_epoch if self._steps_per_epoch else since
+
+    def _is_validation_epoch(self) -> bool:
+        epoch = self._epoch + 1
+        if isinstance(self._validation_freq, int):
+            return epoch % self._validation_freq == 0
+        return epoch in self._validation_freq
+
+    def _finish_epoch(self, session: Session, *, validate: bool) -> None:
+        if self._totals is None:
+            return
+        self.train_logs = dict(self._totals.logs)
+        self._totals = None
+        logs = dict(self.train_logs)
+        session.summaries.epoch("train", logs, session.global_step)
+        if validate and self._run_validation(session):
+            logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
+        self._finished.append((self._epoch, logs))
+        self._callbacks.end_epoch(session, self._epoch, logs)
+
+    def _forget_later_epochs(self) -> None:
+        """Removes the epochs that training will repeat after a failure of the cluster."""
+        self._finished = [(epoch, logs) for epoch, logs in self._finished if epoch < self._epoch]
+        self._history.epoch, self._history.history = [], {}
+        for epoch, logs in self._finished:
+            self._history.on_epoch_end(epoch, logs)
+
+    def _run_validation(self, session: Session) -> bool:
+        if self._validate is None or session.interrupted:
+            return False
+        if self._validated_step != session.global_step:
+            logs = dict(self._validate(session))
+            if session.interrupted:
+                # It has not used all of the data.
+                return False
+            self.validation_logs = logs
+            self._best.add(session.global_step, logs)
+            self._validated_step = session.global_step
+            session.publish_validation(self.validation_logs)
+            session.summaries.epoch("validation", self.validation_logs, session.global_step)
+        return True
+
+
+def last_step_of(
+    steps: int | None, epochs: int | None, steps_per_epoch: int | None, first_step: int, first_epoch: int
+) -> int | None:
+    """The global step at which `fit` stops: `steps`, or the end of the epoch before `epochs`.
+
+    Raises:
+        ConfigError: nothing is left to do, or the length of an epoch is unknown.
+    """
+    if steps is not None or epochs is None:
+        return steps
+    if epochs <= first_epoch:
+        raise ConfigError(f"epochs={epochs}: must be more than initial_epoch={first_epoch}")
+    if steps_per_epoch is None:
+        raise ConfigError("the length of the data is not known: give steps (train.steps) or steps_per_epoch")
+    return first_step + (epochs - first_epoch) * steps_per_epoch

@@ -1,0 +1,201 @@
+"""Keras callbacks in distributed training: they see the chief's model, and their changes reach the tasks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+from keras.callbacks import Callback
+
+from kdist._compat.keras import forget_model, overrides
+from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, Session
+from kdist.hooks.nan_tensor import NanTensor
+from kdist.model.state import read_from_model, write_to_model
+from kdist.parameters.store import GLOBAL_STEP
+
+#: Why a callback cannot be used.
+_REFUSED: dict[type[Callback], str] = {
+    keras.callbacks.BackupAndRestore: (
+        "kdist saves and resumes runs itself: hooks.checkpoint says when, the same run_dir goes on"
+    ),
+}
+#: Keras callbacks that only use logs, so that the values need not be sent to the chief.
+_LOGS_ONLY = (
+    keras.callbacks.History,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+)
+_BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
+#: Arguments by which Keras callbacks that could act on every batch are told not to.
+_FREQUENCIES = ("save_freq", "update_freq")
+
+
+class Callbacks:
+    """The callbacks of one `fit`, called at its events.
+
+    Before an event, the chief's model gets the present values from the tasks. Changes that callbacks make to it
+    (learning rate, weights, slots) are sent back, and `model.stop_training` ends the session.
+
+    Args:
+        callbacks: called in this order.
+        model: the chief's own.
+        epochs, steps: those of `fit`, for `callback.params`.
+
+    Attributes:
+        looks_at_model: whether a callback may read the model, or change it.
+        wants_batches: whether a callback acts on every batch; then training returns to the chief after every step.
+        acts_on_test_batches: whether a callback acts on every batch of a validation; then the chief validates.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Callback], model: keras.Model, *, epochs: int | None = None, steps: int | None = None
+    ) -> None:
+        self._model = model
+        self.looks_at_model = any(type(callback) not in _LOGS_ONLY for callback in callbacks)
+        self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
+        self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
+        self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
+        self._seen: dict[str, np.ndarray] = {}
+        self._has_ended = False
+
+    def begin(self, session: Session, epoch: int) -> None:
+        """Training starts at `epoch`."""
+        self._model.stop_training = False
+        self._pull(session)
+        self.list.on_train_begin()
+        self._begin_epoch(session, epoch)
+
+    def begin_again(self, session: Session, epoch: int) -> None:
+        """Training resumes at `epoch` after a failure of the cluster."""
+        self._pull(session)
+        if self._has_ended:
+            # It failed before the end was saved: `on_train_begin` is called again, because callbacks have closed their
+            # files.
+            self.list.on_train_begin()
+            self._has_ended = False
+        self._begin_epoch(session, epoch)
+
+    def begin_batch(self, session: Session, batch: int) -> None:
+        """A step is about to run."""
+        self.list.on_train_batch_begin(batch)
+        self._push(session)
+
+    def end_batch(self, session: Session, batch: int, logs: Mapping[str, float]) -> None:
+        """A step has ended; `logs` are over its epoch so far."""
+        self._pull(session)
+        self.list.on_train_batch_end(batch, dict(logs))
+        self._push(session)
+
+    def end_epoch(self, session: Session, epoch: int, logs: dict[str, float]) -> None:
+        """An epoch has ended, and the next one starts unless training is to stop. Callbacks may add to `logs`."""
+        self._pull(session)
+        self.list.on_epoch_end(epoch, logs)
+        self._stop_if_asked(session)
+        if session.should_stop():
+            self._push(session)
+        else:
+            self._begin_epoch(session, epoch + 1)
+
+    def end(self, session: Session, logs: Mapping[str, float]) -> None:
+        """Training has ended."""
+        self._pull(session)
+        self.list.on_train_end(dict(logs))
+        self._has_ended = True
+        self._push(session)
+
+    def _begin_epoch(self, session: Session, epoch: int) -> None:
+        if not session.should_stop():
+            self.list.on_epoch_begin(epoch)
+        self._push(session)
+
+    def _pull(self, session: Session) -> None:
+        if self.looks_at_model:
+            write_to_model(self._model, session.read())
+            self._seen = read_from_model(self._model)
+
+    def _push(self, session: Session) -> None:
+        self._stop_if_asked(session)
+        if self.looks_at_model:
+            now = read_from_model(self._model)
+            # The global step is that of the tasks, and they have random seeds of their own.
+            kept = session.strategy.shapes.keys() - {GLOBAL_STEP}
+            changed = {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}
+            if changed:
+                session.write(changed)
+                self._seen = now
+
+    def _stop_if_asked(self, session: Session) -> None:
+        if self._model.stop_training:
+            session.request_stop("stop_training")
+
+
+def checked(callbacks: Sequence[Any]) -> list[Callback]:
+    """Returns the callbacks if kdist can call them.
+
+    Raises:
+        ConfigError: one is not a callback, or cannot be used here.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks: {type(callback).__name__} is no keras.callbacks.Callback")
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"callbacks: {type(callback).__name__} cannot be used: {why}")
+    return list(callbacks)
+
+
+def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list[Callback], list[Hook]]:
+    """Turns callbacks that have an equivalent hook into hooks; returns the other callbacks, and all hooks."""
+    if not any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks):
+        return list(callbacks), list(hooks)
+    # The hook checks every run; the callback would make training return to the chief after every batch.
+    others = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.TerminateOnNaN)]
+    stop = NanTensor(fail_on_nan_loss=False)
+    return others, [stop, *(hook for hook in hooks if not isinstance(hook, NanTensor))]
+
+
+def without_model(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Copies for another process, which has its own model."""
+    copies = [copy.copy(callback) for callback in callbacks]
+    for callback in copies:
+        forget_model(callback)
+    return copies
+
+
+def states_of(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
+    """The state of callbacks, as far as it can be sent to another process."""
+    return [{n: v for n, v in vars(c).items() if n != "_model" and _can_travel(v)} for c in callbacks]
+
+
+def set_states(callbacks: Sequence[Callback], states: Sequence[Mapping[str, Any]], model: keras.Model) -> None:
+    """Sets the state of callbacks from that of their copies in another process."""
+    for callback, state in zip(callbacks, states):
+        vars(callback).update(state)
+        callback.set_model(model)
+
+
+def _can_travel(value: Any) -> bool:
+    if isinstance(value, (keras.Model, keras.optimizers.Optimizer)) or callable(value):
+        return False
+    with suppress(Exception):
+        cloudpickle.dumps(value)
+        return True
+    return False
+
+
+def _acts_on_batches(callback: Callback) -> bool:
+    if any(getattr(callback, name, None) == "epoch" for name in _FREQUENCIES):
+        return False
+    return _overrides(callback, _BATCH_EVENTS)
+
+
+def _overrides(callback: Callback, events: Sequence[str]) -> bool:
+    return any(overrides(getattr(callback, event)) for event in events)

@@ -1,0 +1,146 @@
+"""How a fit reaches the process that runs it: a launcher takes a `FitRequest` and returns a `FitOutcome`.
+
+There are three launchers: `InProcess` runs the training loop in this process, `Subprocesses` in processes of its own,
+which some strategies need, and `ExternalTask` takes part in a fit whose chief is another process. None of them sees the
+`Trainer`; the request is all that they know, and the outcome all that they return.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from kdist.cluster.spec import ClusterShape, Membership
+from kdist.config.schema import ClusterConfig, StrategyConfig
+from kdist.data.sources import TrainingData
+from kdist.hooks import Hook
+from kdist.launch.fit_arguments import FitArguments
+from kdist.model.source import ModelSource
+from kdist.run.result import Result
+from kdist.run.run_dir import RunDir
+from kdist.strategies import registry
+from kdist.strategies.base import Strategy, TrainingSpec
+
+
+@dataclass(frozen=True)
+class StrategyRequest:
+    """Which strategy, on which cluster.
+
+    Attributes:
+        config: its name and options.
+        custom: the class to use, if it is not kdist's own.
+        cluster: where the tasks are.
+        shape: how many tasks the cluster has.
+        membership: what this process is, if the tasks were started one by one; None otherwise.
+    """
+
+    config: StrategyConfig
+    custom: type[Strategy] | None
+    cluster: ClusterConfig
+    shape: ClusterShape
+    membership: Membership | None
+
+    @property
+    def name(self) -> str:
+        """The strategy's name, never `auto`."""
+        return registry.resolve(self.config, self.shape)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process runs the training loop."""
+        return self.membership is None or self.membership.is_chief
+
+    def own_processes(self) -> int | None:
+        """See `kdist.strategies.registry.own_processes`."""
+        return registry.own_processes(self.config, self.shape, self.membership)
+
+    def make(self) -> Strategy:
+        """A new strategy, not started."""
+        return registry.create(self.config, self.cluster, self.shape, self.membership, self.custom)
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """One fit: everything that a process needs to run it.
+
+    Attributes:
+        source: the model.
+        strategy: how, and on which cluster.
+        arguments: those of `Trainer.fit`.
+        files: the run dir.
+        hooks: those of the trainer, defaults included.
+        name: of the run.
+        steps_per_call: steps of a call; None for `auto`.
+        resume: `auto`, `never` or `must`; None continues from the model as it is.
+        seed: where shuffling and random states start.
+        max_restarts: how often training goes back to the newest checkpoint after a failure.
+        grace_secs: seconds to save and exit after a stop signal.
+        stop_signals: names of the signals at which the run saves and exits.
+        hparams: of the run, for TensorBoard.
+    """
+
+    source: ModelSource
+    strategy: StrategyRequest
+    arguments: FitArguments
+    files: RunDir
+    hooks: Sequence[Hook]
+    name: str
+    steps_per_call: int | None
+    resume: str | None
+    seed: int
+    max_restarts: int
+    grace_secs: float
+    stop_signals: Sequence[str]
+    hparams: Mapping[str, Any]
+
+    def training_data(self) -> TrainingData:
+        """What the workers read."""
+        return self.arguments.training_data(self.seed)
+
+    def training_spec(self, data: TrainingData, last_step: int | None = None) -> TrainingSpec:
+        """What a strategy is to run."""
+        model = self.source.model
+        return TrainingSpec(
+            model=model,
+            data=data,
+            batch_size=self.arguments.batch_size,
+            steps_per_call=self.steps_per_call,
+            seed=self.seed,
+            # A task that is not the chief writes no logs, and makes no run dir for them.
+            log_dir=self.files.logs if self.strategy.is_chief else Path(),
+            last_step=last_step,
+            grace_secs=self.grace_secs,
+            # A run that resumes began at step 0, a later fit begins at the model's own.
+            data_begins_at=int(model.optimizer.iterations) if self.resume is None else 0,
+        )
+
+
+@dataclass(frozen=True)
+class FitOutcome:
+    """How a fit ended.
+
+    Attributes:
+        result: what `result.json` says.
+        history: of the epochs; empty in a task that is not the chief.
+        resume: how the next fit of the same trainer begins: None continues from the model, `auto` from the newest
+            checkpoint.
+        error: what ended the fit; None if it ended well.
+    """
+
+    result: Result
+    resume: str | None
+    history: keras.callbacks.History = field(default_factory=keras.callbacks.History)
+    error: BaseException | None = None
+
+
+class Launcher(abc.ABC):
+    """Brings a fit to its process, or processes."""
+
+    @abc.abstractmethod
+    def launch(self, request: FitRequest) -> FitOutcome:
+        """Runs the fit to its end; what ended it too early is in the outcome."""

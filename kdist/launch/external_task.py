@@ -1,0 +1,59 @@
+"""`ExternalTask`: takes part in a fit as a task that is not its chief."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist.cluster.server import serve_until_done
+from kdist.cluster.spec import Membership
+from kdist.console import lines
+from kdist.evaluation.external_evaluator import evaluate_until_done
+from kdist.launch.base import FitOutcome, FitRequest, Launcher
+from kdist.launch.signals import task_signals
+from kdist.model.state import finalize_ema, write_to_model
+from kdist.run.result import Result
+from kdist.version import __version__
+
+
+class ExternalTask(Launcher):
+    """Does what the chief asks of this task, until the chief has finished.
+
+    Args:
+        membership: what this process is.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def launch(self, request: FitRequest) -> FitOutcome:
+        """Takes part in the fit. An error is raised as it is: it ends a process that has nothing else to do."""
+        membership = self._membership
+        with task_signals(membership.task, request.grace_secs, request.stop_signals) as signals:
+            if membership.evaluates:
+                signals.begin_to_serve()
+                is_quiet = request.arguments.is_quiet
+                evaluate_until_done(
+                    request.source,
+                    request.arguments.validation,
+                    request.files,
+                    membership,
+                    start_timeout=request.strategy.cluster.start_timeout,
+                    print_line=lines.print_nothing if is_quiet else lines.print_line,
+                )
+            elif membership.runs_program:
+                signals.begin_to_serve()
+                self._follow(request)
+            else:
+                serve_until_done(membership, request.strategy.cluster, signals.begin_to_serve)
+        return FitOutcome(Result(), resume=None)
+
+    def _follow(self, request: FitRequest) -> None:
+        """Trains as one of the all-reduce workers."""
+        task, strategy_request = self._membership.task, request.strategy
+        lines.print_line(f"kdist {__version__} | {task} of {strategy_request.shape} | {strategy_request.name}")
+        strategy: Any = strategy_request.make()
+        strategy.follow(request.training_spec(request.training_data()))
+        model = request.source.model
+        write_to_model(model, strategy.read())
+        finalize_ema(model)
+        lines.print_line(f"done  | {task} | the chief has finished")

@@ -1,0 +1,102 @@
+"""The arguments of `fit` and `session`, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from kdist.config.checks import check_verbose, check_whole_number
+from kdist.config.schema import RunConfig, TrainConfig
+from kdist.data.sources import TrainingData, training_data
+from kdist.errors import ConfigError
+from kdist.evaluation.evaluate import ValidationArguments
+from kdist.hooks.keras_callbacks import checked
+
+
+@dataclass(frozen=True)
+class FitArguments:
+    """The arguments of `Trainer.fit`, under the names that Keras gave them; documented there.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    x: Any
+    y: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    shuffle: bool = True
+    class_weight: Mapping[int, float] | None = None
+    sample_weight: Any = None
+    verbose: Any = RunConfig.verbose
+    callbacks: Sequence[keras.callbacks.Callback] = ()
+    validation_data: Any = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Collection[int] = 1
+    validation_every_steps: int | None = None
+    validate_with_ema: bool = TrainConfig.validate_with_ema
+
+    def __post_init__(self) -> None:
+        if self.x is None:
+            raise ConfigError("fit needs data: x is None")
+        for key in (
+            "batch_size",
+            "steps",
+            "epochs",
+            "steps_per_epoch",
+            "validation_batch_size",
+            "validation_steps",
+            "validation_every_steps",
+        ):
+            check_whole_number(key, getattr(self, key))
+        check_verbose("verbose", self.verbose)
+        checked(self.callbacks)
+        check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is printed."""
+        return self.verbose == 0
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a terminal shows a live line."""
+        return self.verbose in (1, "auto")
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether the tasks and the placement of variables are printed."""
+        return self.verbose == 3
+
+    @property
+    def validation(self) -> ValidationArguments:
+        """The arguments about validation."""
+        return ValidationArguments(
+            self.validation_data,
+            self.validation_batch_size or self.batch_size,
+            self.validation_steps,
+            self.validate_with_ema,
+        )
+
+    def training_data(self, seed: int | None) -> TrainingData:
+        """The data that the workers read.
+
+        Raises:
+            ConfigError: data that cannot be sent to the workers, or is not supported.
+        """
+        return training_data(
+            self.x,
+            self.y,
+            self.sample_weight,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            class_weight=self.class_weight,
+            seed=seed,
+        )

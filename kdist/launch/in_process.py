@@ -1,0 +1,231 @@
+"""`InProcess`: runs the training loop of a fit in this process, from its arguments to `result.json`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import keras
+
+from kdist.cluster import isolate
+from kdist.cluster.local import log_path
+from kdist.console import lines
+from kdist.errors import ConfigError
+from kdist.evaluation.evaluate import Validator
+from kdist.evaluation.evaluator import Evaluator
+from kdist.hooks import CheckpointSaver, Hook, Progress, StopAtStep
+from kdist.hooks.epochs import EpochRecorder, last_step_of
+from kdist.hooks.keras_callbacks import Callbacks, as_hooks
+from kdist.launch.base import FitOutcome, FitRequest, Launcher
+from kdist.launch.signals import StopSignals
+from kdist.model.state import finalize_ema, write_to_model
+from kdist.run.best_values import BestValues
+from kdist.run.result import Result, describe, final_metrics
+from kdist.session import TrainSession
+from kdist.version import __version__
+
+
+class InProcess(Launcher):
+    """Runs the training loop in this process."""
+
+    def launch(self, request: FitRequest) -> FitOutcome:
+        fit = LocalFit(request)
+        try:
+            with fit.session() as session:
+                while not session.should_stop():
+                    session.run()
+        except BaseException as error:  # noqa: BLE001 - in the outcome, and raised by the caller
+            return fit.outcome(error)
+        return fit.outcome()
+
+
+class LocalFit:
+    """Makes the session of one fit, and writes its result.
+
+    Args:
+        request: what to train; its model gets the trained values.
+    """
+
+    def __init__(self, request: FitRequest) -> None:
+        self._request = request
+        self._model = request.source.model
+        self._history = keras.callbacks.History()
+        self._result = Result()
+        self._resume = request.resume
+
+    def outcome(self, error: BaseException | None = None) -> FitOutcome:
+        """How the fit ended; `error` is what its session raised."""
+        return FitOutcome(self._result, self._resume, self._history, error)
+
+    @contextmanager
+    def session(self) -> Iterator[TrainSession]:
+        """The session, started; when it has ended, `outcome` is complete."""
+        request, model = self._request, self._model
+        session = self._make_session()
+        recorder, validate, print_line = self._recorder, self._validate, session.print_line
+        self._print_begin(session)
+        started = time.monotonic()
+        signals = StopSignals(session, request.grace_secs, request.stop_signals)
+        try:
+            with signals, session:
+                request.files.write_plan(session.strategy.plan)
+                if request.arguments.tells_all:
+                    self._print_tasks(session)
+                request.files.describe(session.summaries, model, session.global_step)
+                yield session
+                write_to_model(model, session.read())
+            if model.optimizer.use_ema and not session.interrupted:
+                # As Keras does at the end of fit: the model gets the averages, and they are what is reported.
+                finalize_ema(model)
+                recorder.validation_logs = validate.evaluate()
+                self._best.add(session.global_step, recorder.validation_logs)
+            if not session.interrupted:
+                request.files.write_model(model)
+            self._resume = None
+        except BaseException as error:
+            if session.is_started:
+                # The model did not get the values: another fit continues from the last checkpoint.
+                self._resume = "auto"
+            self._finish("failed", session, started, error)
+            raise
+        self._finish("preempted" if session.interrupted else "done", session, started)
+        if session.interrupted:
+            newest = session.checkpoints.newest()
+            print_line(
+                f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
+            )
+            signals.raise_received()
+        self._print_end(session, time.monotonic() - started)
+
+    def _make_session(self) -> TrainSession:
+        request, arguments, model = self._request, self._request.arguments, self._model
+        data = request.training_data()
+        steps_per_epoch = arguments.steps_per_epoch
+        if steps_per_epoch is None and data.steps_per_epoch is not None:
+            steps_per_epoch = math.ceil(data.steps_per_epoch / request.strategy.make().batches_per_step)
+        checkpoints = request.files.checkpoints()
+        resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
+        # A resumed run counts from its beginning; any other from the model as it is.
+        first_step = 0 if resumes else int(model.optimizer.iterations)
+        first_epoch = 0 if resumes else arguments.initial_epoch
+        earlier = request.files.read_result().get("best") if resumes else None
+        self._best = BestValues(model, earlier, checkpoints.steps()[-1] if resumes else 0)
+        last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
+        others, hooks = as_hooks(arguments.callbacks, request.hooks)
+        if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
+            hooks = [*hooks, Progress()]
+        callbacks = Callbacks([*others, self._history], model, epochs=arguments.epochs, steps=arguments.steps_per_epoch)
+        self._validate = validate = Validator(model, arguments.validation, callbacks)
+        has_evaluator = request.strategy.shape.has_evaluator
+        if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:
+            why = "with an evaluator the chief validates at the end only" if has_evaluator else "give validation_data"
+            raise ConfigError(f"{type(waiting[0]).__name__}: needs validation data during training; {why}")
+        self._recorder = recorder = EpochRecorder(
+            self._history,
+            callbacks,
+            steps_per_epoch=steps_per_epoch,
+            first_step=first_step,
+            first_epoch=first_epoch,
+            validate=validate if validate.has_data else None,
+            best=self._best,
+            # During training, validating is what an evaluator is for.
+            validation_freq=() if has_evaluator else arguments.validation_freq,
+            validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
+        )
+        return TrainSession(
+            request.strategy.make,
+            request.training_spec(data, last_step),
+            [*_in_order(hooks, recorder, has_last_step=last_step is not None), *self._evaluator()],
+            checkpoints=checkpoints,
+            summaries=request.files.summaries(),
+            last_step=last_step,
+            resume=request.resume,
+            max_restarts=request.max_restarts,
+            # Tasks that others started are theirs to restart.
+            may_restart_tasks=request.strategy.membership is None,
+            print_line=lines.print_nothing if arguments.is_quiet else lines.print_line,
+        )
+
+    def _evaluator(self) -> list[Hook]:
+        """The evaluator, if the cluster has one. It comes last: it waits for what other hooks have saved."""
+        request, validation = self._request, self._request.arguments.validation
+        if not request.strategy.shape.has_evaluator:
+            return []
+        if validation.data is None:
+            raise ConfigError(
+                f"cluster={request.strategy.shape}: an evaluator needs validation data; give validation_data"
+            )
+        cluster = request.strategy.cluster
+        return [
+            Evaluator(
+                request.source,
+                validation,
+                request.files.logs,
+                self._best,
+                max_restarts=cluster.max_worker_restarts,
+                last_secs=cluster.step_timeout,
+            )
+        ]
+
+    def _print_begin(self, session: TrainSession) -> None:
+        request, strategy = self._request, self._request.strategy
+        session.print_line(f"kdist {__version__} | {request.name} | {strategy.name} on {strategy.shape}")
+        session.print_line(f"run dir   {request.files}      tensorboard --logdir {request.files.tensorboard_logdir}")
+        if strategy.membership is not None or not strategy.shape.is_local:
+            session.print_line(isolate.network_line())
+
+    def _print_tasks(self, session: TrainSession) -> None:
+        logs = self._request.files.logs
+        pids = session.strategy.pids.items()
+        for line in lines.task_lines((str(task), pid, log_path(logs, task)) for task, pid in pids):
+            session.print_line(line)
+        if session.strategy.plan is not None:
+            session.print_line(session.strategy.plan.table().rstrip())
+
+    def _print_end(self, session: TrainSession, seconds: float) -> None:
+        logs = self._recorder.validation_logs or self._recorder.train_logs
+        done = lines.done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
+        # With asynchronous updates every gradient is accepted.
+        by_worker = {} if session.is_asynchronous else session.statistics.gradients.by_worker
+        for line in lines.last_lines(by_worker, session.restarts, session.statistics.extra_steps, done):
+            session.print_line(line)
+
+    def _finish(self, status: str, session: TrainSession, started: float, error: BaseException | None = None) -> None:
+        """Writes the result of a session that has ended."""
+        request, statistics, recorder = self._request, session.statistics, self._recorder
+        self._result = Result(
+            status=status,
+            global_step=session.global_step,
+            stopped_by=session.stopped_by,
+            strategy=request.strategy.name,
+            cluster=str(request.strategy.shape),
+            workers=session.strategy.num_replicas,
+            steps_per_second=statistics.steps_per_second,
+            examples_per_second=statistics.examples_per_second,
+            seconds=time.monotonic() - started,
+            examples=statistics.num_examples,
+            metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
+            best=self._best.as_dict(),
+            gradients=statistics.gradients,
+            restarts=session.restarts,
+            extra_steps=statistics.extra_steps,
+            error=None if error is None else describe(error),
+        )
+        request.files.write_result(self._result)
+        if request.hparams:
+            # The session's: what it could not write was reported once.
+            summaries, metrics = session.summaries, final_metrics(self._result)
+            began = time.time() - self._result.seconds
+            summaries.hparams(request.hparams, metrics, began=began, ok=status == "done")
+            summaries.close()
+
+
+def _in_order(hooks: Sequence[Hook], recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
+    """The hooks with savers last, so that an error of another hook comes before a save."""
+    hooks = list(hooks)
+    if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
+        hooks.append(StopAtStep())
+    savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
+    return [*(hook for hook in hooks if hook not in savers), recorder, *savers]

@@ -1,0 +1,312 @@
+"""Signals that end a run: Ctrl-C, and those of `run.stop_signals`, which schedulers send to all tasks at once.
+
+After the first one, the chief saves and exits, and the other tasks serve until it has. A second one ends the process at
+once. The exit code is 130 after Ctrl-C and 143 after any other signal.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kdist.config.checks import STOP_SIGNALS
+from kdist.console.warn import warn
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from kdist.cluster.spec import Task
+    from kdist.session import TrainSession
+
+#: Schedulers send a signal to a process and to its group, or twice; one that follows so soon is the same.
+SAME_SIGNAL_SECS = 0.5
+INTERRUPTED, STOPPED = 130, 143
+
+#: Ends this process with an exit code, whatever it is doing. Set by programs that are nothing but a run, as the command
+#: line is; in the process of somebody else a signal that does not wait becomes an exception.
+exit_at_once: Callable[[int], NoReturn] | None = None
+
+
+def exit_code_of(number: int) -> int:
+    """The exit code of a run after signal `number`."""
+    return INTERRUPTED if number == signal.SIGINT else STOPPED
+
+
+class _Arrivals:
+    """The signals that have arrived so far.
+
+    Attributes:
+        first: the first of them; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._last: signal.Signals | None = None
+        self._last_at = 0.0
+
+    def add(self, number: int) -> bool:
+        """Records a signal; returns whether it ends the process at once."""
+        is_same = self.first is not None and time.monotonic() - self._last_at <= SAME_SIGNAL_SECS
+        # SIGUSR1 ahead of a time limit and SIGTERM at the limit are one request to stop.
+        was_ahead = self._last not in (None, signal.SIGTERM, signal.SIGINT) and number == signal.SIGTERM
+        if self.first is not None and not was_ahead:
+            return not is_same
+        self._last, self._last_at = signal.Signals(number), time.monotonic()
+        self.first = self.first or self._last
+        return False
+
+
+class _Handlers:
+    """While entered, calls `handle(number)` on signals; restores the previous handlers on exit.
+
+    Does nothing outside the main thread, where Python receives no signals. Signals that the process ignores stay
+    ignored, as in a task that the chief has started, and a program that handles SIGUSR1 or the like itself keeps its
+    handler.
+
+    Args:
+        names: of signals, in addition to SIGINT.
+    """
+
+    def __init__(self, names: Iterable[str], handle: Callable[[int], None]) -> None:
+        self._numbers = [signal.SIGINT, *(signal.Signals[name] for name in names)]
+        self._handle = handle
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._numbers:
+            before = signal.getsignal(number)
+            is_ours = number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early)
+            is_free = before != signal.SIG_IGN and not (before == signal.SIG_DFL and _is_caught(number))
+            if is_ours and is_free:
+                self._before[number] = before
+                signal.signal(number, self._handler)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _handler(self, number: int, _frame: FrameType | None) -> None:
+        self._handle(number)
+
+
+def _is_caught(number: int) -> bool:
+    """Whether this process catches a signal in C, as faulthandler does, of which Python does not know; see proc(5)."""
+    try:
+        with open("/proc/self/status") as lines:
+            caught = next(line for line in lines if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+_early = _Arrivals()
+
+
+def stop_before_training() -> None:
+    """Lets stop signals end this process, which only runs kdist, by SystemExit as long as there is nothing to save."""
+    for name in STOP_SIGNALS:
+        signal.signal(signal.Signals[name], _raise_early)
+
+
+def _raise_early(number: int, _frame: FrameType | None) -> None:
+    is_first = _early.first is None
+    if _early.add(number):
+        leave(signal.Signals(number))
+    if is_first:
+        _raise(signal.Signals(number))
+
+
+def asked_to_exit() -> SystemExit | None:
+    """The exit that a stop signal has requested before there was anything to save; None without such a signal.
+
+    A signal may arrive anywhere. Inside a library, its exception may be discarded, or replaced by another one, for
+    example by a `finally` that uses a variable which was not assigned yet.
+    """
+    return None if _early.first is None else SystemExit(exit_code_of(_early.first))
+
+
+class StopSignals:
+    """While entered, Ctrl-C and stop signals interrupt `session`, which then saves and ends.
+
+    Before the session has started there is nothing to save, and they raise an exception at once. So does a second
+    signal, and a session that has not ended after `grace_secs` seconds.
+    """
+
+    def __init__(self, session: TrainSession, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
+        self._session = session
+        self._grace_secs = grace_secs
+        self._handlers = _Handlers(names, self._interrupt)
+        self._arrivals = _Arrivals()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StopSignals:
+        self._handlers.__enter__()
+        if (asked := asked_to_exit()) is not None:
+            self._handlers.__exit__()
+            raise asked
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._handlers.__exit__()
+        if isinstance(error, Exception) and not self._session.is_started:
+            self.raise_received()
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal; None if there is none."""
+        return self._arrivals.first
+
+    def raise_received(self) -> None:
+        """Raises the exception of the signal: KeyboardInterrupt, or SystemExit(143)."""
+        if self.received is not None:
+            _raise(self.received)
+
+    def _interrupt(self, number: int) -> None:
+        is_first = self.received is None
+        if self._arrivals.add(number):
+            leave(signal.Signals(number))
+        if not is_first or self.received is None:
+            return
+        if not self._session.is_started:
+            self._session.request_stop(self.received.name)
+            self.raise_received()
+        self._session.interrupt(self.received.name)
+        threading.Thread(target=self._watch, args=[self.received], daemon=True).start()
+
+    def _watch(self, received: signal.Signals) -> None:
+        if not self._ended.wait(self._grace_secs):
+            warn(
+                f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs); the run is left as "
+                f"it stands; last checkpoint: {self._session.checkpoints.newest()}"
+            )
+            if exit_at_once is not None:
+                exit_at_once(exit_code_of(received))
+            signal.raise_signal(received)
+
+
+class TaskSignals:
+    """While entered, signals do not end a task that the chief needs in order to save.
+
+    Before it serves, the first signal ends it by SystemExit(0): it was told to stop and has nothing to lose. From then
+    on it continues until the chief releases it, at most `grace_secs` seconds.
+
+    Args:
+        task: what this process is.
+        grace_secs: seconds that the chief has to save.
+        names: of the signals, in addition to SIGINT.
+    """
+
+    def __init__(self, task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
+        self._task = task
+        self._grace_secs = grace_secs
+        self._handlers = _Handlers(names, self._stop)
+        self._arrivals = _Arrivals()
+        self._is_serving = False
+        self._ended = threading.Event()
+
+    def __enter__(self) -> TaskSignals:
+        self._handlers.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._ended.set()
+        self._handlers.__exit__()
+        if kind is not None and issubclass(kind, Exception):
+            self._exit_if_stopped()
+
+    def begin_to_serve(self) -> None:
+        """From now on the chief may need this task."""
+        self._exit_if_stopped()
+        self._is_serving = True
+
+    def _exit_if_stopped(self) -> None:
+        """Exits if a signal arrived before the chief did; `asked_to_exit` says why its exception may have been lost."""
+        if self._arrivals.first is not None and not self._is_serving:
+            raise SystemExit(0)
+
+    def _stop(self, number: int) -> None:
+        is_first = self._arrivals.first is None
+        if self._arrivals.add(number):
+            leave(signal.Signals(number))
+        if not is_first:
+            return
+        name = signal.Signals(number).name
+        if not self._is_serving:
+            print(f"done  | {self._task} | stopped by {name} before the chief started", flush=True)
+            raise SystemExit(0)
+        warn(f"{self._task}: {name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
+        threading.Thread(target=self._watch, args=[signal.Signals(number)], daemon=True).start()
+
+    def _watch(self, received: signal.Signals) -> None:
+        if not self._ended.wait(self._grace_secs):
+            warn(f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)")
+            if exit_at_once is not None:
+                exit_at_once(exit_code_of(received))
+            signal.raise_signal(received)
+
+
+_of_task: list[TaskSignals] = []
+
+
+@contextmanager
+def task_signals(task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> Iterator[TaskSignals]:
+    """`TaskSignals`; nested calls share one: the command line enters it before the functions that it calls."""
+    if _of_task:
+        yield _of_task[0]
+        return
+    with TaskSignals(task, grace_secs, names) as signals:
+        _of_task.append(signals)
+        try:
+            yield signals
+        finally:
+            _of_task.clear()
+
+
+class ForwardedSignals:
+    """While entered, forwards signals to the process that runs the session; a second one ends it at once.
+
+    Args:
+        chief: that process.
+        names: of the signals, beside SIGINT.
+    """
+
+    def __init__(self, chief: subprocess.Popen[Any], names: Collection[str] = STOP_SIGNALS) -> None:
+        self._chief = chief
+        self._handlers = _Handlers(names, self._forward)
+        self._arrivals = _Arrivals()
+
+    def __enter__(self) -> None:
+        self._handlers.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.__exit__()
+
+    def _forward(self, number: int) -> None:
+        if self._arrivals.add(number):
+            self._chief.kill()
+            leave(signal.Signals(number))
+        self._chief.send_signal(number)
+
+
+def leave(received: signal.Signals) -> None:
+    """Ends the process at once."""
+    if exit_at_once is not None:
+        exit_at_once(exit_code_of(received))
+    _raise(received)
+
+
+def _raise(received: signal.Signals) -> NoReturn:
+    if received is signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(exit_code_of(received))

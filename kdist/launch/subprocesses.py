@@ -1,0 +1,279 @@
+"""`Subprocesses`: runs a fit in processes of its own, for strategies whose workers run the program themselves.
+
+The request travels to each process by cloudpickle, in a file. Worker 0 is the chief: what it prints appears here, and
+its outcome (history, values, result) comes back in a file. `kdist.launch.worker_main` is the process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import keras
+
+from kdist.cluster.local import available_cores, thread_budget
+from kdist.cluster.process import (
+    end_children,
+    free_ports,
+    how_it_ended,
+    log_tail,
+    start_child,
+    task_environment,
+)
+from kdist.cluster.sigstop_watchdog import Stopped
+from kdist.cluster.spec import ClusterShape, Task
+from kdist.console import lines, live
+from kdist.console.warn import warn
+from kdist.data.pickling import pickled, unpickled
+from kdist.errors import ClusterError
+from kdist.hooks.keras_callbacks import set_states, without_model
+from kdist.launch.base import FitOutcome, FitRequest, Launcher
+from kdist.launch.signals import ForwardedSignals
+from kdist.launch.worker_messages import (
+    WARNING,
+    WorkerOptions,
+    WorkerOutcome,
+    WorkerRequest,
+    set_values,
+    values_of,
+)
+from kdist.run.result import Result, describe
+from kdist.run.run_dir import RunDir
+from kdist.strategies.store_backed import prepare
+
+if TYPE_CHECKING:
+    from kdist.config.schema import DevicesConfig
+
+_POLL_SECS = 0.1
+_STOP_SECS = 5.0
+
+
+class Subprocesses(Launcher):
+    """Runs the fit in processes of this machine, and again from the newest checkpoint when one of them is lost.
+
+    Args:
+        num_cpus: logical CPU devices to create in each process; 0 for the devices that exist.
+    """
+
+    def __init__(self, num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+
+    def launch(self, request: FitRequest) -> FitOutcome:
+        strategy, model, files = request.strategy, request.source.model, request.files
+        data = request.training_data()
+        # Builds the model, and finds what is wrong with it and the data before anything starts.
+        prepare(request.training_spec(data), 1)
+        processes = WorkerProcesses(
+            num_workers=max(1, strategy.shape.num_workers),
+            log_dir=files.logs,
+            start_timeout=strategy.cluster.start_timeout,
+            step_timeout=strategy.cluster.step_timeout,
+            num_cpus=self._num_cpus,
+            devices=strategy.cluster.devices,
+            stop_signals=request.stop_signals,
+            print_line=lines.print_line,
+        )
+        callbacks = without_model(request.arguments.callbacks)
+        arguments = replace(
+            request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=callbacks
+        )
+        # The command line's lock, and restarts, are here.
+        fit = replace(request, arguments=arguments, max_restarts=0)
+        started, restarts = time.time(), 0
+        while True:
+            try:
+                outcome = processes.run(WorkerRequest(fit, values_of(model)))
+                break
+            except ClusterError as error:
+                newest = _checkpoint_to_resume(files, fit.resume, started)
+                if newest is None or restarts == request.max_restarts:
+                    return self._failed(request, error, started)
+                restarts, fit = restarts + 1, replace(fit, resume="auto")
+                warn(lines.again_line(error, newest, restarts, request.max_restarts))
+            except BaseException as error:  # noqa: BLE001 - in the outcome, and raised by the caller
+                return FitOutcome(Result(), request.resume, error=error)
+        set_values(model, outcome.values)
+        result = replace(outcome.result or Result(), restarts={"worker": 0, "cluster": restarts})
+        if restarts:
+            files.write_result(result)
+        history = keras.callbacks.History()
+        set_states([history, *request.arguments.callbacks], [outcome.history or {}, *outcome.callbacks], model)
+        return FitOutcome(result, resume=None, history=history)
+
+    @staticmethod
+    def _failed(request: FitRequest, error: ClusterError, started: float) -> FitOutcome:
+        """The outcome of a fit whose processes were lost. A chief that was lost has written no result."""
+        result = Result()
+        if not request.files.has_result_since(started):
+            strategy = request.strategy
+            result = Result(strategy=strategy.name, cluster=str(strategy.shape), error=describe(error))
+            request.files.write_result(result)
+        return FitOutcome(result, request.resume, error=error)
+
+
+def _checkpoint_to_resume(files: RunDir, resume: str | None, started: float) -> Path | None:
+    """The newest checkpoint, if it is of this run or of one that this run resumes."""
+    newest = files.checkpoints().newest()
+    if newest is None or resume in ("auto", "must") or Path(f"{newest}.index").stat().st_mtime >= started:
+        return newest
+    return None
+
+
+@dataclass
+class WorkerProcesses:
+    """The processes of a fit, on this machine.
+
+    Args:
+        num_workers: how many.
+        log_dir: folder for their logs, `worker-<index>.log`.
+        start_timeout: seconds within which all must have joined.
+        step_timeout: seconds for which one may be stopped (SIGSTOP).
+        num_cpus: logical CPU devices of each; 0 for the devices that exist.
+        devices: which GPUs they may use.
+        stop_signals: names of the signals that are forwarded to the chief.
+        print_line: takes what the chief prints.
+    """
+
+    num_workers: int
+    log_dir: Path
+    start_timeout: float
+    step_timeout: float
+    num_cpus: int
+    devices: DevicesConfig | None
+    stop_signals: Sequence[str]
+    print_line: Any = print
+
+    def run(self, request: Any) -> WorkerOutcome:
+        """Runs a `WorkerRequest` to its end.
+
+        Returns:
+            The chief's outcome.
+
+        Raises:
+            ConfigError: something in the request cannot be sent to another process.
+            ClusterError: a process was lost, is stopped or did not start in time.
+            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when the chief had saved.
+        """
+        with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
+            (Path(folder) / "request").write_bytes(pickled(request))
+            with ExitStack() as at_end:
+                live_pipe = at_end.enter_context(live.LivePipe())
+                processes = self._launch(folder, live_pipe)
+                live_pipe.show()
+                # The relay closes it: closing it here as well would wait for what the chief left behind.
+                printed, processes[0].stdout = processes[0].stdout, None
+                assert printed is not None
+                relay = threading.Thread(target=self._relay, args=[printed], daemon=True)
+                relay.start()
+                at_end.callback(relay.join, _STOP_SECS)
+                at_end.callback(end_children, processes, _STOP_SECS)
+                with ForwardedSignals(processes[0], self.stop_signals):
+                    outcome = self._wait(processes, Path(folder))
+            if outcome.error is not None:
+                raise outcome.error
+            return outcome
+
+    def _launch(self, folder: str, live_pipe: live.LivePipe) -> list[subprocess.Popen[str]]:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        ports = free_ports(self.num_workers) if self.num_workers > 1 else []
+        workers = [f"127.0.0.1:{port}" for port in ports]
+        intra_op, inter_op = thread_budget("worker", ClusterShape(0, self.num_workers), available_cores())
+        processes: list[subprocess.Popen[str]] = []
+        for index in range(self.num_workers):
+            options = WorkerOptions(
+                index,
+                workers,
+                self.start_timeout,
+                self.num_cpus,
+                intra_op,
+                inter_op,
+                folder,
+                path=sys.path,
+                live_line=live_pipe.descriptor if index == 0 else None,
+            )
+            try:
+                processes.append(self._start(options))
+            except BaseException:
+                end_children(processes, _STOP_SECS)
+                raise
+        return processes
+
+    def _start(self, options: WorkerOptions) -> subprocess.Popen[str]:
+        with self._log(options.index).open("wb") as log:
+            return start_child(
+                [sys.executable, "-m", "kdist.launch.worker_main", json.dumps(asdict(options))],
+                stdout=subprocess.PIPE if options.index == 0 else log,
+                stderr=log,
+                env=task_environment(Task("worker", options.index), self.devices),
+                pass_fds=[] if options.live_line is None else [options.live_line],
+                text=True,
+                errors="replace",
+            )
+
+    def _wait(self, processes: Sequence[subprocess.Popen[str]], folder: Path) -> WorkerOutcome:
+        """Waits for the chief, and for the others until they have joined."""
+        deadline = time.monotonic() + self.start_timeout
+        stopped = Stopped()
+        while (code := processes[0].poll()) is None:
+            for index, process in enumerate(processes):
+                if process.poll() not in (None, 0):
+                    # The chief may have more to say about it.
+                    processes[0].terminate()
+                    return self._outcome_of(index, process.wait(), folder)
+            missing = [i for i in range(len(processes)) if not (folder / f"started-{i}").exists()]
+            if not missing:
+                # It may be large, and a signal that ends everything at once would leave it behind.
+                (folder / "request").unlink(missing_ok=True)
+            if missing and time.monotonic() > deadline:
+                names = ", ".join(str(Task("worker", i)) for i in missing)
+                raise ClusterError(
+                    f"{names} did not respond within {self.start_timeout:g} s (cluster.start_timeout)"
+                    + log_tail(self._log(missing[0]))
+                )
+            # A chief that is stopped finds out nothing, and others wait for it.
+            pids = [process.pid for process in processes]
+            for pid in stopped.longer_than(self.step_timeout, pids):
+                raise ClusterError(
+                    f"{Task('worker', pids.index(pid))} has been stopped for {self.step_timeout:g} s "
+                    "(cluster.step_timeout)"
+                )
+            time.sleep(_POLL_SECS)
+        # A chief that fails because another worker was killed knows less about it than this process.
+        for index, process in enumerate(processes[1:], start=1):
+            ended = process.poll()
+            if code != 0 and ended is not None and ended < 0:
+                return self._outcome_of(index, ended, folder)
+        return self._outcome_of(0, code, folder)
+
+    def _outcome_of(self, index: int, code: int, folder: Path) -> WorkerOutcome:
+        """The outcome that a process has left, or what is known about one that was lost."""
+        try:
+            outcome: WorkerOutcome = unpickled((folder / f"outcome-{index}").read_bytes())
+        except FileNotFoundError:
+            message = f"{Task('worker', index)} died ({how_it_ended(code)})" + log_tail(self._log(index))
+            return WorkerOutcome(ClusterError(message))
+        return outcome
+
+    def _relay(self, printed: IO[str]) -> None:
+        with printed:
+            for line in printed:
+                # A warning may come in the middle of a line.
+                text, is_warning, warning = line.rstrip("\n").partition(WARNING)
+                # Without a console, or with warnings that are errors, the chief would wait for ever for a reader.
+                with suppress(OSError, ValueError, Warning):
+                    if text or not is_warning:
+                        self.print_line(text)
+                    if is_warning:
+                        warn(warning, prefix="")
+
+    def _log(self, index: int) -> Path:
+        return self.log_dir / f"worker-{index}.log"

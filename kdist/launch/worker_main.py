@@ -1,0 +1,120 @@
+"""One process of a fit that runs in processes of its own.
+
+`python -m kdist.launch.worker_main '<WorkerOptions as JSON>'` joins the other workers, reads the request from a file,
+runs the fit, and leaves the outcome in another file. Worker 0 is the chief; the process that started it shows its
+standard output.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import cloudpickle
+
+from kdist._compat.quick_import import quick_import
+from kdist.cluster.process import end_with_parent, name_process
+from kdist.cluster.spec import ClusterSpec, Membership, Task
+from kdist.console import live
+from kdist.data.pickling import unpickled
+from kdist.errors import KdistError, TaskError
+from kdist.launch import signals
+from kdist.launch.worker_messages import (
+    WARNING,
+    WorkerOptions,
+    WorkerOutcome,
+    WorkerRequest,
+    set_values,
+    values_of,
+)
+from kdist.run.files import written_whole
+
+
+def main(options: WorkerOptions) -> NoReturn:
+    """Runs the fit as one of its workers; ends the process."""
+    is_chief = options.index == 0
+    if is_chief:
+        # The others end with it, and ignore what a scheduler sends to all of them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signals.stop_before_training()
+    end_with_parent(ignored=()) if is_chief else end_with_parent()
+    name_process(str(Task("worker", options.index)))
+    sys.path[:] = options.path
+    if is_chief:
+        # In one piece: other threads print, too.
+        warnings.showwarning = lambda message, *_, **__: print(f"{WARNING}{message}\n", end="", flush=True)
+    if options.live_line is not None:
+        live.relay = live.pipe_writer(options.live_line)
+    folder = Path(options.folder)
+    try:
+        outcome = _run(options, folder)
+    except BaseException as error:  # noqa: BLE001 - raised in the process that started this one
+        traceback.print_exc()
+        outcome = WorkerOutcome(signals.asked_to_exit() or _sendable(error, str(Task("worker", options.index))))
+    with written_whole(folder / f"outcome-{options.index}") as path:
+        path.write_bytes(cloudpickle.dumps(outcome))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At a normal exit TensorFlow may wait for a worker that has exited.
+    os._exit(0 if outcome.error is None else 1)
+
+
+def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
+    with quick_import():
+        import tensorflow as tf
+
+        from kdist.hooks.keras_callbacks import states_of
+        from kdist.launch.external_task import ExternalTask
+        from kdist.launch.in_process import InProcess
+        from kdist.strategies.mirrored import make_logical_cpus
+        from kdist.strategies.multi_worker_mirrored import join
+        from kdist.strategies.store_backed import prepare
+
+    gc.freeze()
+    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    packed = (folder / "request").read_bytes()
+    if options.num_cpus:
+        make_logical_cpus(options.num_cpus)
+    membership = None
+    if options.workers:
+        membership = Membership(ClusterSpec((), tuple(options.workers)), Task("worker", options.index))
+        # Before the request is read: models and tensors in it run TensorFlow's first ops.
+        join(membership, options.start_timeout)
+    (folder / f"started-{options.index}").touch()
+    request: WorkerRequest = unpickled(packed)
+    del packed
+    signals.exit_at_once = os._exit
+    fit = replace(request.fit, strategy=replace(request.fit.strategy, membership=membership))
+    model = fit.source.model
+    prepare(fit.training_spec(fit.training_data()), 1)
+    set_values(model, request.values)
+    if membership is not None and not membership.is_chief:
+        ExternalTask(membership).launch(fit)
+        return WorkerOutcome()
+    outcome = InProcess().launch(fit)
+    if outcome.error is not None:
+        raise outcome.error
+    return WorkerOutcome(
+        result=outcome.result,
+        history=states_of([outcome.history])[0],
+        callbacks=states_of(fit.arguments.callbacks),
+        values=values_of(model),
+    )
+
+
+def _sendable(error: BaseException, task: str) -> BaseException:
+    """The error itself if it is kdist's own or a signal's, else a `TaskError` that describes it."""
+    return error if isinstance(error, (KdistError, KeyboardInterrupt, SystemExit)) else TaskError(task, error)
+
+
+if __name__ == "__main__":
+    main(WorkerOptions(**json.loads(sys.argv[1])))

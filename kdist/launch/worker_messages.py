@@ -1,0 +1,85 @@
+"""What travels between a fit and the processes of its own that run it; see `kdist.launch.subprocesses`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+    from kdist.launch.base import FitRequest
+    from kdist.run.result import Result
+
+#: Begins a line of the chief that is a warning.
+WARNING = "\x1e"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker process needs to know before it may import TensorFlow.
+
+    Attributes:
+        index: of this worker.
+        workers: addresses of all workers; empty if there is only one, which has none to join.
+        start_timeout: seconds within which all must have joined.
+        num_cpus: logical CPU devices to create; 0 leaves the CPU as it is.
+        intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
+        folder: holds the request; gets `started-<index>` and `outcome-<index>`.
+        path: Python's import path.
+        live_line: descriptor of a pipe to a terminal that shows the chief's live line; None without one.
+    """
+
+    index: int
+    workers: list[str]
+    start_timeout: float
+    num_cpus: int
+    intra_op_threads: int
+    inter_op_threads: int
+    folder: str
+    path: list[str]
+    live_line: int | None
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """What a worker process is to do.
+
+    Attributes:
+        fit: the request, with data that can travel and callbacks without their model.
+        values: of the model and its optimizer, at the start.
+    """
+
+    fit: FitRequest
+    values: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class WorkerOutcome:
+    """What a worker process leaves behind.
+
+    Attributes:
+        error: what it raised; None if it ended well. The rest is the chief's, and only if it ended well.
+        result: of the fit.
+        history, callbacks: what they have recorded; see `kdist.hooks.keras_callbacks.states_of`.
+        values: of the trained model and its optimizer.
+    """
+
+    error: BaseException | None = None
+    result: Result | None = None
+    history: dict[str, Any] | None = None
+    callbacks: Sequence[dict[str, Any]] = ()
+    values: Sequence[np.ndarray] = ()
+
+
+def values_of(model: keras.Model) -> list[np.ndarray]:
+    """All values of a model and its optimizer, in an order that is the same for each model built alike."""
+    return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+
+
+def set_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
+    """Undoes `values_of`."""
+    for variable, value in zip([*model.variables, *model.optimizer.variables], values):
+        variable.assign(value)

@@ -1,0 +1,130 @@
+"""Exact metrics of distributed steps: workers sum from zero, the chief adds the sums and lets Keras compute the
+result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras import loss_variables
+
+
+class MetricReader:
+    """Turns summed metric variables of a compiled and built model into the logs that Keras would show.
+
+    Args:
+        model: the chief's own model; its metric variables keep their values.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        model.reset_metrics()
+        self.initial_values = [variable.numpy() for variable in model.metrics_variables]
+        self.aggregations = [variable.aggregation for variable in model.metrics_variables]
+        index_of = {id(variable): i for i, variable in enumerate(model.metrics_variables)}
+        self._loss_total, self._loss_count = (index_of[id(v)] for v in loss_variables(model))
+
+    def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Merges the values of two replicas that counted separately."""
+        return tuple(_merge(*parts) for parts in zip(mine, others, self.initial_values, self.aggregations))
+
+    def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Merges any number of them: `[n, ...]` for each variable."""
+        return tuple(_total(*parts) for parts in zip(rows, self.initial_values, self.aggregations))
+
+    def logs(self, values: Sequence[np.ndarray]) -> dict[str, float]:
+        """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables."""
+        # Assigning the variables would take several times longer than the arithmetic.
+        mapping = [
+            (variable, tf.constant(value, variable.dtype))
+            for variable, value in zip(self._model.metrics_variables, values)
+        ]
+        with keras.StatelessScope(mapping):
+            results = self._model.get_metrics_result()
+        return {name: _as_number(value) for name, value in results.items()}
+
+    def loss(self, values: Sequence[np.ndarray]) -> float:
+        """The loss alone, without TensorFlow: cheap enough for every run."""
+        count = float(values[self._loss_count])
+        return float(values[self._loss_total]) / count if count else 0.0
+
+
+@dataclass(frozen=True)
+class MetricRows:
+    """Metrics of single steps.
+
+    Attributes:
+        reader: computes logs from the values.
+        values: for each metric variable of the model `[num_steps, ...]`: its value after each step, where every step
+            started from the initial value.
+    """
+
+    reader: MetricReader
+    values: tuple[np.ndarray, ...]
+
+    def __add__(self, later: MetricRows) -> MetricRows:
+        return MetricRows(self.reader, tuple(np.concatenate(pair) for pair in zip(self.values, later.values)))
+
+    def __getitem__(self, steps: slice) -> MetricRows:
+        return MetricRows(self.reader, tuple(values[steps] for values in self.values))
+
+    def beside(self, other: MetricRows) -> MetricRows:
+        """The counts of two replicas for the same steps."""
+        return MetricRows(self.reader, self.reader.merge(self.values, other.values))
+
+    def total(self) -> MetricTotals:
+        """The totals of all steps."""
+        return MetricTotals(self.reader, self.reader.total(self.values))
+
+
+@dataclass(frozen=True)
+class MetricTotals:
+    """Metrics over some steps. Totals of different steps add up: `a + b` is what a single worker would have counted.
+
+    Attributes:
+        reader: makes logs of the values.
+        values: the model's metric variables after those steps, starting from their initial values.
+    """
+
+    reader: MetricReader
+    values: tuple[np.ndarray, ...]
+
+    def __add__(self, other: MetricTotals) -> MetricTotals:
+        return MetricTotals(self.reader, self.reader.merge(self.values, other.values))
+
+    @cached_property
+    def logs(self) -> dict[str, float]:
+        """Loss and metrics, as named and computed by Keras."""
+        return self.reader.logs(self.values)
+
+    @property
+    def loss(self) -> float:
+        """`logs["loss"]`, but cheaper."""
+        return self.reader.loss(self.values)
+
+
+def _merge(mine: np.ndarray, others: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarray:
+    if aggregation == "mean":
+        return (mine + others) / 2
+    if aggregation == "only_first_replica":
+        return others
+    # "sum", and "none" of metrics written before Keras 3.3: counts and totals add up.
+    return mine + others - initial
+
+
+def _total(rows: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarray:
+    if aggregation == "mean":
+        return rows.mean(0)
+    if aggregation == "only_first_replica":
+        return rows[-1]
+    return rows.sum(0) - (len(rows) - 1) * initial
+
+
+def _as_number(value: object) -> float:
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else float(array.mean())

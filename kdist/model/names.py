@@ -1,0 +1,54 @@
+"""Names of a model's variables that are the same in every process, for checkpoints and the placement table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+
+#: The name of the learning rate in a store and in checkpoints.
+LEARNING_RATE = "optimizer/learning_rate"
+#: The name of the run's seed in checkpoints.
+SEED = "seed"
+
+
+def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:
+    """Unique names such as `conv2d/kernel`, in the order of `variables`.
+
+    Keras numbers automatic layer names per process, so that the second model of a process has `dense_7` where the first
+    one had `dense`. Here they are numbered per model, and the model's own name is omitted.
+    """
+    layer_names = _process_independent_names(model)
+    names: list[str] = []
+    taken: dict[str, int] = {}
+    for variable in variables:
+        parts = variable.path.split("/")
+        if len(parts) > 1 and parts[0] == model.name:
+            parts = parts[1:]
+        name = "/".join(layer_names.get(part, part) for part in parts)
+        count = taken[name] = taken.get(name, -1) + 1
+        names.append(f"{name}_{count}" if count else name)
+    return names
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a random seed: each worker has its own, and none is stored."""
+    return variable.name == "seed_generator_state"
+
+
+def _process_independent_names(model: keras.Model) -> dict[str, str]:
+    # Not above: hooks, which --help lists, import this module, and need no Keras for it.
+    from kdist._compat.keras import layers_of
+
+    renamed: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for layer in layers_of(model, include_self=False):
+        base = re.sub(r"_\d+$", "", layer.name)
+        is_automatic = base.replace("_", "") == type(layer).__name__.lower()
+        if is_automatic and layer.name not in renamed:
+            count = counts[base] = counts.get(base, -1) + 1
+            renamed[layer.name] = f"{base}_{count}" if count else base
+    return renamed

@@ -1,0 +1,106 @@
+"""What kdist has to know about a Keras optimizer: its slots by name, its clipping, its abilities."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from kdist._compat.keras import clip, learning_rate_variable, step_counter
+from kdist.errors import ConfigError
+from kdist.model.names import LEARNING_RATE
+
+# They compute each element of a variable separately, so that rows can be updated independently.
+_ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"),
+}
+
+
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether a variable can be split without changing the result of the optimizer."""
+    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
+
+
+def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether Keras itself neither reads nor writes rows without a gradient."""
+    is_plain = type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
+    return is_plain and optimizer.weight_decay is None and not optimizer.use_ema
+
+
+def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> None:
+    """Refuses optimizers that kdist cannot reproduce exactly.
+
+    Args:
+        strategy: the name of the strategy.
+
+    Raises:
+        ConfigError: names the option, and what to use instead.
+    """
+    if optimizer.gradient_accumulation_steps:
+        instead = "strategy.replicas_to_aggregate, of more than there are workers, or " * (strategy == "sync_replicas")
+        raise ConfigError(
+            f"optimizer {optimizer.name}: gradient_accumulation_steps={optimizer.gradient_accumulation_steps} is not "
+            f"supported by strategy={strategy}; use {instead}a larger train.batch_size"
+        )
+    if isinstance(optimizer, keras.optimizers.Muon):
+        # It distinguishes variables by an attribute that they lack inside a tf.function.
+        raise ConfigError("optimizer Muon is not supported; choose another optimizer")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            "the model scales its loss (mixed_float16); use the policy mixed_bfloat16, which needs no loss scaling, or "
+            "compile with auto_scale_loss=False"
+        )
+
+
+def optimizer_state(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], names: Sequence[str]
+) -> dict[str, keras.Variable]:
+    """The optimizer's variables except its step counter, by names that depend on neither process nor server.
+
+    Args:
+        optimizer: a built optimizer.
+        variables: the variables it was built with.
+        names: their names in checkpoints.
+
+    Returns:
+        `slots/<variable>/<slot>` for each slot, `optimizer/learning_rate`, and `optimizer/state_<n>` for the rest.
+    """
+    by_prefix: dict[str, list[str]] = defaultdict(list)
+    for variable, name in zip(variables, names):
+        by_prefix[variable.path.replace("/", "_") + "_"].append(name)
+    seen: dict[str, int] = defaultdict(int)
+    state: dict[str, keras.Variable] = {}
+    for variable in optimizer.variables:
+        if variable is step_counter(optimizer):
+            continue
+        prefixes = [prefix for prefix in by_prefix if variable.name.startswith(prefix)]
+        if prefixes:
+            prefix = max(prefixes, key=len)
+            # Variables of the same path are in the order of `variables`, and so are their slots.
+            name = by_prefix[prefix][seen[variable.name]]
+            seen[variable.name] += 1
+            state[f"slots/{name}/{variable.name.removeprefix(prefix)}"] = variable
+        elif variable is learning_rate_variable(optimizer):
+            state[LEARNING_RATE] = variable
+        else:
+            # Keras numbers their names per process.
+            state[f"optimizer/state_{len(state)}"] = variable
+    return state
+
+
+def clip_gradients(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
+) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    """Clips as the optimizer would. Only a worker can: a global norm needs the gradients of all servers.
+
+    Args:
+        gradients: None stays None; the norm of a sparse one is that of its slices, as in Keras.
+    """
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    clipped = iter(clip(optimizer, values))
+    return [
+        None if g is None else tf.IndexedSlices(next(clipped), g.indices) if hasattr(g, "indices") else next(clipped)
+        for g in gradients
+    ]

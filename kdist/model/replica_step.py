@@ -1,0 +1,285 @@
+"""The replica step: one step of any compiled Keras model as a pure function, the same for every strategy.
+
+Where the values come from and where the gradients go is the strategy's business. Keras's own `StatelessScope`,
+`compute_loss` and `compute_metrics` do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist._compat.keras import build, call, compute_loss, global_seed, layers_of, table_of, track_loss
+from kdist.errors import ConfigError
+from kdist.layers import Embedding
+from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.model.names import is_seed
+from kdist.model.optimizer import check_optimizer, is_elementwise
+
+
+@dataclass(frozen=True)
+class ReplicaOutput:
+    """The output of one replica step.
+
+    Attributes:
+        gradients: one per trainable variable, not clipped; for an embedding `tf.IndexedSlices` of the rows that were
+            looked up, each as often as it was, as in Keras, or once if it is row-wise; None if the loss does not depend
+            on the variable.
+        state: new values of the state variables; None if the step did not change one.
+        metrics: new values of the metric variables.
+    """
+
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    state: list[tf.Tensor | None]
+    metrics: list[tf.Tensor]
+
+
+class ReplicaStep:
+    """The pure step function of `model`.
+
+    Args:
+        model: a compiled model: Sequential, Functional or subclassed. It is built if necessary.
+        batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Attributes:
+        tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
+        whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
+
+    Raises:
+        ConfigError: the model cannot be trained; `check_model` finds what can be found before it is built.
+    """
+
+    def __init__(self, model: keras.Model, batch_spec: Any) -> None:
+        build(model, batch_spec)
+        self.model = model
+        self.trainable: list[keras.Variable] = model.trainable_variables
+        others = model.non_trainable_variables
+        self.state = [v for v in others if not is_seed(v)]
+        # The last one is the state that keras.random uses without a seed.
+        self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
+        self.metrics: list[keras.Variable] = model.metrics_variables
+        if not self.trainable:
+            raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
+        self._has_dense: frozenset[int] = frozenset()
+        self.tables: dict[int, keras.layers.Embedding] = {}
+        self.whole_tables: dict[int, str] = {}
+        self._find_tables(batch_spec)
+        self._batch_spec = batch_spec
+        # Traced once, no matter how many steps a call unrolls.
+        self._dense_step = tf.function(self._run_dense, autograph=False)
+
+    @property
+    def row_wise(self) -> frozenset[int]:
+        """The tables of which the optimizer updates only the rows that were looked up, by index."""
+        # Optimizers that are not elementwise need the whole variable.
+        if not is_elementwise(self.model.optimizer):
+            return frozenset()
+        return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
+
+    def dense_gradients(self) -> frozenset[int]:
+        """The trainable variables that get a dense gradient in every step, by index."""
+        if self.tables:
+            return self._has_dense
+        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
+        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
+        traced = self._dense_step.get_concrete_function(*specs, seeds, self._batch_spec)
+        others = (type(None), tf.IndexedSlices, tf.IndexedSlicesSpec)
+        return frozenset(i for i, g in enumerate(traced.structured_outputs[0]) if not isinstance(g, others))
+
+    def __call__(
+        self,
+        trainable: Sequence[tf.Tensor | FetchRows],
+        state: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+        seeds: tf.Tensor,
+        batch: Any,
+    ) -> ReplicaOutput:
+        """One step on one batch.
+
+        Args:
+            trainable: values of `self.trainable`; for `self.tables`, functions that fetch rows.
+            state: values of `self.state`.
+            metrics: values of `self.metrics` before this batch.
+            seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
+            batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        """
+        if self.tables:
+            # Rows are fetched in the middle of the step, which only the caller can trace.
+            output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
+            return output
+        return ReplicaOutput(*self._dense_step(list(trainable), list(state), list(metrics), seeds, batch))
+
+    def _run_dense(
+        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any
+    ) -> tuple[Any, Any, Any]:
+        output, _ = self._run(trainable, state, metrics, seeds, batch, {})
+        return output.gradients, output.state, output.metrics
+
+    def _run(
+        self,
+        trainable: Sequence[tf.Tensor | FetchRows],
+        state: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+        seeds: tf.Tensor,
+        batch: Any,
+        tables: Mapping[int, keras.layers.Embedding],
+        whole_tables: Mapping[int, tf.Tensor] | None = None,
+    ) -> tuple[ReplicaOutput, RowLookups]:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        model = self.model
+        whole = [i for i in range(len(trainable)) if i not in tables]
+        mapping = [
+            *((self.trainable[i], trainable[i]) for i in whole),
+            *zip(self.state, state),
+            *zip(self.metrics, metrics),
+            *((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds)),
+        ]
+        with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True) as scope:
+            # Only its layer reads a table: `_find_tables` checks that, by passing the whole tables.
+            tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
+            scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
+            tape.watch([trainable[i] for i in whole])
+            lookups = RowLookups(tables, {i: trainable[i] for i in tables}, scope, tape)
+            with lookups.active():
+                y_pred, loss = forward(model, x, y, sample_weight, training=True)
+        if loss is None:
+            raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
+        dense, of_rows = tape.gradient(loss, ([trainable[i] for i in whole], lookups.rows))
+        gradients: list[Any] = [None] * len(trainable)
+        for i, gradient in zip(whole, dense):
+            gradients[i] = gradient
+        for i in tables:
+            gradients[i] = lookups.gradient(i, of_rows[i], add_up=i in self.row_wise)
+        # A variable that the step did not assign still maps to the tensor that was passed in.
+        assigned = [
+            self.trainable[i].path for i in whole if scope.get_current_value(self.trainable[i]) is not trainable[i]
+        ]
+        if assigned:
+            raise ConfigError(
+                f"model {model.name}: a layer assigns {', '.join(assigned)} when it is called (SpectralNormalization "
+                "does); only the optimizer may change a trainable variable"
+            )
+        if all(gradient is None for gradient in gradients):
+            raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
+        with scope:
+            update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+        new_state = [scope.get_current_value(variable) for variable in self.state]
+        output = ReplicaOutput(
+            gradients,
+            [None if new is old else new for old, new in zip(state, new_state)],
+            [scope.get_current_value(variable) for variable in self.metrics],
+        )
+        return output, lookups
+
+    def _find_tables(self, batch_spec: Any) -> None:
+        """Fills `tables` and `whole_tables`.
+
+        A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it: a step is traced
+            once with the whole tables as additional inputs, and those that it uses are needed as a whole.
+        """
+        candidates = {}
+        for index, layer in embedding_layers(self.model).items():
+            if reason := why_needed_whole(layer):
+                self.whole_tables[index] = reason
+            else:
+                candidates[index] = layer
+        if not candidates:
+            return
+        readers: dict[int, list[Any]] = {}
+        hidden: dict[int, str] = {}
+
+        def probe(tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> None:
+            given = list(trainable)
+            for index, layer in candidates.items():
+                given[index] = lambda ids, layer=layer: tf.zeros(
+                    [tf.size(ids), layer.output_dim], table_of(layer).dtype
+                )
+            whole = dict(zip(candidates, tables))
+            output, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
+            self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
+            hidden.update(lookups.hidden)
+            readers.update((index, table.consumers()) for index, table in whole.items())
+
+        tf.function(probe, autograph=False).get_concrete_function(
+            [_spec(self.trainable[i]) for i in candidates],
+            [tf.TensorSpec([]) if i in candidates else _spec(v) for i, v in enumerate(self.trainable)],
+            [_spec(v) for v in self.state],
+            [_spec(v) for v in self.metrics],
+            tf.TensorSpec([len(self.seeds), 2], tf.uint32),
+            batch_spec,
+        )
+        for index, layer in candidates.items():
+            if index in hidden:
+                self.whole_tables[index] = hidden[index]
+            elif readers[index]:
+                self.whole_tables[index] = "another use of it in the model"
+            else:
+                self.tables[index] = layer
+
+
+def check_model(model: keras.Model, strategy: str) -> None:
+    """Refuses a model that cannot be trained by a replica step.
+
+    Args:
+        strategy: the name of the strategy that will train it.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    if not model.compiled:
+        raise ConfigError(
+            f"model {model.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function that "
+            "builds it, or give optimizer, loss and metrics in the config"
+        )
+    if model.optimizer is None:
+        raise ConfigError(f"model {model.name} is compiled without an optimizer")
+    if type(model).train_step is not keras.Model.train_step:
+        raise ConfigError(
+            f"model {model.name}: {type(model).__name__} overrides train_step, which no strategy could spread over "
+            "tasks; override compute_loss (and compute_metrics) instead"
+        )
+    stateful = [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]
+    if stateful:
+        raise ConfigError(
+            f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
+            "batches, and no state could follow them"
+        )
+    check_optimizer(model.optimizer, strategy)
+
+
+def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool) -> tuple[Any, tf.Tensor | None]:
+    """The one forward pass of kdist, for training, evaluation and histograms: outputs and loss; no loss is None.
+
+    Runs the model as it is, so the caller enters a `keras.StatelessScope` with the values to use.
+    """
+    y_pred = call(model, x, training=training)
+    return y_pred, compute_loss(model, x, y, y_pred, sample_weight, training=training)
+
+
+def update_metrics(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    loss: tf.Tensor | None,
+    num_examples: tf.Tensor | int,
+) -> None:
+    """Adds a batch to the loss tracker and the compiled metrics."""
+    if loss is not None:
+        track_loss(model, loss, num_examples)
+    model.compute_metrics(x, y, y_pred, sample_weight)
+
+
+def batch_size_of(batch: Any) -> tf.Tensor | int:
+    """The number of examples in a batch: the first dimension of its first tensor, as an int if it is known."""
+    first = tf.nest.flatten(batch)[0]
+    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+
+
+def _spec(variable: keras.Variable) -> tf.TensorSpec:
+    return tf.TensorSpec(variable.shape, variable.dtype)

@@ -1,0 +1,47 @@
+"""`ModelSource`: the user's model, or the function that builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from kdist.errors import ConfigError
+from kdist.model.replica_step import check_model
+
+
+class ModelSource:
+    """Builds the model when it is first needed, once in each process, and checks it.
+
+    Args:
+        build_model: a function that returns a compiled `keras.Model`, or such a model.
+        strategy: name of the strategy that will train it.
+
+    Raises:
+        ConfigError: the model cannot be trained; at once if it is a model, else when it is built.
+    """
+
+    def __init__(self, build_model: Callable[[], keras.Model] | keras.Model, strategy: str) -> None:
+        self._build_model = build_model
+        self._strategy = strategy
+        self._model: keras.Model | None = None
+        if isinstance(build_model, keras.Model):
+            self._model = self._checked(build_model)
+
+    @property
+    def model(self) -> keras.Model:
+        """The model of this process."""
+        if self._model is None:
+            self._model = self._checked(self._build_model())
+        return self._model
+
+    def _checked(self, model: Any) -> keras.Model:
+        if not isinstance(model, keras.Model):
+            raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
+        check_model(model, self._strategy)
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process builds its own.
+        return {**vars(self), "_model": self._model if isinstance(self._build_model, keras.Model) else None}

@@ -1,0 +1,51 @@
+"""Reads and writes the values of a Keras model by the names of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+
+from kdist.model.names import is_seed, variable_names
+from kdist.model.optimizer import optimizer_state
+
+
+def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:
+    """The values of a model and its optimizer, by their names in a checkpoint."""
+    return {name: variable.numpy() for name, variable in _named_variables(model).items()}
+
+
+def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None:
+    """Sets the model's weights, its optimizer's slots and its iteration count.
+
+    Args:
+        model: built and compiled.
+        values: as returned by `Strategy.read`, or in a checkpoint.
+    """
+    for name, variable in _named_variables(model).items():
+        # The states of random seeds belong to each worker and are not stored.
+        if name in values:
+            variable.assign(values[name])
+
+
+def finalize_ema(model: keras.Model) -> None:
+    """Gives the model the moving averages of its parameters, as Keras does at the end of `fit`, if it keeps any."""
+    if model.optimizer.use_ema:
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+def parameter_names(model: keras.Model) -> dict[str, keras.Variable]:
+    """The parameters and state of a model without its seeds, by their names in a checkpoint."""
+    wanted = ("parameters/", "state/")
+    return {n: v for n, v in _named_variables(model).items() if n.startswith(wanted) and not is_seed(v)}
+
+
+def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
+    trainable = model.trainable_variables
+    variables = [*trainable, *model.non_trainable_variables]
+    names = variable_names(model, variables)
+    groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
+    named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
+    slots = optimizer_state(model.optimizer, trainable, names[: len(trainable)])
+    return {**named, **slots, "global_step": model.optimizer.iterations}

@@ -1,0 +1,188 @@
+"""Applies gradients on the device of the parameters, with the exact arithmetic of the user's Keras optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras import PureUpdates, decays, learning_rate_variable, open_rows, set_path, step_counter
+from kdist.errors import ConfigError
+from kdist.model.names import LEARNING_RATE
+from kdist.model.optimizer import optimizer_state
+from kdist.parameters.optimizer_kernels import by_kernel
+
+
+class ServerOptimizer:
+    """A copy of the user's optimizer that owns the variables of one server.
+
+    Its slots are created beside their variables, so `apply` moves nothing between tasks. The step that learning-rate
+    schedules and bias corrections follow is an argument: Keras's own counter loses updates under several workers.
+
+    Args:
+        optimizer: the optimizer of the model.
+        originals: the model's trainable variables of this server.
+        variables: the server's variables for them, or for some of their rows, in the same order.
+        row_wise: for each, whether a sparse gradient updates only its own rows, whatever Keras does with the others.
+        device: the device of the server.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        originals: Sequence[keras.Variable],
+        variables: Sequence[keras.Variable],
+        row_wise: Sequence[bool],
+        device: str,
+    ) -> None:
+        self._variables = list(variables)
+        with tf.device(device):
+            self._by_rows = {
+                i: RowOptimizer(optimizer, originals[i], variable)
+                for i, variable in enumerate(self._variables)
+                if row_wise[i]
+            }
+            self._dense = [i for i in range(len(self._variables)) if i not in self._by_rows]
+            self._optimizer = _copy_for(
+                optimizer, [originals[i] for i in self._dense], [self._variables[i] for i in self._dense]
+            )
+
+    def state(self, names: Sequence[str]) -> list[tuple[str, keras.Variable]]:
+        """The optimizer's variables, named as by `optimizer_state`; the learning rate once for each copy of it."""
+        state = list(
+            optimizer_state(
+                self._optimizer, [self._variables[i] for i in self._dense], [names[i] for i in self._dense]
+            ).items()
+        )
+        for i, by_rows in self._by_rows.items():
+            state += optimizer_state(by_rows.optimizer, [self._variables[i]], [names[i]]).items()
+        return state
+
+    def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
+        """The learning rate after `step` updates, scalar int64: a scalar."""
+        with keras.StatelessScope([(step_counter(self._optimizer), step)]):
+            return tf.convert_to_tensor(self._optimizer.learning_rate)
+
+    def apply(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], step: tf.Tensor) -> None:
+        """Updates the variables.
+
+        Args:
+            gradients: one per variable of this server, already clipped; None leaves its variable unchanged.
+            step: scalar int64: the number of updates before this one.
+        """
+        for i, by_rows in self._by_rows.items():
+            if gradients[i] is not None:
+                by_rows.apply(gradients[i], step)
+        pairs = [
+            (_with_shape(gradients[i], self._variables[i]), self._variables[i])
+            for i in self._dense
+            if gradients[i] is not None
+        ]
+        if not pairs:
+            return
+        # In the scope, `iterations` reads as `step`. The TensorFlow optimizer still updates tf.Variables in place and
+        # atomically; what Keras assigns by `Variable.assign` (constraints, moving averages) is collected, and written
+        # below.
+        with keras.StatelessScope([(step_counter(self._optimizer), step)]) as scope:
+            self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+        for variable in [*self._variables, *self._optimizer.variables]:
+            new_value = scope.get_current_value(variable)
+            if new_value is not None and variable is not step_counter(self._optimizer):
+                variable.value.assign(new_value)
+
+
+class RowOptimizer:
+    """Keras's own arithmetic on some rows of a variable and of its slots; the other rows are neither read nor written.
+
+    The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
+    the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
+
+    Args:
+        optimizer: the optimizer of the model.
+        original: the model's variable.
+        variable: the server's variable for it, or for some of its rows.
+
+    Attributes:
+        optimizer: a copy that owns the slots of `variable`.
+    """
+
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, original: keras.Variable, variable: keras.Variable
+    ) -> None:
+        self.optimizer = _copy_for(optimizer, [original], [variable])
+        pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
+        self._pure = pure.from_config(self.optimizer.get_config())
+        with tf.device("CPU:0"):
+            self._stand_in = keras.Variable(np.zeros((1, *variable.shape[1:])), dtype=variable.dtype)
+            set_path(self._stand_in, variable.path)
+            if not decays(optimizer, original):
+                self._pure.exclude_from_weight_decay(var_list=[self._stand_in])
+            self._pure.build([self._stand_in])
+        stand_ins = optimizer_state(self._pure, [self._stand_in], ["it"])
+        slots = optimizer_state(self.optimizer, [variable], ["it"])
+        self._pairs = [(self._stand_in, variable)]
+        self._pairs += [(stand_in, slots[name]) for name, stand_in in stand_ins.items() if name.startswith("slots/")]
+        for stand_in, _ in self._pairs:
+            open_rows(stand_in)
+
+    def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
+        """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
+        rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
+        with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
+            scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
+            rate, own_rate = learning_rate_variable(self._pure), learning_rate_variable(self.optimizer)
+            if rate is not None and own_rate is not None:
+                scope.state_mapping[id(rate)] = own_rate.value.read_value()
+            self._pure.apply([gradient.values], [self._stand_in])
+        for (stand_in, real), row in zip(self._pairs, rows):
+            # Added, so that workers that update a row at the same time do not undo each other's changes.
+            change = scope.get_current_value(stand_in) - row
+            real.value.scatter_add(tf.IndexedSlices(change, gradient.indices))
+
+
+def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[keras.Variable]) -> None:
+    """Refuses optimizers with state that belongs to no single parameter and cannot live on a server.
+
+    Raises:
+        ConfigError: names the optimizer.
+    """
+    state = optimizer_state(optimizer, trainable, _numbers(trainable))
+    loose = [name for name in state if name.startswith("optimizer/") and name != LEARNING_RATE]
+    if loose:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}: it keeps state that belongs to no single parameter, which "
+            "asynchronous workers cannot share; choose another optimizer, or strategy=single"
+        )
+
+
+def _copy_for(
+    optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], variables: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
+    """A copy of `optimizer`, built for `variables` in place of `originals`; it does not clip."""
+    try:
+        copy = by_kernel(type(optimizer)).from_config(optimizer.get_config())
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    copy.clipnorm = copy.clipvalue = copy.global_clipnorm = None
+    excluded = [variable for original, variable in zip(originals, variables) if not decays(optimizer, original)]
+    if excluded:
+        copy.exclude_from_weight_decay(var_list=excluded)
+    copy.build(list(variables))
+    return copy
+
+
+def _with_shape(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
+    """A sparse gradient with the shape of its variable, which Keras needs to make it dense."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(variable.shape)))
+
+
+def _numbers(variables: Sequence[keras.Variable]) -> list[str]:
+    return [str(i) for i in range(len(variables))]

@@ -1,0 +1,236 @@
+"""Checkpoints in TensorFlow's own format: complete or absent; the newest readable one is restored.
+
+Every value is one named tensor, whatever strategy and however many servers wrote it, so that
+`tf.train.load_checkpoint(path).get_tensor("parameters/dense/kernel")` reads it without kdist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.console.warn import warn
+from kdist.errors import CheckpointError, NonFiniteError, reason
+from kdist.model.names import SEED
+from kdist.run.files import write_whole
+
+_INDEX_SUFFIX, _DATA_SUFFIX = ".index", ".data-00000-of-00001"
+_INDEX = re.compile(r"ckpt-(\d+)\.index")
+_FILE = re.compile(r"ckpt-(\d+)\.(?:index|data-\d+-of-\d+)")
+_SAVED = re.compile(r"unfinished-(\d+)\.index")
+# Files that an unfinished save leaves behind: kdist's and TensorFlow's.
+_LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.checkpoint")
+# Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
+_DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
+
+
+class Checkpoints:
+    """The checkpoints of one run, `<folder>/ckpt-<global step>`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Global steps of the complete checkpoints, oldest first."""
+        return self._steps_of(_INDEX)
+
+    def path(self, step: int) -> Path:
+        """The checkpoint of `step` as TensorFlow names it: the prefix of its files."""
+        return self.folder / f"ckpt-{step}"
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def save(self, step: int, values: Mapping[str, np.ndarray], *, keep: int | None = None) -> Path:
+        """Writes a checkpoint and deletes all but the newest `keep`; none if None.
+
+        It is written under another name and renamed, the index last: without its index it does not exist.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite; nothing is written.
+            CheckpointError: it cannot be written; earlier checkpoints are untouched.
+        """
+        broken = [name for name, value in values.items() if not _is_finite(value)]
+        if broken:
+            raise NonFiniteError(
+                f"step {step} is not saved: {', '.join(broken[:5])} {'is' if len(broken) == 1 else 'are'} not finite\n"
+                f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=str(self._unfinished(step)),
+                    tensor_names=list(values),
+                    shape_and_slices=[""] * len(values),
+                    tensors=[tf.constant(value) for value in values.values()],
+                )
+            self._move_into_place(step)
+            for old in self.steps()[:-keep] if keep else []:
+                self._delete(old)
+        except (tf.errors.OpError, OSError) as error:
+            # A full disk should not be filled by what could not be written.
+            self._remove_left_behind()
+            raise CheckpointError(
+                f"step {step} could not be saved to {self.folder}: {_in_a_line(error)}\n"
+                f"  last good checkpoint: {self.newest() or 'none was saved'}"
+            ) from error
+        # Only TensorFlow's own tools need it.
+        with suppress(OSError):
+            self._write_state([self.path(old).name for old in self.steps()])
+        return self.path(step)
+
+    def keep_only(self, step: int) -> None:
+        """Deletes every checkpoint but one."""
+        with suppress(OSError):
+            for other in self.steps():
+                if other != step:
+                    self._delete(other)
+            self._write_state([self.path(step).name])
+
+    def restore(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Path, dict[str, np.ndarray]] | None:
+        """Reads the newest undamaged checkpoint completely; warns about each damaged one.
+
+        Args:
+            shapes: the values of the model, by name.
+
+        Returns:
+            The checkpoint and its values, those that `shapes` names; None if there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or the newest undamaged one is of another model.
+        """
+        found = self._steps_of(_FILE)
+        for step in reversed(found):
+            path = self.path(step)
+            try:
+                values = _values_of(path)
+            except _DAMAGE_ERRORS as error:
+                why = type(error).__name__ if step in self.steps() else "its index is missing"
+                warn(f"{path} is damaged; skipped ({why})")
+                continue
+            _check_fits(path, values, shapes)
+            return path, values
+        if found:
+            raise CheckpointError(
+                f"every checkpoint in {self.folder} is damaged; move the folder away or set run.resume=never to start "
+                "anew"
+            )
+        return None
+
+    def read(self, step: int) -> dict[str, np.ndarray] | None:
+        """The values of the checkpoint of a step; None if it is missing or damaged."""
+        with suppress(*_DAMAGE_ERRORS):
+            return _values_of(self.path(step))
+        return None
+
+    def seed(self) -> int | None:
+        """The seed of the run that saved the newest readable checkpoint; None without such a checkpoint."""
+        for step in reversed(self.steps()):
+            # `restore` warns about damaged ones.
+            with suppress(*_DAMAGE_ERRORS):
+                return int(tf.train.load_checkpoint(str(self.path(step))).get_tensor(SEED))
+        return None
+
+    def tidy(self) -> None:
+        """Cleans up after a killed process: finishes a save that was complete, removes the rest."""
+        # The next save reports a folder that is not writable.
+        with suppress(OSError):
+            for step in self._steps_of(_SAVED):
+                # TensorFlow writes the index last.
+                self._move_into_place(step)
+        complete = self.steps()
+        for step in self._steps_of(_FILE):
+            # Old checkpoints are deleted index first. A newer one without an index is damaged.
+            if complete and step < complete[0]:
+                with suppress(OSError):
+                    self._delete(step)
+        self._remove_left_behind()
+
+    def set_aside(self) -> None:
+        """Renames the folder, so that a run can start over and nothing is lost."""
+        if self._steps_of(_FILE):
+            number = 1
+            while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
+                number += 1
+            self.folder.rename(aside)
+
+    def _steps_of(self, pattern: re.Pattern[str]) -> list[int]:
+        """The steps in the names of the files that match, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted({int(match[1]) for path in self.folder.iterdir() if (match := pattern.fullmatch(path.name))})
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"unfinished-{step}"
+
+    def _move_into_place(self, step: int) -> None:
+        """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
+        unfinished, target = self._unfinished(step), self.path(step)
+        Path(f"{target}{_INDEX_SUFFIX}").unlink(missing_ok=True)
+        # A process that was killed in between has moved the data.
+        if (data := Path(f"{unfinished}{_DATA_SUFFIX}")).exists():
+            data.replace(f"{target}{_DATA_SUFFIX}")
+        Path(f"{unfinished}{_INDEX_SUFFIX}").replace(f"{target}{_INDEX_SUFFIX}")
+
+    def _remove_left_behind(self) -> None:
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.iterdir():
+            if _LEFT_BEHIND.fullmatch(path.name):
+                with suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _write_state(self, kept: list[str]) -> None:
+        """Writes the `checkpoint` file, where TensorFlow's own tools look for the newest one; kdist does not need
+        it."""
+        lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}"]
+        lines += [f"all_model_checkpoint_paths: {json.dumps(name)}" for name in kept]
+        write_whole(self.folder / "checkpoint", "\n".join(lines) + "\n")
+
+    def _delete(self, step: int) -> None:
+        # The index first: a half-deleted checkpoint no longer counts.
+        for suffix in (_INDEX_SUFFIX, _DATA_SUFFIX):
+            Path(f"{self.path(step)}{suffix}").unlink(missing_ok=True)
+
+
+def _values_of(path: Path) -> dict[str, np.ndarray]:
+    """All values of a model in a checkpoint."""
+    reader = tf.train.load_checkpoint(str(path))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name != SEED}
+
+
+def _in_a_line(error: tf.errors.OpError | OSError) -> str:
+    text = error.strerror if isinstance(error, OSError) else reason(error)
+    return " ".join(str(text).split())
+
+
+def _is_finite(value: np.ndarray) -> bool:
+    # numpy does not count bfloat16 as a float; everything but integers and bools is checked.
+    return value.dtype.kind in "iub" or bool(np.isfinite(value.astype(np.float32)).all())
+
+
+def _check_fits(path: Path, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    missing = sorted(set(shapes) - set(values))
+    unexpected = sorted(set(values) - set(shapes))
+    other_shape = [
+        f"{name} {values[name].shape} (the model has {shapes[name]})"
+        for name in sorted(set(shapes) & set(values))
+        if values[name].shape != tuple(shapes[name])
+    ]
+    parts = (("missing", missing), ("unexpected", unexpected), ("of another shape", other_shape))
+    lines = [f"  {what}: {', '.join(names)}" for what, names in parts if names]
+    if lines:
+        raise CheckpointError(
+            "\n".join([f"{path} is of another model or optimizer:", *lines])
+            + "\n  use another run.dir, or run.resume=never to start anew"
+        )

@@ -1,0 +1,43 @@
+"""Folders that only their owner can enter, and files that are complete or absent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+OWNER_ONLY = 0o700
+
+
+def make_private(path: Path) -> None:
+    """Creates a folder that only its owner can enter, and its parents as usual; an existing one is not changed."""
+    path.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
+
+
+def relative(path: Path) -> Path:
+    """A path as a person would write it: relative to the working directory, if it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields another path to write to, and renames it to `path`: the file is complete or absent.
+
+    Raises:
+        OSError: it cannot be written; the earlier file is untouched.
+    """
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is complete or absent; see `written_whole`."""
+    with written_whole(path) as unfinished:
+        unfinished.write_text(text)

@@ -1,0 +1,117 @@
+"""`result.json`: the exact record of a run, written atomically at its end, however it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import signal
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kdist.strategies.gradient_counts import GradientCounts
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that a run depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("kdist", "tensorflow", "keras", "hydra-core"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """One message about the error that ended a run."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (SIGINT)"
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+        return "terminated (SIGTERM)"
+    return str(error) or type(error).__name__
+
+
+@dataclass
+class Gradients:
+    """What happened to the gradients of this run.
+
+    Attributes:
+        applied: how many were applied; each is one global step.
+        dropped: how many were computed and not applied.
+        staleness_mean, staleness_max: over the applied ones: how many others were applied between the pull of the
+            parameters and the push of the gradient.
+        by_worker: what happened to each worker's gradients, by its name (`worker:0`); empty without servers.
+    """
+
+    applied: int = 0
+    dropped: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    by_worker: dict[str, GradientCounts] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """The content of `result.json`.
+
+    Attributes:
+        status: `done`, `failed` or `preempted` (ended by a signal after a checkpoint).
+        global_step: updates applied to the parameters since step 0, earlier runs included.
+        stopped_by: the hook or signal that ended the run.
+        strategy, cluster: as resolved, for example `parameter_server` and `2ps2w`.
+        workers: how many computed gradients.
+        steps_per_second, examples_per_second: steady rates, warm-up (tracing) left out; None if nothing else ran.
+        seconds: of the whole run.
+        examples: how many training examples this run used.
+        metrics: `train`: loss and metrics of the last epoch; `validation`: those of the final parameters.
+        best: the best value of each validation metric, by name: `value`, `step` and `mode` (`min` or `max`).
+        gradients: see `Gradients`.
+        restarts: restarted `worker`s, and restarts of the whole `cluster`.
+        extra_steps: steps beyond those requested, repeated after the loss of a worker.
+        error: the message of what ended a failed run.
+        versions: of kdist, TensorFlow, Keras and Python.
+    """
+
+    status: str = "failed"
+    global_step: int = 0
+    stopped_by: str | None = None
+    strategy: str = ""
+    cluster: str = ""
+    workers: int = 1
+    steps_per_second: float | None = None
+    examples_per_second: float | None = None
+    seconds: float = 0.0
+    examples: int = 0
+    metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"train": {}, "validation": {}})
+    best: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=Gradients)
+    restarts: dict[str, int] = field(default_factory=lambda: {"worker": 0, "cluster": 0})
+    extra_steps: int = 0
+    error: str | None = None
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def to_json(self) -> str:
+        """The content of the file. NaN and infinity become null, because JSON has neither."""
+        return json.dumps(_as_json(asdict(self)), indent=2, allow_nan=False) + "\n"
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def final_metrics(result: Result) -> dict[str, float]:
+    """The final metrics of a run, by the tags of TensorBoard's HParams tab."""
+    found = {
+        f"final/{split}_{name}": value
+        for split, logs in sorted(result.metrics.items(), reverse=True)
+        for name, value in logs.items()
+    }
+    found["final/examples_per_sec"] = result.examples_per_second or math.nan
+    return {tag: value for tag, value in found.items() if math.isfinite(value)}

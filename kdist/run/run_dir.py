@@ -1,0 +1,223 @@
+"""`RunDir`: the folder that holds everything one run produces."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import zipfile
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.console.warn import warn
+from kdist.errors import ConfigError, KdistError
+from kdist.parameters.placement_plot import draw_plan
+from kdist.run.checkpoint import Checkpoints
+from kdist.run.files import OWNER_ONLY, make_private, write_whole, written_whole
+from kdist.run.run_lock import check_not_taken_over
+from kdist.run.summaries import Summaries
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.parameters.placement import PlacementPlan
+    from kdist.run.result import Result
+
+
+class RunDir:
+    """Names the files of a run dir, and writes those that are written once. Every file is complete or absent.
+
+    Args:
+        path: the folder; None creates a new `runs/<name>/<date_time>`.
+        name: of the run.
+
+    Raises:
+        ConfigError: `path` is a file.
+    """
+
+    def __init__(self, path: str | Path | None, name: str) -> None:
+        self._given = None if path is None else Path(path)
+        self._name = name
+        if self._given is not None and self._given.exists() and not self._given.is_dir():
+            raise ConfigError(f"run_dir={path}: is a file")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user chose the folder, so that other tasks may know it."""
+        return self._given is not None
+
+    @cached_property
+    def path(self) -> Path:
+        """The folder; created on first use."""
+        if self._given is None:
+            return _make_new(Path("runs") / self._name)
+        make_private(self._given)
+        return self._given
+
+    @property
+    def logs(self) -> Path:
+        """Folder for the logs of the tasks."""
+        return self.path / "logs"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints")
+
+    def summaries(self) -> Summaries:
+        return Summaries(self.path / "tb")
+
+    @property
+    def tensorboard_logdir(self) -> str:
+        """The folder in which TensorBoard shows this run and its siblings."""
+        return shlex.quote(self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path))
+
+    def write_plan(self, plan: PlacementPlan | None) -> None:
+        """Writes `placement.txt` and `placement.png`; without a plan, removes those of an earlier run."""
+        table, picture = self.path / "placement.txt", self.path / "placement.png"
+        if plan is None:
+            table.unlink(missing_ok=True)
+            picture.unlink(missing_ok=True)
+            return
+        try:
+            make_private(self.path)
+            table.write_text(plan.table())
+            draw_plan(plan, picture)
+        except OSError as error:
+            # Training does not need them.
+            for path in (table, picture):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            warn(f"{table}: cannot be written: {error.strerror or error}")
+
+    def describe(self, summaries: Summaries, model: keras.Model, step: int) -> None:
+        """Shows the run in TensorBoard: its config, the layers of its model, the placement of its variables."""
+        config, table, picture = (self.path / n for n in (".hydra/config.yaml", "placement.txt", "placement.png"))
+        for tag, path in (("config", config), ("placement", table)):
+            if path.exists():
+                # Markdown leaves indented text as it is.
+                lines = [f"    {line}" for line in path.read_text().splitlines()]
+                summaries.text("train", tag, "\n".join(lines), step)
+        if picture.exists():
+            summaries.picture("train", "placement/picture", picture, step)
+        try:
+            layers = model.to_json()
+        except (NotImplementedError, TypeError, ValueError):
+            # A model without get_config has no graph of layers.
+            return
+        summaries.keras_graph(layers, step)
+
+    def write_model(self, model: keras.Model) -> None:
+        """Writes `model.keras`, which plain Keras can read; warns if the model cannot be saved in that format.
+
+        Raises:
+            KdistError: the file cannot be written.
+            ConfigError: another chief has taken over the run dir; so does `write_result`.
+        """
+        check_not_taken_over(self.path)
+        try:
+            with written_whole(self.path / "model.keras") as unfinished:
+                model.save(unfinished)
+                _name_layers_as_keras_does(unfinished)
+        except OSError as error:
+            raise KdistError(
+                f"{self.path / 'model.keras'}: cannot be written: {error.strerror or error}\n"
+                f"  last checkpoint: {self.checkpoints().newest() or 'none was saved'}\n"
+                "  the same run.dir resumes from it"
+            ) from error
+        except (NotImplementedError, TypeError, ValueError) as error:
+            # A model without get_config can be trained, too; its weights are in the checkpoint.
+            warn(f"model.keras could not be written ({error}); the weights are in {self.path / 'checkpoints'}")
+
+    def has_result_since(self, time: float) -> bool:
+        """Whether `result.json` was written at `time` or later, in seconds since the epoch."""
+        written = self.result_written_at()
+        return written is not None and written >= time
+
+    def result_written_at(self) -> float | None:
+        """When `result.json` was written, in seconds since the epoch by the clock of the file system; None without
+        one."""
+        try:
+            return (self.path / "result.json").stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def read_result(self) -> dict[str, Any]:
+        """The content of `result.json`; empty if it is missing or unreadable."""
+        try:
+            found = json.loads((self.path / "result.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write_result(self, result: Result) -> None:
+        """Writes `result.json`. If the run has failed, a failure to write it is only a warning.
+
+        Raises:
+            KdistError: the result of a successful run cannot be written; the earlier file is untouched.
+        """
+        try:
+            check_not_taken_over(self.path)
+        except ConfigError as error:
+            if result.status != "failed":
+                raise
+            warn(str(error))
+            return
+        try:
+            make_private(self.path)
+            write_whole(self.path / "result.json", result.to_json())
+        except OSError as error:
+            message = f"{self.path / 'result.json'}: cannot be written: {error.strerror or error}"
+            if result.status != "failed":
+                raise KdistError(message) from error
+            warn(message)
+
+
+def _name_layers_as_keras_does(path: Path) -> None:
+    """Replaces the `kdist.layers.Embedding`s of a saved model by Keras's own, which read the same config and
+    weights."""
+
+    def renamed(node: Any) -> Any:
+        if isinstance(node, list):
+            return [renamed(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        node = {key: renamed(item) for key, item in node.items()}
+        if node.get("registered_name") == "kdist>Embedding":
+            node |= {"module": "keras.layers", "registered_name": None}
+        return node
+
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+        plain = renamed(config)
+        if plain == config:
+            return
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files["config.json"] = json.dumps(plain).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+def name_of_program() -> str:
+    """The name of a run that was given none."""
+    stem = Path(sys.argv[0]).stem
+    return "notebook" if stem == "ipykernel_launcher" else stem or "python"
+
+
+def _make_new(parent: Path) -> Path:
+    """Creates `<parent>/<date_time>`, with a number if another run started in the same second."""
+    base = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    number = 1
+    path = base
+    while True:
+        try:
+            path.mkdir(OWNER_ONLY, parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+            path = base.with_name(f"{base.name}_{number}")

@@ -1,0 +1,303 @@
+"""`RunLock`: one chief for each run dir.
+
+The file `.lock` names the process that holds it. On the same machine, the operating system knows whether that process
+still runs. A chief on another machine, or in another container, shows that it runs by touching the file every few
+seconds: its heartbeat. The lock of a killed process blocks no other chief: on the same machine not at all, elsewhere
+for at most a minute.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+from kdist.console.warn import warn
+from kdist.errors import ConfigError
+from kdist.run.files import make_private
+
+HEARTBEAT_SECS = 10.0
+#: A lock without a heartbeat for that long is free.
+STALE_SECS = 60.0
+_NAME = ".lock"
+_POLL_SECS = 1.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock.
+
+    Attributes:
+        pid, host: which process it is.
+        started: when it started, in clock ticks since the machine booted; a later process with the same number has
+            another value. None if the system does not tell.
+        since: when it took the lock, for people to read.
+        boot: identifies the boot of its machine; None if the system does not tell.
+        namespace: the container in which its process id is valid; None if the system does not tell.
+        job: the Slurm job that it is part of, if any.
+        job_restarts: how often that job had been requeued.
+    """
+
+    pid: int
+    host: str
+    started: int | None
+    since: str
+    boot: str | None = None
+    namespace: str | None = None
+    job: str | None = None
+    job_restarts: int = 0
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        pid = os.getpid()
+        since = datetime.now().isoformat(" ", "seconds")
+        return cls(pid, socket.gethostname(), _start_of(pid), since, _boot_id(), _pid_namespace(), *_slurm_job())
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its process id is not valid here: it is on another machine, or in another container."""
+        here = (socket.gethostname(), _boot_id(), _pid_namespace())
+        return (self.host, self.boot, self.namespace) != here
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has certainly ended."""
+        if self.is_elsewhere:
+            # A job that was requeued has only its present processes, which may be on several machines.
+            job, job_restarts = _slurm_job()
+            return self.job is not None and self.job == job and self.job_restarts < job_restarts
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            # It exists and belongs to another user.
+            pass
+        start = _start_of(self.pid)
+        return None not in (start, self.started) and start != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """While entered, this process is the only chief of a run dir, which is created if necessary.
+
+    Args:
+        folder: the run dir.
+        heartbeat_secs: seconds between heartbeats.
+        stale_secs: seconds without one after which a lock of another machine counts as left behind.
+
+    Raises:
+        ConfigError: on entering: another process is its chief, or it is not writable.
+    """
+
+    def __init__(self, folder: Path, *, heartbeat_secs: float = HEARTBEAT_SECS, stale_secs: float = STALE_SECS) -> None:
+        self._folder = folder
+        self._path = folder / _NAME
+        self._heartbeat_secs = heartbeat_secs
+        self._stale_secs = stale_secs
+        self._mine: Holder | None = None
+        self._released = threading.Event()
+
+    def check(self) -> None:
+        """Refuses what entering would refuse, without changing anything.
+
+        Raises:
+            ConfigError: another process is the chief.
+        """
+        self._wait_for_heartbeat()
+
+    @property
+    def exists(self) -> bool:
+        """Whether a process holds the lock, or was killed while it held it."""
+        return _read(self._path) is not None
+
+    def living_holder(self) -> Holder | None:
+        """The process that holds the lock, as far as is known; None if there is none, or it has exited."""
+        found = _read(self._path)
+        if found is None or found[0].has_ended:
+            return None
+        holder, heartbeat_at = found
+        return None if holder.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs else holder
+
+    def __enter__(self) -> RunLock:
+        self._wait_for_heartbeat()
+        try:
+            make_private(self._folder)
+            with _opened_alone(self._path) as descriptor:
+                # Another chief may have been faster.
+                if (holder := self.living_holder()) is not None:
+                    raise self._in_use(holder)
+                mine = Holder.this_process()
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
+        except OSError as error:
+            raise ConfigError(f"run.dir={self._folder}: cannot be written: {error.strerror or error}") from error
+        self._mine = mine
+        self._released.clear()
+        threading.Thread(target=self._beat, daemon=True, name="kdist-run-lock").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._released.set()
+        with suppress(OSError), _opened_alone(self._path) as descriptor:
+            if _holder(os.read(descriptor, 4096).decode(errors="replace")) == self._mine:
+                self._path.unlink()
+
+    def _wait_for_heartbeat(self) -> None:
+        """Returns when no chief holds the lock; for a chief on another machine, its heartbeat decides.
+
+        Raises:
+            ConfigError: a chief holds it.
+        """
+        if (holder := self.living_holder()) is None:
+            return
+        if not holder.is_elsewhere:
+            raise self._in_use(holder)
+        first = _read(self._path)
+        left = self._stale_secs if first is None else self._stale_secs - self._age(first[1])
+        warn(
+            f"run.dir={self._folder}: was in use by {holder} a moment ago; waiting for its heartbeat, "
+            f"at most {left:.0f} s"
+        )
+        deadline = time.monotonic() + self._stale_secs
+        while (holder := self.living_holder()) is not None:
+            # A clock that is wrong by a minute must not make this wait forever.
+            if _read(self._path) != first or time.monotonic() > deadline:
+                raise self._in_use(holder)
+            time.sleep(min(_POLL_SECS, self._heartbeat_secs))
+
+    def _in_use(self, holder: Holder) -> ConfigError:
+        is_own = not holder.is_elsewhere and holder.pid == os.getpid()
+        who = f"this process itself on {holder.host}" if is_own else str(holder)
+        return ConfigError(
+            f"run.dir={self._folder}: is in use by {who} since {holder.since}\n  wait for it, or choose another run.dir"
+        )
+
+    def _beat(self) -> None:
+        """Touches the lock until it is released, or taken over by another chief."""
+        while not self._released.wait(self._heartbeat_secs):
+            # A file system that is unavailable for a while gets the next heartbeat.
+            with suppress(OSError), self._path.open("rb") as file:
+                if _holder(file.read(4096).decode(errors="replace")) != self._mine:
+                    return
+                os.utime(file.fileno())
+
+    def _age(self, heartbeat_at: float) -> float:
+        """Seconds since a heartbeat."""
+        return time.time() + self._clock_is_behind - heartbeat_at
+
+    @cached_property
+    def _clock_is_behind(self) -> float:
+        """Seconds by which this machine's clock is behind that of the file system, which may be another machine's."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NAME) as file:
+                return os.fstat(file.fileno()).st_mtime - time.time()
+        except OSError:
+            return 0.0
+
+
+def check_not_taken_over(folder: Path) -> None:
+    """Refuses to write to a run dir that another chief took over while this one was suspended.
+
+    Raises:
+        ConfigError: names that chief.
+    """
+    found = _read(folder / _NAME)
+    if found is None:
+        return
+    holder, _ = found
+    here = (_boot_id(), _pid_namespace())
+    # The chief may be a child of the holder. Host names may change while a process runs.
+    if (holder.boot, holder.namespace) != here or holder.pid not in (os.getpid(), os.getppid()):
+        raise ConfigError(
+            f"run.dir={folder}: was taken over by {holder} at {holder.since}: this run gave no heartbeat for "
+            f"{STALE_SECS:g} s; it ends, and saves nothing more"
+        )
+
+
+def _read(path: Path) -> tuple[Holder, float] | None:
+    """The process that a lock file names, and when it was last touched; None without a file or a name."""
+    try:
+        # Opened each time: network file systems show changes to a process that opens a file.
+        with path.open("rb") as file:
+            holder = _holder(file.read(4096).decode(errors="replace"))
+            return None if holder is None else (holder, os.fstat(file.fileno()).st_mtime)
+    except OSError:
+        return None
+
+
+def _holder(content: str) -> Holder | None:
+    """The process that a lock file names; None if its process was killed before it had written its name."""
+    try:
+        return Holder(**json.loads(content))
+    except (ValueError, TypeError):
+        return None
+
+
+@contextmanager
+def _opened_alone(path: Path) -> Iterator[int]:
+    """A descriptor of the file at `path`, created if necessary, that one process has at a time."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # Some network file systems have no locks; there, two chiefs must not start in the same millisecond.
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at `path`, and was not removed before it was locked."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot, -1 if it has exited; None if the system does not tell."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # A zombie has exited; its parent has not waited for it yet.
+    return -1 if state in "ZX" else int(fields[18])
+
+
+def _slurm_job() -> tuple[str | None, int]:
+    """The Slurm job that this process is part of, if any, and how often it was requeued."""
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+    return os.environ.get("SLURM_JOB_ID"), int(restarts) if restarts.isdecimal() else 0
+
+
+def _boot_id() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _pid_namespace() -> str | None:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None

@@ -1,0 +1,167 @@
+"""TensorBoard event files of a run: `tb/train` and `tb/validation`, x = global step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.hparams.api_pb2 import Status
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.image import metadata as image_metadata
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from kdist.cluster.spec import EVALUATOR
+from kdist.console.warn import warn
+
+_numbers = itertools.count()
+
+
+class Summaries:
+    """Writers that open with their first value, so that no empty event file remains.
+
+    They do not use TensorFlow: an op for each value would slow down training. If they cannot be written (a full disk),
+        that is one warning, and training continues.
+
+    Args:
+        folder: the run's `tb` folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, _EventFile] = {}
+        self._warned = False
+
+    def scalars(self, split: str, values: Mapping[str, float], step: int) -> None:
+        """Writes `values` by their tags to `split`, `train` or `validation`."""
+        self._write(split, [scalar_pb(tag, np.float32(value)) for tag, value in values.items()], step)
+
+    def epoch(self, split: str, logs: Mapping[str, float], step: int) -> None:
+        """Writes loss and metrics under the names of Keras's own callback, `epoch_<name>`."""
+        self.scalars(split, {f"epoch_{name}": value for name, value in logs.items()}, step)
+
+    def evaluation(self, logs: Mapping[str, float], step: int) -> None:
+        """Writes the results of an evaluator to `evaluator`."""
+        self.scalars(EVALUATOR.job, logs, step)
+        self.epoch(EVALUATOR.job, logs, step)
+
+    def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
+        """Writes the distribution of `values`."""
+        self._write(split, [histogram_pb(tag, values)], step)
+
+    def text(self, split: str, tag: str, text: str, step: int) -> None:
+        """Writes Markdown."""
+        self._write(split, [text_pb(tag, text)], step)
+
+    def picture(self, split: str, tag: str, png: Path, step: int) -> None:
+        """Writes the picture in a PNG file."""
+        content = png.read_bytes()
+        # The header of a PNG begins with its width and height, in pixels.
+        size = [str(number).encode() for number in struct.unpack(">II", content[16:24])]
+        tensor = TensorProto(dtype=DT_STRING, string_val=[*size, content])
+        tensor.tensor_shape.dim.add(size=3)
+        summary = Summary()
+        metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
+        summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
+        self._write(split, [summary], step)
+
+    def hparams(
+        self, hparams: Mapping[str, bool | int | float | str], metrics: Mapping[str, float], *, began: float, ok: bool
+    ) -> None:
+        """Writes a row of the HParams tab, to `hparams`.
+
+        Args:
+            hparams: the chosen values, by key.
+            metrics: the final metrics, by tag.
+            began: when, in seconds since the epoch.
+            ok: whether the run succeeded.
+        """
+        self.scalars("hparams", metrics, 0)
+        status = Status.STATUS_SUCCESS if ok else Status.STATUS_FAILURE
+        end = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=time.time()))
+        # TensorBoard's own function for it creates TensorFlow's message type.
+        ended = Summary()
+        metadata = hparams_metadata.create_summary_metadata(end)
+        ended.value.add(
+            tag=hparams_metadata.SESSION_END_INFO_TAG, metadata=metadata, tensor=hparams_metadata.NULL_TENSOR
+        )
+        self._write("hparams", [hparams_pb(dict(hparams), start_time_secs=began), ended], 0)
+
+    def keras_graph(self, model_json: str, step: int) -> None:
+        """Writes the conceptual graph of a Keras model: its layers, as the Graphs tab shows them.
+
+        Args:
+            model_json: of `keras.Model.to_json`.
+        """
+        tensor = TensorProto(dtype=DT_STRING, string_val=[model_json.encode()])
+        summary = Summary()
+        metadata = SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
+        )
+        summary.value.add(tag="keras", metadata=metadata, tensor=tensor)
+        self._write("train", [summary], step)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _write(self, split: str, summaries: Sequence[Summary], step: int) -> None:
+        if not summaries:
+            return
+        try:
+            if split not in self._files:
+                self._files[split] = _EventFile(self._folder / split)
+            self._files[split].write([Event(wall_time=time.time(), step=step, summary=each) for each in summaries])
+        except OSError as error:
+            # A file that ends in half a record cannot be continued; the next values go to a new one.
+            if split in self._files:
+                self._files.pop(split).close()
+            if not self._warned:
+                self._warned = True
+                reason = error.strerror or error
+                warn(
+                    f"{self._folder}: TensorBoard's files cannot be written: {reason}; training continues without them"
+                )
+
+
+class _EventFile:
+    """One event file, named as by TensorBoard's own writer. Values are flushed at once."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        place = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        path = folder / f"events.out.tfevents.{place}"
+        self._file = path.open("wb")
+        self._records = RecordWriter(self._file)
+        try:
+            self.write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        except OSError:
+            self.close()
+            path.unlink()
+            raise
+
+    def write(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        # It retries what could not be written before, which was reported.
+        with suppress(OSError):
+            self._file.close()

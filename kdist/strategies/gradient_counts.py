@@ -1,0 +1,30 @@
+"""`GradientCounts`: what happened to the gradients of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GradientCounts:
+    """What happened to the gradients that one worker computed.
+
+    Attributes:
+        accepted: part of an update.
+        dropped: not applied, neither whole nor in part.
+        stale: of the dropped ones, those whose parameters had been updated in the meantime.
+    """
+
+    accepted: int = 0
+    dropped: int = 0
+    stale: int = 0
+
+    def __add__(self, other: GradientCounts) -> GradientCounts:
+        return GradientCounts(self.accepted + other.accepted, self.dropped + other.dropped, self.stale + other.stale)
+
+
+def add_counts(some: Mapping[int, GradientCounts], others: Mapping[int, GradientCounts]) -> dict[int, GradientCounts]:
+    """The sums, by worker index."""
+    none = GradientCounts()
+    return {worker: some.get(worker, none) + others.get(worker, none) for worker in sorted({*some, *others})}

@@ -1,0 +1,269 @@
+"""What strategies with parameter servers share: the cluster, the store on it, and the meaning of a task's error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.cluster.base import Cluster
+from kdist.cluster.spec import ClusterShape, Task
+from kdist.config.schema import ServerOptions
+from kdist.console.warn import warn
+from kdist.dispatch.coordinator import CallsCancelled, Coordinator
+from kdist.dispatch.health import Supervisor, describe_lost
+from kdist.dispatch.worker_threads import OUT_OF_REACH
+from kdist.errors import ClusterError, TaskError
+from kdist.parameters.optimizer import check_slots_only
+from kdist.parameters.placement import PlacementPolicy
+from kdist.parameters.transport import Wire
+from kdist.strategies.base import TrainingSpec, WorkerEvaluation
+from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
+from kdist.strategies.traced_calls import StepLogs
+
+T = TypeVar("T")
+
+#: Handles to objects on unresponsive tasks that this process may not kill; deleting them would block.
+_abandoned: list[Any] = []
+
+_WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
+
+
+@dataclass
+class _Traced:
+    """The functions of an evaluation, and its data on workers by worker and part."""
+
+    functions: Any
+    placed: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+
+class PsStrategy(StoreBackedStrategy):
+    """A strategy whose parameters live on parameter servers and whose steps run on workers.
+
+    Args:
+        shape: how many servers and workers the cluster has.
+        make_cluster: folder for logs -> a cluster, not started.
+        options: placement of variables, and how values travel.
+        step_timeout: seconds without a result after which an unresponsive task is replaced, or the run fails.
+        max_worker_restarts: how often each lost worker is restarted.
+    """
+
+    has_workers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        shape: ClusterShape,
+        make_cluster: Callable[[Path], Cluster],
+        *,
+        options: ServerOptions,
+        step_timeout: float,
+        max_worker_restarts: int,
+    ) -> None:
+        self._shape = shape
+        self.num_replicas = shape.num_workers
+        self._placement = PlacementPolicy.of(options)
+        self._step_timeout = step_timeout
+        self._max_worker_restarts = max_worker_restarts
+        self._wire = Wire(tf.as_dtype(options.wire_dtype) if options.wire_dtype else None)
+        self._make_cluster = make_cluster
+        self._cluster: Cluster | None = None
+        self._supervisor: Supervisor | None = None
+        self._coordinator: Coordinator | None = None
+        self._evaluations: dict[WorkerEvaluation, _Traced] = {}
+
+    def start(self, spec: TrainingSpec) -> None:
+        cluster = self._launch(spec.log_dir)
+        # The chief builds the model while the tasks start.
+        self._prepared = prepare(spec, self._shape.num_workers)
+        check_slots_only(spec.model.optimizer, self._prepared.replica_step.trainable)
+        self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
+        self._connect(cluster, spec.grace_secs)
+        devices = [task.device for task in self._shape.tasks if task.job == "ps"]
+        with self._explaining():
+            self._store = self._prepared.store(devices, self.plan, self._wire)
+        self._make_dataset = self._prepared.trace_dataset()
+
+    def start_tasks(self, log_dir: Path, grace_secs: float) -> None:
+        """Starts the tasks without training, for `on_workers` alone."""
+        self._connect(self._launch(log_dir), grace_secs)
+
+    def _launch(self, log_dir: Path) -> Cluster:
+        self._cluster = self._make_cluster(log_dir)
+        self._cluster.launch()
+        return self._cluster
+
+    def _connect(self, cluster: Cluster, grace_secs: float) -> None:
+        cluster.wait()
+        self._supervisor = Supervisor(cluster, self._max_worker_restarts)
+        with self._explaining():
+            self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, grace_secs=grace_secs / 2)
+            self._coordinator.on_return = self._has_returned
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
+        with self._explaining():
+            self._running().interrupted = interrupted
+            self._running().check_tasks()
+            try:
+                return super().run(num_steps, interrupted, may_begin)
+            except CallsCancelled:
+                self._cancel_calls()
+                return None
+
+    def drain(self) -> int:
+        with self._explaining():
+            try:
+                return super().drain()
+            except CallsCancelled:
+                self._cancel_calls()
+                return self._num_ahead
+
+    def global_step(self) -> int:
+        self.drain()
+        return self._watched(super().global_step, "global_step")
+
+    def read(self) -> dict[str, np.ndarray]:
+        self.drain()
+        # Keras often uses what is read, and traces functions of its own.
+        self._running().before_tracing()
+        return self._watched(super().read, "read")
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self.drain()
+        self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))
+
+    def stop(self) -> None:
+        if self._cluster is None:
+            return
+        is_dead = True
+        if self._coordinator is not None and (self._in_call or not self._coordinator.all_answer()):
+            # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
+            # an error at once.
+            is_dead = self._cluster.kill()
+        # Whatever stands for something on the tasks goes first, while they are there.
+        names = ("_prepared", "_store", "_make_dataset", *self._held_on_tasks())
+        held = [vars(self).pop(name, None) for name in names] + [list(self._evaluations.values())]
+        self._evaluations.clear()
+        if not is_dead:
+            _abandoned.append((held, self._coordinator))
+        elif self._coordinator is not None:
+            del held
+            self._coordinator.stop()
+        self._coordinator = None
+        self._cluster.stop()
+        self._cluster = None
+
+    @property
+    def worker_restarts(self) -> int:
+        return 0 if self._supervisor is None else self._supervisor.restarts
+
+    @property
+    def addresses(self) -> Mapping[Task, str]:
+        return {} if self._cluster is None else {t: self._cluster.spec.address(t) for t in self._shape.tasks}
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        return {} if self._cluster is None else self._cluster.pids
+
+    def on_workers(self, evaluation: WorkerEvaluation) -> list[Any] | None:
+        self.drain()
+        with self._explaining():
+            try:
+                self._set_calls_aside()
+                return self._results(evaluation)
+            except CallsCancelled:
+                self._cancel_calls()
+                return None
+
+    def _results(self, evaluation: WorkerEvaluation) -> list[Any]:
+        coordinator = self._running()
+        if evaluation not in self._evaluations:
+            coordinator.before_tracing()
+            self._evaluations[evaluation] = _Traced(evaluation.trace())
+        traced = self._evaluations[evaluation]
+
+        def call(part: int, worker: int) -> Any:
+            if (worker, part) not in traced.placed:
+                traced.placed[worker, part] = evaluation.place(traced.functions, part)
+            return evaluation.run(traced.functions, traced.placed[worker, part])
+
+        # A part stays with the worker that holds its data, unless that worker is lost.
+        workers = coordinator.present
+        for part in range(evaluation.num_parts):
+            if workers:
+                coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)
+            else:
+                coordinator.submit(partial(call, part), tag=part)
+        outcomes: dict[int, Future[Any]] = {}
+        while len(outcomes) < evaluation.num_parts:
+            finished = coordinator.next_finished()
+            if coordinator.is_lost(finished):
+                coordinator.submit(partial(call, finished.tag), tag=finished.tag)
+            else:
+                outcomes[finished.tag] = finished.outcome
+        return [outcomes[part].result() for part in range(evaluation.num_parts)]
+
+    def _has_returned(self, worker: int) -> None:
+        for traced in self._evaluations.values():
+            traced.placed = {key: data for key, data in traced.placed.items() if key[0] != worker}
+        self._worker_is_back(worker)
+
+    def _set_calls_aside(self) -> None:
+        """Waits for calls in flight whose results are no longer needed."""
+
+    def _worker_is_back(self, worker: int) -> None:
+        """Drops the handles to objects on a worker that is a new process now."""
+
+    def _cancel_calls(self) -> None:
+        warn("calls in flight did not end in time (run.grace_secs); discarding them")
+        self._forget_in_flight()
+
+    def _forget_in_flight(self) -> None:
+        """Treats the calls in flight as lost."""
+
+    def _held_on_tasks(self) -> tuple[str, ...]:
+        """Names of the attributes that hold handles to objects on the tasks."""
+        return ()
+
+    @property
+    def _in_call(self) -> bool:
+        """Whether a discarded call may still be running on the tasks."""
+        return False
+
+    def _running(self) -> Coordinator:
+        if self._coordinator is None:
+            raise RuntimeError("used before start() or after stop()")
+        return self._coordinator
+
+    def _watched(self, function: Callable[[], T], kind: Hashable = None) -> T:
+        """Runs a function that calls the servers; `kind` as in `Coordinator.watch`."""
+        with self._explaining():
+            return self._running().watch(function, kind)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: tf.errors.OpError) -> ClusterError | TaskError:
+        """The meaning of an error of TensorFlow's runtime: a lost task, or the user's own error on a worker."""
+        if isinstance(error, OUT_OF_REACH) and self._cluster is not None and self._supervisor is not None:
+            if lost := self._supervisor.lost_soon():
+                return ClusterError(describe_lost(lost))
+            spec = self._cluster.spec
+            if who := [str(task) for task in self._shape.tasks if spec.address(task) in error.message]:
+                return ClusterError(f"{', '.join(who)} is out of reach: {error.message.splitlines()[0]}")
+        jobs = _WORKER_IN_MESSAGE.findall(error.message)
+        workers = [index for job, index in jobs if job == "worker"]
+        if isinstance(error, tf.errors.OutOfRangeError):
+            return TaskError("a worker", no_batch())
+        return TaskError(f"worker:{workers[0]}" if workers else "a worker", error)

@@ -1,0 +1,167 @@
+"""How training steps are spread over tasks. Knows nothing of hooks, and of the cluster only what it looks like."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.cluster.spec import ClusterShape, Membership
+from kdist.config.schema import ClusterConfig, StrategyConfig
+from kdist.config.strategy_options import OPTIONS_OF, foreign_options, options_of
+from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kdist.cluster.base import Cluster
+    from kdist.strategies.base import Strategy
+
+#: Names that `strategy=` accepts; `auto` chooses by the cluster.
+NAMES = ("auto", "parameter_server", "sync_replicas", "mirrored", "multi_worker_mirrored", "single")
+
+_ON_SERVERS = ("parameter_server", "sync_replicas")
+
+
+def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
+    """The name of the strategy for `config` on a cluster of `shape`. Does not import TensorFlow.
+
+    Raises:
+        ConfigError: an unknown name, a cluster that the strategy cannot use, or options that cannot be satisfied.
+    """
+    name = config.name
+    if config.arguments and config._target_ is None:
+        raise ConfigError("strategy.arguments: are those of a class of yours; name it by strategy._target_")
+    if name not in NAMES:
+        raise ConfigError(f"strategy={name}: there is no such strategy; choose one of {', '.join(NAMES)}")
+    if name == "auto":
+        name = _automatic(config, shape)
+    if name in _ON_SERVERS and not shape.num_ps:
+        raise ConfigError(f"strategy={name} needs parameter servers, cluster={shape} has none; use NpsMw")
+    if name in ("single", "mirrored") and not shape.is_local:
+        raise ConfigError(f"strategy={name} runs in one process and cannot use cluster={shape}; use cluster=local")
+    if name == "multi_worker_mirrored" and (shape.num_ps or not shape.num_workers):
+        raise ConfigError(
+            f"strategy=multi_worker_mirrored needs workers and no parameter servers, not cluster={shape}; use Mw, as 4w"
+        )
+    for option, value in foreign_options(config, name).items():
+        owners = " and ".join(other for other, kind in OPTIONS_OF.items() if hasattr(kind, option))
+        raise ConfigError(f"strategy.{option}={value}: not an option of strategy={name}, but of {owners}")
+    if name == "mirrored" and config.devices == 1:
+        raise ConfigError("strategy.devices=1: mirrored needs at least 2 devices; use strategy=single for one")
+    if name == "sync_replicas":
+        _check_quorum(config, shape)
+    return name
+
+
+def create(
+    config: StrategyConfig,
+    cluster: ClusterConfig,
+    shape: ClusterShape,
+    membership: Membership | None = None,
+    custom: type[Strategy] | None = None,
+) -> Strategy:
+    """Makes the strategy for `config` on a cluster of `shape`.
+
+    Args:
+        membership: the role of this process, if the tasks were started one by one.
+        custom: the class to use, derived from that of the strategy; it also gets `config.arguments`.
+
+    Raises:
+        ConfigError: see `resolve`; or `custom` is not such a class, or does not take these arguments.
+    """
+    name = resolve(config, shape)
+    base = _class_of(name)
+    if custom is not None and not issubclass(custom, base):
+        raise ConfigError(f"strategy={name}: {custom.__name__} must be a subclass of {base.__module__}.{base.__name__}")
+    given: tuple[Any, ...] = ()
+    arguments: dict[str, Any] = {}
+    if (options := options_of(config, name)) is not None:
+        arguments["options"] = options
+    if name == "multi_worker_mirrored":
+        if membership is None:
+            raise ValueError("multi_worker_mirrored runs in the workers' own processes")
+        given = (membership,)
+        arguments |= {"step_timeout": cluster.step_timeout, "patience": cluster.patience}
+    elif name in _ON_SERVERS:
+        given = (shape, partial(_cluster_on_servers, cluster, shape, membership))
+        arguments |= {"step_timeout": cluster.step_timeout, "max_worker_restarts": cluster.max_worker_restarts}
+    try:
+        return (custom or base)(*given, **arguments, **config.arguments)
+    except TypeError as error:
+        if custom is None:
+            raise
+        raise ConfigError(f"strategy.arguments: {error}") from error
+
+
+def _class_of(name: str) -> type[Any]:
+    """The class of a strategy; importing it imports TensorFlow."""
+    module = importlib.import_module(f"kdist.strategies.{name}")
+    return getattr(module, "".join(part.capitalize() for part in name.split("_")))
+
+
+def _cluster_on_servers(
+    config: ClusterConfig, shape: ClusterShape, membership: Membership | None, log_dir: Path
+) -> Cluster:
+    """The cluster that a strategy with parameter servers starts, or waits for."""
+    if membership is not None:
+        from kdist.cluster.external import ExternalCluster
+
+        return ExternalCluster(
+            membership.spec,
+            log_dir,
+            start_timeout=config.start_timeout,
+            patience=config.patience,
+            chief_port=config.chief_port,
+            devices=config.devices,
+        )
+    from kdist.cluster.local import LocalCluster
+
+    return LocalCluster(
+        shape,
+        log_dir,
+        start_timeout=config.start_timeout,
+        step_timeout=config.step_timeout,
+        devices=config.devices,
+    )
+
+
+def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membership | None) -> int | None:
+    """Whether a strategy has to run in processes of its own instead of the caller's.
+
+    TensorFlow can join other workers, and split the CPU into devices, only before its first op in a process.
+
+    Returns:
+        None if it need not; otherwise how many logical CPU devices to create in each process, 0 for the existing ones.
+    """
+    name = resolve(config, shape)
+    if name == "multi_worker_mirrored":
+        return 0 if membership is None else None
+    if name == "mirrored":
+        from kdist.strategies.mirrored import logical_cpus_needed
+
+        return logical_cpus_needed(config.devices) or None
+    return None
+
+
+def _automatic(config: StrategyConfig, shape: ClusterShape) -> str:
+    if shape.num_ps:
+        return "parameter_server"
+    if not shape.is_local:
+        return "multi_worker_mirrored"
+    return "mirrored" if (config.devices or 1) > 1 else "single"
+
+
+def _check_quorum(config: StrategyConfig, shape: ClusterShape) -> None:
+    """Refuses a number of gradients that can never arrive."""
+    backup, asked = config.backup_workers, config.replicas_to_aggregate
+    if backup >= shape.num_workers:
+        raise ConfigError(
+            f"strategy.backup_workers={backup}: must be less than the workers there are, {shape.num_workers} on "
+            f"cluster={shape}"
+        )
+    if asked is not None and backup and asked + backup > shape.num_workers:
+        raise ConfigError(
+            f"strategy.replicas_to_aggregate={asked} and strategy.backup_workers={backup}: {asked} fresh gradients can "
+            f"never arrive from {shape.num_workers - backup} of the {shape.num_workers} workers of cluster={shape}; "
+            "give one of the two"
+        )

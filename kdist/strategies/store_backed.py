@@ -1,0 +1,238 @@
+"""What strategies with a `ParameterStore` share: building the parts of a step, reading and writing the store."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.config.schema import ParameterServerOptions, PlacementOptions
+from kdist.data.worker_dataset import worker_arguments, worker_dataset
+from kdist.model.names import variable_names
+from kdist.model.optimizer import is_elementwise, leaves_other_rows_alone, optimizer_state
+from kdist.model.replica_step import ReplicaStep
+from kdist.parameters.packing import ModelVariables
+from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place
+from kdist.parameters.store import GLOBAL_STEP, ParameterStore
+from kdist.parameters.transport import Wire
+from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
+
+
+class StoreBackedStrategy(Strategy):
+    """A strategy that keeps its values in a `ParameterStore`. Subclasses set `_store` and `_sizer` in `start`."""
+
+    _store: ParameterStore
+    _sizer: CallSizer
+    _warming_up = True
+    #: Logs of finished steps that `run` has not returned yet.
+    _ahead: StepLogs | None = None
+    #: When the last run ended, if it left steps in flight.
+    _last_end: float | None = None
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
+        self._warming_up = False
+        # Steps that were started before count from then on.
+        started = self._last_end if self._last_end is not None else time.perf_counter()
+        num_finished = 0
+        may_begin = max(num_steps, may_begin or 0)
+        while self._num_ahead < num_steps:
+            more = self._next_logs(may_begin - self._num_ahead, interrupted)
+            if more is None:
+                break
+            self._keep(more)
+            num_finished += more.num_steps
+        if is_interrupted := interrupted():
+            self.drain()
+        logs = self._ahead
+        if logs is not None and logs.num_steps > num_steps and not is_interrupted:
+            logs, self._ahead = logs[:num_steps], logs[num_steps:]
+        else:
+            self._ahead = None
+        now = time.perf_counter()
+        self._sizer.observe(num_finished, now - started, warming_up=self._warming_up)
+        self._last_end = None if self.is_idle else now
+        return logs
+
+    @abc.abstractmethod
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        """Waits for the next call to finish, and sets `_warming_up` when it traces a function.
+
+        Args:
+            may_begin: how many steps may be in flight, including those that are.
+
+        Returns:
+            Logs of the call; None if nothing is in flight and nothing may be started.
+        """
+
+    def _keep(self, logs: StepLogs) -> None:
+        self._ahead = logs if self._ahead is None else self._ahead + logs
+
+    @property
+    def _num_ahead(self) -> int:
+        return 0 if self._ahead is None else self._ahead.num_steps
+
+    def drain(self) -> int:
+        while (logs := self._in_flight_logs()) is not None:
+            self._keep(logs)
+        return self._num_ahead
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_ahead == 0 and self._num_in_flight == 0
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Steps that were started and have not finished, as far as is known. Strategies whose calls block have none."""
+        return 0
+
+    def _in_flight_logs(self) -> StepLogs | None:
+        """Waits for the next call in flight; None if there is none."""
+        return None
+
+    def global_step(self) -> int:
+        return self._store.global_step()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._store.values.shapes
+
+    def read(self) -> dict[str, np.ndarray]:
+        return self._store.values.read()
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self._store.values.write(values)
+        if GLOBAL_STEP in values:
+            # Training continues at another step: the steps before it no longer count.
+            self._ahead = self._last_end = None
+            self._sizer.begin_at(int(values[GLOBAL_STEP]))
+
+    @property
+    def warming_up(self) -> bool:
+        return self._warming_up
+
+
+@dataclass(frozen=True)
+class PreparedTraining:
+    """A training spec with its model built.
+
+    Attributes:
+        spec: what is trained.
+        replica_step: its step.
+        num_workers: how many workers share it.
+    """
+
+    spec: TrainingSpec
+    replica_step: ReplicaStep
+    num_workers: int
+
+    def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
+        """The function that creates one worker's dataset. Workers know only functions traced after they joined."""
+        return worker_dataset(
+            self.spec.data,
+            num_workers=self.num_workers,
+            batch_size=self.spec.batch_size,
+            num_seeds=len(self.replica_step.seeds),
+            seed=self.spec.seed,
+        )
+
+    def worker_arguments(self, worker_index: int, step: int, batches_per_step: int) -> tuple[Any, ...]:
+        """Arguments of that function for one worker that continues at global step `step`."""
+        data, num_workers = self.spec.data, self.num_workers
+        first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
+        return worker_arguments(data, worker_index, num_workers, step, first_batch)
+
+    def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
+        """Where each variable goes, with its slots."""
+        return place(self._described_variables(), num_servers, policy)
+
+    def plan_for_one(self) -> PlacementPlan:
+        """The plan of a store in one place, which is the same for every policy."""
+        return self.plan(1, PlacementPolicy.of(PlacementOptions()))
+
+    def store(self, devices: Sequence[str], plan: PlacementPlan, wire: Wire | None = None) -> ParameterStore:
+        """Creates the variables on `devices`; `wire` says how their values travel."""
+        step = self.replica_step
+        dense = step.dense_gradients()
+        variables = ModelVariables(step.trainable, step.state, frozenset(step.tables), step.row_wise, dense)
+        return ParameterStore(variables, self.spec.model.optimizer, devices, plan, wire)
+
+    def calls(
+        self, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = ParameterServerOptions.local_steps
+    ) -> UnrolledCalls:
+        """The calls of this model over `store`."""
+        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps)
+
+    def sizer(self, num_workers: int | None = None) -> CallSizer:
+        """Chooses the size of calls; `num_workers` share the steps, all of them if None."""
+        spec = self.spec
+        sizer = CallSizer(spec.steps_per_call, num_workers or self.num_workers, spec.last_step)
+        sizer.begin_at(spec.first_step)
+        return sizer
+
+    def _described_variables(self) -> list[Variable]:
+        step = self.replica_step
+        names = variable_names(self.spec.model, [*step.trainable, *step.state])
+        slots = optimizer_state(self.spec.model.optimizer, step.trainable, names[: len(step.trainable)])
+        cuttable = is_elementwise(self.spec.model.optimizer)
+        described = []
+        for i, (name, variable) in enumerate(zip(names, [*step.trainable, *step.state])):
+            beside = [slot for key, slot in slots.items() if key.rpartition("/")[0] == f"slots/{name}"]
+            value_bytes, *slot_bytes = (prod(v.shape) * tf.as_dtype(v.dtype).size for v in [variable, *beside])
+            described.append(
+                Variable(
+                    name,
+                    tuple(variable.shape),
+                    value_bytes + sum(slot_bytes),
+                    value_bytes,
+                    can_be_cut=cuttable and i < len(step.trainable) and variable.constraint is None,
+                    always_cut=cuttable and i in step.row_wise,
+                    note=self._note(i, variable),
+                )
+            )
+        return described
+
+    def _note(self, index: int, variable: keras.Variable) -> str:
+        """A remark about a variable for the reader of a plan."""
+        step, optimizer = self.replica_step, self.spec.model.optimizer
+        if index in step.whole_tables:
+            return f"the whole table travels in every step, because of {step.whole_tables[index]}"
+        if index in step.tables:
+            remark = "looked up by rows"
+            if index not in step.row_wise and not leaves_other_rows_alone(optimizer):
+                remark += (
+                    f"; {type(optimizer).__name__} updates every row in every step, as in Keras "
+                    "(kdist.layers.Embedding updates the rows of the batch only)"
+                )
+            return remark
+        return ""
+
+
+def no_batch() -> ValueError:
+    """The meaning of the end of a dataset, since every dataset is repeated endlessly."""
+    return ValueError("the dataset has not a single batch")
+
+
+def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
+    """Builds the model for the batches of its data; needs no task.
+
+    Raises:
+        ConfigError: the model cannot be trained.
+    """
+    example = worker_dataset(
+        spec.data,
+        num_workers=num_workers,
+        batch_size=spec.batch_size,
+        # The model is built for the shape of a batch; only then is the number of its seeds known.
+        num_seeds=0,
+        seed=spec.seed,
+    )
+    batch_spec, _ = example.structured_outputs.element_spec
+    return PreparedTraining(spec, ReplicaStep(spec.model, batch_spec), num_workers)

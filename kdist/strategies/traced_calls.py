@@ -1,0 +1,292 @@
+"""Calls: several replica steps unrolled in one function, so that they share the cost of one dispatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.config.schema import ParameterServerOptions
+from kdist.data.worker_dataset import next_of
+from kdist.model.metrics import MetricReader, MetricRows
+from kdist.model.replica_step import ReplicaOutput, ReplicaStep
+from kdist.parameters.store import ParameterStore
+from kdist.strategies.gradient_counts import GradientCounts
+from kdist.strategies.local_steps import Compute, LocalSteps
+
+# A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
+_AUTO_CALL_SECS = 1.0
+_AUTO_MAX_STEPS = 64
+_GROWTH = 4
+
+
+@dataclass(frozen=True)
+class StepLogs:
+    """What each of some steps reports. Logs of different steps can be joined and split.
+
+    Attributes:
+        num_examples: int array `[num_steps]`, how many examples each used.
+        staleness: int array `[num_steps]`; for each update how many others were applied between its pull and its
+            push.
+        metrics: loss and metrics of each step.
+        gradient_counts: for each step what happened to the workers' gradients, by worker index; empty without workers.
+    """
+
+    num_examples: np.ndarray
+    staleness: np.ndarray
+    metrics: MetricRows
+    gradient_counts: tuple[Mapping[int, GradientCounts], ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """How many updates were applied."""
+        return len(self.staleness)
+
+    def __add__(self, later: StepLogs) -> StepLogs:
+        return StepLogs(
+            np.concatenate([self.num_examples, later.num_examples]),
+            np.concatenate([self.staleness, later.staleness]),
+            self.metrics + later.metrics,
+            self.gradient_counts + later.gradient_counts,
+        )
+
+    def __getitem__(self, steps: slice) -> StepLogs:
+        return StepLogs(
+            self.num_examples[steps], self.staleness[steps], self.metrics[steps], self.gradient_counts[steps]
+        )
+
+    def beside(self, other: StepLogs) -> StepLogs:
+        """What two replicas report together about the same synchronous steps."""
+        return StepLogs(self.num_examples + other.num_examples, self.staleness, self.metrics.beside(other.metrics))
+
+
+class CallLogs:
+    """How a call returns its logs: as one tensor, because every fetched tensor costs a round trip.
+
+    Args:
+        replica_step: the step of the model.
+    """
+
+    def __init__(self, replica_step: ReplicaStep) -> None:
+        self._variables = replica_step.metrics
+        self._reader = MetricReader(replica_step.model)
+
+    def initial_metrics(self) -> list[tf.Tensor]:
+        """The metric variables' values before a step; called while a call is traced."""
+        return [
+            tf.constant(initial, variable.dtype)
+            for initial, variable in zip(self._reader.initial_values, self._variables)
+        ]
+
+    @staticmethod
+    def pack(staleness: tf.Tensor, rows: Sequence[Sequence[Any]]) -> tf.Tensor:
+        """A row of float64 for each step: its staleness, its number of examples, its metrics."""
+        flat = [tf.reshape(tf.cast(tensor, tf.float64), [-1]) for row in rows for tensor in row]
+        columns = [tf.cast(staleness, tf.float64)[:, None], tf.reshape(tf.concat(flat, 0), [len(rows), -1])]
+        return tf.concat(columns, 1)
+
+    def unpack(self, packed: np.ndarray) -> StepLogs:
+        """Reads what `pack` made of some steps."""
+        shapes = [initial.shape for initial in self._reader.initial_values]
+        sizes = [1, 1, *(math.prod(shape) for shape in shapes)]
+        staleness, num_examples, *parts = np.split(packed, np.cumsum(sizes)[:-1], axis=1)
+        values = tuple(part.reshape(len(packed), *shape) for part, shape in zip(parts, shapes))
+        whole = [column[:, 0].astype(np.int64) for column in (num_examples, staleness)]
+        return StepLogs(whole[0], whole[1], MetricRows(self._reader, values))
+
+
+class UnrolledCalls:
+    """Traces calls of a given number of steps, once per number.
+
+    Args:
+        replica_step: the step of the model.
+        store: the source of values and the target of gradients.
+        iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
+        local_steps: batches of one step; see `LocalSteps`.
+    """
+
+    def __init__(
+        self,
+        replica_step: ReplicaStep,
+        store: ParameterStore,
+        iterator_spec: tf.TypeSpec,
+        local_steps: int = ParameterServerOptions.local_steps,
+    ) -> None:
+        self._compute = LocalSteps(replica_step, store, local_steps)
+        self._store = store
+        self._iterator_spec = iterator_spec
+        self._functions: dict[int, tf.types.experimental.ConcreteFunction] = {}
+        self._logs = CallLogs(replica_step)
+
+    def traced(self, num_steps: int) -> bool:
+        """Whether a call of that many steps exists already."""
+        return num_steps in self._functions
+
+    def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
+        """The call of `num_steps` steps: a concrete function (iterator) -> a float64 matrix for `logs`."""
+        if num_steps not in self._functions:
+
+            def call(iterator: Any) -> tf.Tensor:
+                return run_steps([Replica(self._store, iterator, self._compute)], num_steps, self._logs)[0]
+
+            self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
+        return self._functions[num_steps]
+
+    def logs(self, packed: np.ndarray) -> StepLogs:
+        """Reads what a call returned."""
+        return self._logs.unpack(packed)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one replica uses while a call is traced.
+
+    Attributes:
+        store: where values come from and gradients go.
+        iterator: over `(batch, seeds)`.
+        compute: what it computes between a pull and a push.
+        device: where it computes; the caller's if empty.
+    """
+
+    store: ParameterStore
+    iterator: Any
+    compute: Compute
+    device: str = ""
+
+    def next_batch(self) -> tuple[Any, tf.Tensor]:
+        """The next `(batch, seeds)`, on the device of the iterator."""
+        with tf.device(None):
+            return next_of(self.iterator)
+
+
+def run_steps(
+    replicas: Sequence[Replica],
+    num_steps: int,
+    logs: CallLogs,
+    exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
+) -> list[tf.Tensor]:
+    """Unrolls steps while a call is traced: pull, compute, push.
+
+    Args:
+        replicas: of this process; all of them take part in each step.
+        exchange: combines the outputs of synchronous replicas before each applies its own.
+
+    Returns:
+        For each replica what `CallLogs.pack` makes of its steps.
+    """
+    rows: list[list[list[Any]]] = [[] for _ in replicas]
+    staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
+    for _ in range(num_steps):
+        pulled, outputs = [], []
+        for i, replica in enumerate(replicas):
+            with tf.device(replica.device or None):
+                pulled.append(replica.store.pull())
+                output, num_examples = replica.compute(pulled[i], replica.next_batch, logs.initial_metrics())
+            outputs.append(output)
+            rows[i].append([num_examples, *output.metrics])
+        for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
+            with tf.device(replica.device or None):
+                step = replica.store.push(output.gradients, output.state, pulled[i])
+            # Both steps are on the first server, and their difference stays there until the end of the call: a tensor
+            # that travels in every step costs more than the arithmetic of a small model.
+            with tf.device(replica.store.devices[0] or None):
+                staleness[i].append(step - 1 - pulled[i].global_step)
+    packed = []
+    for i, replica in enumerate(replicas):
+        with tf.device(replica.store.devices[0] or None):
+            of_steps = tf.stack(staleness[i])
+        with tf.device(replica.device or None):
+            packed.append(logs.pack(of_steps, rows[i]))
+    return packed
+
+
+class CallSizer:
+    """Decides how many steps the next call unrolls.
+
+    With `auto` it starts with single steps and then takes four times as many at a time, so that few sizes are needed.
+    It stops growing when calls would become long, or when larger ones would not save the time that a new size costs: it
+    has to be traced, and prepared by every worker. The overhead of a call follows from the last two sizes. If the end
+    of training is not known, it is assumed to last as long again as it has so far (as in ski rental).
+
+    Args:
+        steps_per_call: a fixed number of steps, or None for `auto`.
+        num_workers: how many workers share the steps.
+        last_step: the global step that training is to end at; None if nobody knows.
+    """
+
+    def __init__(self, steps_per_call: int | None, num_workers: int, last_step: int | None = None) -> None:
+        self._fixed = steps_per_call
+        self._num_workers = num_workers
+        self._last_step = last_step
+        self._step = 0
+        self._auto = 1
+        #: What it cost to prepare calls of the present size.
+        self._cost_secs = 0.0
+        self._trained_secs = 0.0
+        self._trained_steps = 0
+        #: The duration of a step with the previous size.
+        self._step_secs_before: float | None = None
+
+    @property
+    def steps_per_call(self) -> int:
+        """The steps of a call, if enough steps are left."""
+        return self._fixed or self._auto
+
+    def begin_at(self, step: int) -> None:
+        """Sets the global step of training."""
+        self._step = step
+
+    def next_size(self, remaining: int) -> int:
+        """Steps of the next call when `remaining` steps are left to assign."""
+        if self._fixed is not None and remaining >= self._fixed:
+            return self._fixed
+        size = min(self.steps_per_call, remaining)
+        if self._fixed is None:
+            # Near the end every worker still gets its share.
+            size = min(size, math.ceil(remaining / self._num_workers))
+        return _power_of_growth(size)
+
+    def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
+        """Learns from some steps.
+
+        Args:
+            num_steps: steps that finished, over all workers.
+            secs: how long that took.
+            warming_up: whether functions were traced, or prepared on workers, meanwhile.
+        """
+        self._step += num_steps
+        if warming_up:
+            self._cost_secs += secs
+            return
+        self._trained_secs += secs
+        self._trained_steps += num_steps
+        # Steps may have finished before they were waited for: the duration of one is only known over a longer time.
+        if self._trained_steps and self._trained_secs >= self._cost_secs:
+            step_secs = self._trained_secs / self._trained_steps
+            if self._pays(_GROWTH * self._auto, step_secs):
+                self._auto *= _GROWTH
+                self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
+                self._step_secs_before = step_secs
+
+    def _pays(self, larger: int, step_secs: float) -> bool:
+        """Whether calls of that many steps are short, and will save what they cost to prepare."""
+        if larger > _AUTO_MAX_STEPS or larger * step_secs * self._num_workers > _AUTO_CALL_SECS:
+            return False
+        if self._step_secs_before is None:
+            # Most of the time of a single step may be that of its call.
+            return True
+        saved = (self._step_secs_before - step_secs) / _GROWTH
+        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
+        return saved * steps >= _GROWTH * self._cost_secs
+
+
+def _power_of_growth(at_most: int) -> int:
+    """The largest size of a call that is not larger."""
+    size = 1
+    while size * _GROWTH <= at_most:
+        size *= _GROWTH
+    return size

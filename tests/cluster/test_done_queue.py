@@ -1,0 +1,89 @@
+"""Tasks that others started learn that their chief is done, or that it is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kdist.cluster.bounded import in_thread
+from kdist.cluster.done_queue import Chief, tell_tasks
+from kdist.cluster.process import end_children, free_ports, start_child
+from kdist.cluster.server import ServerOptions
+from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.tcp_timeouts import TcpTimeouts
+from kdist.errors import ClusterError
+
+pytestmark = pytest.mark.cluster
+
+
+class ChiefsServer:
+    """The server that a chief starts for itself, in a process of its own."""
+
+    def __init__(self) -> None:
+        (port,) = free_ports(1)
+        self.spec = ClusterSpec(ps=["127.0.0.1:1", "127.0.0.1:2"], worker=["127.0.0.1:3"], chief=f"127.0.0.1:{port}")
+        options = ServerOptions({"chief": [self.spec.chief]}, "chief", 0, intra_op_threads=0, inter_op_threads=0)
+        self.process = start_child(
+            [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.tasks = [Chief(self.spec, Task("ps", index), 15) for index in range(2)]
+        for task in self.tasks:
+            task.wait_for_it(60)
+        self.waiting = [in_thread(task.wait_until_done) for task in self.tasks]
+        # Each has to have asked before the chief says anything.
+        time.sleep(1)
+
+    def end(self) -> None:
+        end_children([self.process], 5)
+        for task in self.tasks:
+            task.stop()
+
+
+@pytest.fixture
+def server() -> Iterator[ChiefsServer]:
+    server = ChiefsServer()
+    yield server
+    server.end()
+
+
+def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:
+    began = time.monotonic()
+    tell_tasks(server.spec, 2, timeout=20)
+    assert time.monotonic() - began < 10
+    server.end()
+    for waiting in server.waiting:
+        assert waiting.result(10) is None
+
+
+def test_a_chief_that_ends_right_after_the_word_is_done(server: ChiefsServer) -> None:
+    # It does not wait until all have taken note, as when a task is slow to; the word has been out for a while.
+    tell_tasks(server.spec, 0, timeout=20)
+    time.sleep(1)
+    server.process.kill()
+    for waiting in server.waiting:
+        assert waiting.result(10) is None
+
+
+def test_a_connection_that_ends_while_the_chief_is_there_is_made_again(server: ChiefsServer) -> None:
+    assert server.spec.chief is not None
+    network = TcpTimeouts([server.spec.chief], [], 15)
+    network.cut_off(server.spec.chief)
+    time.sleep(1)
+    assert not any(waiting.done() for waiting in server.waiting)
+    network.let_in(server.spec.chief)
+    tell_tasks(server.spec, 2, timeout=20)
+    for waiting in server.waiting:
+        assert waiting.result(10) is None
+
+
+def test_a_chief_that_says_nothing_is_lost(server: ChiefsServer) -> None:
+    server.process.kill()
+    for index, waiting in enumerate(server.waiting):
+        with pytest.raises(ClusterError, match=rf"ps:{index}: the chief \(chief at 127\.0\.0\.1:\d+\) exited without"):
+            waiting.result(10)

@@ -1,0 +1,248 @@
+"""Fakes that tests share: a strategy that only counts, checkpoints, summaries, a clock, and a session made of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kdist.hooks import Hook
+from kdist.run.run_lock import Holder
+from kdist.session import TrainSession
+from kdist.strategies.base import Strategy
+from kdist.strategies.traced_calls import StepLogs
+
+
+@dataclass(frozen=True)
+class FakeTotals:
+    """Metrics of steps, and their totals, whose loss is the mean of the steps' losses."""
+
+    losses: tuple[float, ...]
+
+    def __add__(self, other: FakeTotals) -> FakeTotals:
+        return FakeTotals(self.losses + other.losses)
+
+    def __getitem__(self, steps: slice) -> FakeTotals:
+        return FakeTotals(self.losses[steps])
+
+    def total(self) -> FakeTotals:
+        return self
+
+    @property
+    def logs(self) -> dict[str, float]:
+        return {"loss": self.loss}
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(self.losses))
+
+
+class CountingStrategy(Strategy):
+    """Each step takes `secs_per_step` on a fake clock and has its own number as loss."""
+
+    name = "counting"
+
+    def __init__(self, clock: Any = None, secs_per_step: float = 0.0, fail_at: int | None = None) -> None:
+        self.step = 0
+        self.runs: list[int] = []
+        self.stopped = 0
+        self.lost_call_steps = 0
+        self.nan_at: int | None = None
+        self.written: dict[str, np.ndarray] = {}
+        self.employed: list[int] = []
+        self._clock, self._secs, self._fail_at = clock, secs_per_step, fail_at
+
+    def start(self, spec: Any) -> None:
+        self.spec = spec
+
+    def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
+        if interrupted():
+            return None
+        self.runs.append(num_steps)
+        losses = [
+            float("nan") if self.step + i + 1 == self.nan_at else float(self.step + i + 1) for i in range(num_steps)
+        ]
+        if self._fail_at is not None and self.step + num_steps >= self._fail_at:
+            raise RuntimeError("the step failed")
+        self.step += num_steps + self.lost_call_steps
+        self.lost_call_steps = 0
+        if self._clock is not None:
+            self._clock.now += num_steps * self._secs
+        return StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals(tuple(losses)))
+
+    def drain(self) -> int:
+        return 0
+
+    @property
+    def is_idle(self) -> bool:
+        return True
+
+    def global_step(self) -> int:
+        return self.step
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"global_step": ()}
+
+    def read(self) -> dict[str, np.ndarray]:
+        return {"global_step": np.array(self.step)}
+
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        self.step = int(values.get("global_step", self.step))
+        self.written = dict(values)
+
+    def set_active(self, workers: Collection[int]) -> None:
+        self.employed = list(workers)
+
+    @property
+    def warming_up(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+@dataclass
+class FakeCheckpoints:
+    saved: list[int] = field(default_factory=list)
+    restorable: int | None = None
+    was_set_aside: bool = False
+    folder: Path = Path("checkpoints")
+
+    def save(self, step: int, values: Mapping[str, Any], *, keep: int) -> Path:
+        self.saved.append(step)
+        return self.folder / f"ckpt-{step}"
+
+    def restore(self, shapes: Mapping[str, Any]) -> tuple[Path, dict[str, np.ndarray]] | None:
+        if self.restorable is None or self.was_set_aside:
+            return None
+        return self.folder / f"ckpt-{self.restorable}", {"global_step": np.array(self.restorable)}
+
+    def steps(self) -> list[int]:
+        return sorted(self.saved)
+
+    def newest(self) -> Path | None:
+        return self.folder / f"ckpt-{self.saved[-1]}" if self.saved else None
+
+    def set_aside(self) -> None:
+        self.was_set_aside = True
+
+    def tidy(self) -> None:
+        pass
+
+
+@dataclass
+class FakeSummaries:
+    written: list[tuple[str, int, tuple[str, ...]]] = field(default_factory=list)
+    closed: bool = False
+
+    def scalars(self, split: str, values: Mapping[str, float], step: int) -> None:
+        self.written.append((split, step, tuple(values)))
+
+    def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
+        self.written.append((split, step, (tag,)))
+
+    def text(self, split: str, tag: str, text: str, step: int) -> None:
+        self.written.append((split, step, (tag,)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeSpec:
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(stop_evaluating=False)
+        self.seed = 7
+        self._learning_rate = 0.1
+
+    def learning_rate(self, step: int) -> float:
+        return self._learning_rate
+
+    def set_learning_rate(self, value: float) -> None:
+        self._learning_rate = value
+
+
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder(Hook):
+    """Writes down every event."""
+
+    def __init__(self, raise_in: str | None = None) -> None:
+        self.events: list[str] = []
+        self._raise_in = raise_in
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        if event == self._raise_in:
+            raise RuntimeError(f"in {event}")
+
+    def begin(self, session: Any) -> None:
+        self._note("begin")
+
+    def after_create_session(self, session: Any) -> None:
+        self._note("after_create_session")
+
+    def before_run(self, context: Any) -> None:
+        self._note("before_run")
+
+    def after_run(self, context: Any, values: Any) -> None:
+        self._note("after_run")
+
+    def end(self, session: Any) -> None:
+        self._note("end")
+
+    def close(self) -> None:
+        self._note("close")
+
+
+def make_session(hooks: list[Hook], strategy: CountingStrategy | None = None, **options: Any) -> TrainSession:
+    options = {
+        "checkpoints": FakeCheckpoints(),
+        "summaries": FakeSummaries(),
+        "print_line": lambda line: None,
+        "max_restarts": 0,
+        **options,
+    }
+    made = strategy or CountingStrategy()
+    return TrainSession(lambda: made, FakeSpec(), hooks, **options)  # type: ignore[arg-type]
+
+
+def run_all(session: TrainSession) -> TrainSession:
+    with session:
+        while not session.should_stop():
+            session.run()
+    return session
+
+
+#: This process, as the holder of a lock.
+ME = Holder.this_process()
+
+
+def write_lock(run_dir: Path, content: str) -> None:
+    run_dir.mkdir()
+    (run_dir / ".lock").write_text(content)
+
+
+def held_by(**other: object) -> str:
+    return json.dumps({**vars(ME), **other})
+
+
+def ended_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid

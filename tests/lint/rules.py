@@ -1,0 +1,117 @@
+"""Two rules of the code that no linter knows; `make lint` runs this as a script.
+
+1. A private name of TensorFlow, Keras, Hydra or another room appears in `kdist/_compat` only.
+2. The default of a config key stands once, in `kdist/config/schema.py`. Elsewhere a default is `RunConfig.grace_secs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRIVATE_MODULES = ("tensorflow.python", "keras.src", "hydra._internal")
+#: Their private name is all that Python offers.
+ALLOWED = {"os._exit"}
+#: Words that mean something else where they are not config keys.
+NOT_ONLY_KEYS = {"name", "dir", "verbose"}
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each private name of something else."""
+    own = set(_defined(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from ((node.lineno, module) for module in modules if module.startswith(PRIVATE_MODULES))
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            of_super = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
+            is_own = of_self or of_super or node.attr in own or text in ALLOWED
+            if text in PRIVATE_MODULES or (_is_private(node.attr) and not is_own):
+                yield node.lineno, text
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            name = node.args[1] if len(node.args) > 1 else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and _is_private(name.value):
+                yield node.lineno, ast.unparse(node)
+
+
+def second_defaults(tree: ast.Module, keys: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and text of each parameter or field that is named like a config key and has a default of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            positional = [*node.args.posonlyargs, *node.args.args]
+            given = zip(positional[len(positional) - len(node.args.defaults) :], node.args.defaults)
+            named = zip(node.args.kwonlyargs, node.args.kw_defaults)
+            for argument, default in [*given, *named]:
+                if argument.arg in keys and _is_literal(default):
+                    yield argument.lineno, f"{argument.arg}={ast.unparse(default) if default else ''}"
+        elif isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) in keys and _is_literal(item.value):
+                    yield item.lineno, ast.unparse(item)
+
+
+def config_keys() -> set[str]:
+    """The last parts of all config keys that have a default."""
+    from kdist.config.schema import Config
+
+    return set(_keys_of(Config)) - NOT_ONLY_KEYS
+
+
+def violations(root: Path = ROOT) -> list[str]:
+    """One line for each, as `path:line: what is wrong`."""
+    keys, found = config_keys(), []
+    for path in sorted((root / "kdist").rglob("*.py")):
+        tree, where = ast.parse(path.read_text()), path.relative_to(root)
+        room = where.parts[1]
+        if room != "_compat":
+            found += [f"{where}:{line}: private name {text}: use kdist._compat" for line, text in private_names(tree)]
+        # Hooks have arguments of their own, with defaults of their own in conf/hooks.
+        if room not in ("config", "hooks"):
+            found += [
+                f"{where}:{line}: second default {text}: use that of kdist.config.schema"
+                for line, text in second_defaults(tree, keys)
+            ]
+    return found
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Private names that the classes and functions of a module define."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+
+
+def _is_literal(default: ast.expr | None) -> bool:
+    return isinstance(default, (ast.Constant, ast.List, ast.Tuple, ast.Dict)) and not (
+        isinstance(default, ast.Constant) and default.value is None
+    )
+
+
+def _keys_of(schema: type) -> Iterator[str]:
+    for item in fields(schema):
+        value = item.default_factory() if item.default_factory is not MISSING else item.default
+        if is_dataclass(value):
+            yield from _keys_of(type(value))
+        elif value not in (None, [], {}):
+            yield item.name
+
+
+if __name__ == "__main__":
+    found = violations()
+    print("\n".join(found) or "rules: private names in _compat only, one default for each key")
+    sys.exit(bool(found))

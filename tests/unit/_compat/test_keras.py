@@ -1,0 +1,162 @@
+"""Each private name of Keras means what kdist takes it for."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist._compat import keras as compat
+
+BATCH = (np.ones((4, 3), np.float32), np.ones((4, 1), np.float32))
+
+
+def model(**options: Any) -> keras.Model:
+    built = keras.Sequential([keras.layers.Dense(2), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    built.compile(optimizer=keras.optimizers.Adam(0.1, **options), loss="mse", metrics=["mae"])
+    return built
+
+
+def built_model(**options: Any) -> keras.Model:
+    made = model(**options)
+    compat.build(made, tuple(tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in BATCH))
+    return made
+
+
+def test_a_model_is_built_with_its_metrics_and_optimizer() -> None:
+    made = built_model()
+    assert made.built
+    assert made.optimizer.built
+    assert compat.metrics_are_built(made)
+    # Total and count of the loss and of the mean absolute error.
+    assert len(made.metrics_variables) == 4
+
+
+def test_the_seed_of_keras_random_is_its_state() -> None:
+    keras.utils.set_random_seed(1)
+    state = compat.global_seed()
+    before = state.numpy().copy()
+    keras.random.normal([1])
+    assert (compat.global_seed().numpy() != before).any()
+    keras.utils.set_random_seed(1)
+
+
+def test_methods_of_a_callback_that_are_overridden_are_found() -> None:
+    class Mine(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None: ...
+
+    assert compat.overrides(Mine().on_train_batch_end)
+    assert not compat.overrides(Mine().on_train_batch_begin)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_is_called_with_training_if_it_takes_it(training: bool) -> None:
+    x = np.ones((64, 3), np.float32)
+    made = built_model()
+    outputs = [np.asarray(compat.call(made, x, training=training)) for _ in range(2)]
+    assert np.allclose(*outputs) is not training
+
+    class Without(keras.Model):
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    assert np.allclose(compat.call(Without(), x, training=training), x)
+
+
+def test_the_loss_is_that_of_fit_and_is_tracked() -> None:
+    made = built_model()
+    x, y = BATCH
+    y_pred = compat.call(made, x, training=False)
+    loss = compat.compute_loss(made, x, y, y_pred, None, training=False)
+    assert float(loss) == pytest.approx(made.evaluate(x, y, verbose=0)[0], rel=1e-5)
+    made.reset_metrics()
+    compat.track_loss(made, loss, 4)
+    total, count = compat.loss_variables(made)
+    assert float(total.numpy()) == pytest.approx(4 * float(loss), rel=1e-5)
+    assert float(count.numpy()) == 4
+    assert float(made.get_metrics_result()["loss"]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_what_a_model_was_compiled_with_is_there_as_objects() -> None:
+    made = model()
+    arguments = compat.compile_arguments(made)
+    assert arguments["optimizer"] is made.optimizer
+    assert arguments["loss"] == "mse"
+    assert compat.compile_arguments(keras.Sequential([keras.layers.Dense(1)])) == {}
+
+
+def test_a_metric_says_which_values_are_better() -> None:
+    assert compat.better_is(keras.metrics.SparseCategoricalAccuracy()) == "up"
+    assert compat.better_is(keras.metrics.MeanSquaredError()) == "down"
+    assert compat.better_is(object()) is None
+
+
+def test_layers_inside_of_layers_are_found() -> None:
+    inner = keras.Sequential([keras.layers.Dense(2, name="inside")], name="inner")
+    outer = keras.Sequential([inner, keras.layers.Dense(1, name="last")], name="outer")
+    assert {layer.name for layer in compat.layers_of(outer)} == {"outer", "inner", "inside", "last"}
+    assert "outer" not in {layer.name for layer in compat.layers_of(outer, include_self=False)}
+
+
+def test_the_table_of_an_embedding_is_its_trainable_variable() -> None:
+    layer = keras.layers.Embedding(4, 2)
+    layer.build()
+    assert compat.table_of(layer) is layer.trainable_variables[0]
+
+
+def test_the_step_counter_is_what_schedules_follow() -> None:
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([5], [1.0, 0.5])
+    optimizer = keras.optimizers.SGD(schedule)
+    with keras.StatelessScope([(compat.step_counter(optimizer), tf.constant(7))]):
+        assert float(optimizer.learning_rate) == 0.5
+    assert compat.learning_rate_variable(optimizer) is None
+    variable = compat.learning_rate_variable(keras.optimizers.SGD(0.25))
+    assert variable is not None
+    assert float(variable.numpy()) == 0.25
+
+
+def test_gradients_are_clipped_as_apply_does() -> None:
+    clipped = compat.clip(keras.optimizers.SGD(global_clipnorm=1.0), [tf.constant([3.0]), tf.constant([4.0])])
+    assert np.allclose([float(g[0]) for g in clipped], [0.6, 0.8])
+
+
+def test_exclusions_from_weight_decay_are_read_and_copied() -> None:
+    made = built_model(weight_decay=0.1)
+    kernel, bias = made.trainable_variables[:2]
+    other = type(made.optimizer).from_config(made.optimizer.get_config())
+    made.optimizer.built = False
+    made.optimizer.exclude_from_weight_decay(var_names=["bias"])
+    assert compat.decays(made.optimizer, kernel)
+    assert not compat.decays(made.optimizer, bias)
+    compat.copy_decay_exclusions(made.optimizer, other)
+    assert not compat.decays(other, bias)
+    assert compat.decays(keras.optimizers.SGD(), bias)
+
+
+def test_a_stand_in_has_the_path_of_another_variable_and_any_number_of_rows() -> None:
+    stand_in = keras.Variable(np.zeros((1, 2), np.float32))
+    compat.set_path(stand_in, "table/embeddings")
+    compat.open_rows(stand_in)
+    assert stand_in.path == "table/embeddings"
+    assert tuple(stand_in.shape) == (None, 2)
+
+
+def test_a_callback_forgets_its_model() -> None:
+    callback = keras.callbacks.Callback()
+    callback.set_model(built_model())
+    compat.forget_model(callback)
+    assert callback.model is None
+
+
+def test_updates_can_be_collected_by_a_scope() -> None:
+    class Pure(compat.PureUpdates, keras.optimizers.SGD):  # type: ignore[misc]
+        pass
+
+    optimizer = Pure(0.5)
+    variable = keras.Variable(np.array([1.0], np.float32))
+    optimizer.build([variable])
+    with keras.StatelessScope() as scope:
+        optimizer.apply([tf.constant([1.0])], [variable])
+    assert float(variable.numpy()[0]) == 1.0
+    assert float(np.asarray(scope.get_current_value(variable))[0]) == 0.5

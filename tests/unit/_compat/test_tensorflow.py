@@ -1,0 +1,101 @@
+"""Each private name of TensorFlow means what kdist takes it for; tests of clusters try the connections."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import environment
+
+from kdist._compat import tensorflow as compat
+
+
+def test_a_dataset_travels_as_a_graph() -> None:
+    dataset = tf.data.Dataset.range(3).map(lambda number: number * 2)
+    graph = compat.dataset_as_graph(dataset)
+    again = tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), dataset.element_spec)
+    assert [int(number) for number in again] == [0, 2, 4]
+
+
+def test_a_function_may_call_next_any_number_of_times() -> None:
+    def total(iterator: Any) -> Any:
+        numbers = []
+        for _ in range(40):
+            compat.allow_many_next(iterator)
+            numbers.append(next(iterator))
+        return tf.add_n(numbers)
+
+    dataset = tf.data.Dataset.range(100)
+    traced = tf.function(total).get_concrete_function(compat.IteratorSpec(dataset.element_spec))
+    assert int(traced(iter(dataset))) == sum(range(40))
+
+
+def test_an_executor_of_its_own_keeps_no_error() -> None:
+    executor = compat.QuietExecutor()
+    with pytest.raises(tf.errors.InvalidArgumentError), compat.executor_scope(executor):
+        tf.debugging.assert_equal(tf.constant(1), 2)
+    executor.wait()
+    with compat.executor_scope(compat.QuietExecutor()):
+        assert int(tf.constant(1) + 1) == 2
+
+
+def test_the_config_of_this_process_is_what_tensorflow_sends() -> None:
+    assert isinstance(compat.session_config(), tf.compat.v1.ConfigProto)
+
+
+def test_filters_become_what_a_server_definition_holds() -> None:
+    filters = tf.config.experimental.ClusterDeviceFilters()
+    filters.set_device_filters("worker", 0, ["/job:ps"])
+    definition = tf.train.ServerDef(cluster_device_filters=compat.filters_as_proto(filters))
+    assert definition.cluster_device_filters.jobs[0].name == "worker"
+
+
+def test_the_c_functions_that_do_not_hold_pythons_lock_are_there() -> None:
+    if sys.platform == "linux":
+        assert compat._tensorflow_library() is not None
+
+
+CONNECT = """
+import tensorflow as tf
+from kdist._compat import tensorflow as compat
+before = tf.Variable(1.0)
+server = tf.distribute.Server({"ps": ["127.0.0.1:0"]}, job_name="ps", task_index=0)
+address = server.target.removeprefix("grpc://")
+assert compat.server_def() is None
+definition = tf.train.ServerDef(job_name="localhost", task_index=0, protocol="grpc",
+                                default_session_config=compat.session_config())
+ps = definition.cluster.job.add(); ps.name = "ps"; ps.tasks[0] = address
+own = definition.cluster.job.add(); own.name = "localhost"; own.tasks[0] = "127.0.0.1:0"
+compat.set_server_def(definition)
+compat.initialize()
+assert len(compat.server_def().cluster.job) == 2
+with tf.device("/job:ps/task:0"):
+    assert int(tf.constant(1) + 1) == 2
+alone = compat.server_def()
+del alone.cluster.job[0]
+compat.update_server_def(alone)
+assert [job.name for job in compat.server_def().cluster.job] == ["localhost"]
+# What was there before still is.
+before.assign_add(1.0)
+assert float(before) == 2.0
+print("connected")
+import os; os._exit(0)
+"""
+
+
+def test_a_process_connects_and_disconnects_and_keeps_its_variables() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CONNECT], capture_output=True, text=True, timeout=100, check=False, env=environment()
+    )
+    assert done.stdout == "connected\n", done.stderr[-2000:]
+
+
+def test_two_mirrored_strategies_of_one_process_reduce_different_shapes() -> None:
+    for size in (2, 3):
+        strategy = compat.NumberedMirroredStrategy(["CPU:0"])
+        summed = strategy.run(
+            lambda values: tf.distribute.get_replica_context().all_reduce("sum", values), args=[tf.ones([size])]
+        )
+        assert np.allclose(summed, np.ones(size))

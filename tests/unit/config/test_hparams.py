@@ -1,0 +1,58 @@
+"""What goes to TensorBoard's HParams tab, read back as TensorBoard does."""
+
+from pathlib import Path
+
+import keras  # noqa: F401 - it changes the environment, which no test may do
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata
+
+from kdist.config.hparams import hparams_of
+from kdist.run.result import Result, final_metrics
+from kdist.run.summaries import Summaries
+
+CONFIG = {
+    "strategy": {"name": "sync_replicas"},
+    "cluster": {"shape": "2ps2w"},
+    "optimizer": {"learning_rate": None},
+    "train": {"batch_size": 64},
+    "model": {"units": [32, 16], "bias": True, "rate": 0.5},
+    "run": {"seed": 3},
+}
+
+
+def test_what_is_swept_and_chosen_is_shown() -> None:
+    overrides = ["+recipe=mnist", "cluster=2ps2w", "model.units=[32,16]", "++model.bias=true", "run.seed=3", "~loss"]
+    overrides += ["hooks.nan=null", "+data.password=${oc.env:PASSWORD}", "loss=null"]
+    assert hparams_of(CONFIG, overrides, ["strategy", "optimizer.learning_rate", "model.rate"]) == {
+        "recipe": "mnist",
+        "cluster": "2ps2w",
+        # A list is a text; what is None is left out.
+        "model.units": "[32,16]",
+        # Not what it stands for.
+        "data.password": "${oc.env:PASSWORD}",
+        "model.bias": True,
+        "strategy": "sync_replicas",
+        "model.rate": 0.5,
+    }
+
+
+def test_a_row_is_what_tensorboard_reads(tmp_path: Path) -> None:
+    result = Result(metrics={"train": {"loss": 2.0}, "validation": {"loss": 1.0, "auc": float("nan")}})
+    metrics = final_metrics(result)
+    assert metrics == {"final/validation_loss": 1.0, "final/train_loss": 2.0}
+    summaries = Summaries(tmp_path)
+    summaries.hparams({"cluster": "2ps2w", "train.batch_size": 64}, metrics, began=5.0, ok=False)
+    summaries.close()
+    events = EventAccumulator(str(tmp_path / "hparams")).Reload()
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    start = metadata.parse_session_start_info_plugin_data(content)
+    assert {name: value.WhichOneof("kind") for name, value in start.hparams.items()} == {
+        "cluster": "string_value",
+        "train.batch_size": "number_value",
+    }
+    assert start.start_time_secs == 5.0
+    content = events.SummaryMetadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
+    assert metadata.parse_session_end_info_plugin_data(content).status == api_pb2.STATUS_FAILURE
+    assert {tag for tag in events.Tags()["tensors"] if tag.startswith("final/")} == set(metrics)
+    assert events.Tensors("final/train_loss")[0].tensor_proto.float_val[0] == pytest.approx(2.0)

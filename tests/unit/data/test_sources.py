@@ -1,0 +1,192 @@
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from kdist.recipes.mnist import load_data
+
+from kdist.data.sources import DataContext, split_validation, training_data
+from kdist.data.worker_dataset import worker_arguments, worker_dataset
+from kdist.errors import ConfigError
+
+
+def batches(
+    data: Any, num_workers: int, worker: int, count: int, seed: int = 0, first_step: int = 0, first_batch: int = 0
+) -> list[Any]:
+    make = worker_dataset(data, num_workers=num_workers, batch_size=4, num_seeds=2, seed=seed)
+    dataset = make(*worker_arguments(data, worker, num_workers, first_step, first_batch))
+    return [tf.nest.map_structure(lambda t: t.numpy(), element) for element in dataset.take(count)]
+
+
+def numbers(n: int) -> np.ndarray:
+    return np.arange(n, dtype=np.float32)
+
+
+def test_workers_read_different_parts_of_arrays_and_together_all_of_it() -> None:
+    data = training_data(numbers(32), numbers(32), batch_size=4)
+    seen = [np.concatenate([x for (x, _), _ in batches(data, 2, worker, 4)]) for worker in (0, 1)]
+    assert sorted(np.concatenate(seen)) == list(range(32))
+    assert set(seen[0]).isdisjoint(seen[1])
+
+
+def test_parts_of_shuffled_arrays_are_random() -> None:
+    """Each part has the classes of the whole, in whatever order the data came."""
+    data = training_data(numbers(400), np.arange(400) % 2, batch_size=4)
+    for worker in (0, 1):
+        classes = np.concatenate([y for (_, y), _ in batches(data, 2, worker, 50)])
+        assert 60 < classes.sum() < 140
+
+
+def test_x_and_y_stay_together_and_every_batch_is_full() -> None:
+    data = training_data(numbers(30), -numbers(30), batch_size=4)
+    for (x, y), _ in batches(data, 2, 1, 10):
+        np.testing.assert_array_equal(x, -y)
+        assert len(x) == 4
+
+
+def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:
+    data = training_data(numbers(16), batch_size=4, seed=3)
+    once = [x for (x,), _ in batches(data, 1, 0, 8)]
+    assert sorted(np.concatenate(once[:4])) == list(range(16))
+    assert not np.array_equal(np.concatenate(once[:4]), np.concatenate(once[4:]))
+    # Whatever seeds the process has.
+    for seed in (0, 1):
+        keras.utils.set_random_seed(seed)
+        again = [x for (x,), _ in batches(training_data(numbers(16), batch_size=4, seed=3), 1, 0, 8)]
+        np.testing.assert_array_equal(once, again)
+
+
+@pytest.mark.parametrize(("num_examples", "num_workers"), [(30, 1), (30, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays_go_on_at_any_batch_as_if_they_had_been_read_from_the_beginning(
+    num_examples: int, num_workers: int, shuffle: bool
+) -> None:
+    data = training_data(numbers(num_examples), batch_size=4, shuffle=shuffle)
+    worker = num_workers - 1
+    read = [x for (x,), _ in batches(data, num_workers, worker, 20)]
+    for first in (1, 7, 8, 15):
+        resumed = [x for (x,), _ in batches(data, num_workers, worker, 5, first_batch=first)]
+        np.testing.assert_array_equal(resumed, read[first : first + 5])
+
+
+def test_datasets_go_on_at_their_place_in_a_pass() -> None:
+    def function(context: DataContext) -> tf.data.Dataset:
+        return tf.data.Dataset.range(20).shard(context.num_workers, context.worker_index).batch(2)
+
+    for x in (tf.data.Dataset.range(20).batch(2), function):
+        data = training_data(x)
+        for worker in (0, 1):
+            read = [x for x, _ in batches(data, 2, worker, 20)]
+            for first in (1, 6, 13):
+                resumed = [x for x, _ in batches(data, 2, worker, 5, first_batch=first)]
+                np.testing.assert_array_equal(resumed, read[first : first + 5])
+
+
+def test_a_dataset_of_unknown_length_begins_anew() -> None:
+    data = training_data(tf.data.Dataset.range(9).filter(lambda i: i < 8).batch(2))
+    assert list(batches(data, 1, 0, 1, first_batch=3)[0][0]) == [0, 1]
+
+
+def test_without_shuffle_arrays_come_in_order() -> None:
+    data = training_data(numbers(8), batch_size=4, shuffle=False)
+    assert [list(x) for (x,), _ in batches(data, 1, 0, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_without_shuffle_workers_take_turns() -> None:
+    data = training_data(numbers(16), batch_size=4, shuffle=False)
+    parts = [list(x) for worker in (0, 1) for (x,), _ in batches(data, 2, worker, 1)]
+    assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_fewer_examples_than_workers_still_feed_every_worker() -> None:
+    data = training_data(numbers(2), batch_size=4)
+    assert all(len(batches(data, 5, worker, 2)) == 2 for worker in range(5))
+
+
+def test_seeds_differ_between_workers_and_steps_and_runs() -> None:
+    data = training_data(numbers(8), batch_size=4)
+    seeds = [
+        tuple(element[1].flatten())
+        for worker, first_step in ((0, 0), (1, 0), (0, 100))
+        for element in batches(data, 2, worker, 5, first_step=first_step)
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_dataset_object_travels_and_is_shared_out() -> None:
+    dataset = tf.data.Dataset.range(12).map(lambda i: (i, -i)).batch(2)
+    data = training_data(dataset)
+    assert data.steps_per_epoch == 6
+    seen = [np.concatenate([x for (x, _), _ in batches(data, 2, worker, 3)]) for worker in (0, 1)]
+    assert sorted(np.concatenate(seen)) == list(range(12))
+
+
+def test_a_dataset_that_cannot_travel_is_refused_with_the_reason() -> None:
+    python = tf.data.Dataset.range(4).map(lambda i: tf.py_function(lambda v: v, [i], tf.int64)).batch(2)
+    with pytest.raises(ConfigError, match=r"cannot travel.*Python function.*\(context\)"):
+        training_data(python)
+    generator = tf.data.Dataset.from_generator(lambda: iter([1]), output_signature=tf.TensorSpec([], tf.int64)).batch(1)
+    with pytest.raises(ConfigError, match=r"cannot travel.*Python (generator|function)"):
+        training_data(generator)
+    variable = tf.Variable(2)
+    with pytest.raises(ConfigError, match="cannot travel"):
+        training_data(tf.data.Dataset.range(4).map(lambda i: i * tf.cast(variable, tf.int64)).batch(2))
+
+
+def test_a_dataset_function_is_told_worker_count_and_batch_size() -> None:
+    def function(context: DataContext) -> tf.data.Dataset:
+        assert (context.num_workers, context.batch_size) == (3, 4)
+        return tf.data.Dataset.range(9).shard(context.num_workers, context.worker_index).batch(3)
+
+    data = training_data(function)
+    assert data.steps_per_epoch is None
+    assert [list(batches(data, 3, worker, 1)[0][0]) for worker in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_what_cannot_be_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must take one argument, the context"):
+        training_data(lambda: None)
+    with pytest.raises(ValueError, match="differ in their number of examples"):
+        training_data(numbers(3), numbers(4))
+    with pytest.raises(ValueError, match="no example"):
+        training_data(numbers(0))
+    with pytest.raises(ValueError, match="empty"):
+        training_data(tf.data.Dataset.range(0))
+    with pytest.raises(ConfigError, match="generator"):
+        training_data(i for i in range(3))
+    with pytest.raises(TypeError, match="must return a tf.data.Dataset"):
+        batches(training_data(lambda context: 3), 1, 0, 1)
+
+
+def test_validation_split_takes_the_end_as_keras_does() -> None:
+    (x, y, weight), (x_val, y_val, _) = split_validation(numbers(10), -numbers(10), None, 0.2)
+    assert list(x_val) == [8, 9]
+    assert list(y_val) == [-8, -9]
+    assert len(x) == len(y) == 8
+    assert weight is None
+
+
+def test_shipped_mnist_is_real_and_small() -> None:
+    path = Path(__file__).parents[3] / "recipes" / "mnist_part.npz"
+    data = load_data(str(path))
+    assert path.stat().st_size < 3_000_000
+    assert data["x"].shape == (10_000, 28, 28)
+    assert data["validation_data"][0].shape == (2_000, 28, 28)
+    assert set(np.unique(data["y"])) == set(range(10))
+    assert 0.1 < data["x"].mean() < 0.2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"no npz", {"x_train": np.zeros(3)}, {k: np.zeros(3) for k in ("x_train", "y_train", "x_test", "y_test")}],
+)
+def test_a_wrong_data_path_is_refused(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "data.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.savez(path, **content)
+    with pytest.raises(ConfigError, match=r"(?s)data\.path=.*expected an npz file with x_train"):
+        load_data(str(path))

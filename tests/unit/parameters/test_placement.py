@@ -1,0 +1,98 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdist.config.schema import PLACEMENT_POLICIES, ServerOptions
+from kdist.errors import ConfigError
+from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable
+from kdist.parameters.placement import place as place_by
+
+SHAPES = st.lists(st.lists(st.integers(1, 300), min_size=0, max_size=3).map(tuple), min_size=1, max_size=25)
+
+
+def place(
+    variables: list[Variable], num_servers: int, policy: str, partition_min_bytes: int = 1 << 18
+) -> PlacementPlan:
+    return place_by(variables, num_servers, PlacementPolicy(policy, partition_min_bytes))
+
+
+def variable(name: str, shape: tuple[int, ...], *, can_be_cut: bool = True) -> Variable:
+    """A float32 variable with one slot."""
+    num_bytes = 4 * math.prod(shape)
+    return Variable(name, shape, 2 * num_bytes, num_bytes, can_be_cut=can_be_cut)
+
+
+def variables(*sizes: int) -> list[Variable]:
+    return [Variable(f"v{i}", (size,), size) for i, size in enumerate(sizes)]
+
+
+def test_round_robin_is_tensorflows_order() -> None:
+    plan = place(variables(1, 2, 3, 4, 5), 2, "round_robin")
+    assert [shard.server for shard in plan.shards] == [0, 1, 0, 1, 0]
+
+
+def test_greedy_puts_the_largest_on_the_least_loaded() -> None:
+    plan = place(variables(10, 1, 9, 1, 1), 2, "greedy")
+    assert sorted(plan.bytes_by_server) == [11, 11]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SHAPES, st.integers(1, 6))
+def test_greedy_is_never_less_even_than_round_robin(shapes: list[tuple[int, ...]], num_servers: int) -> None:
+    given_variables = [variable(f"v{i}", shape) for i, shape in enumerate(shapes)]
+    greedy, in_turn = (place(given_variables, num_servers, policy) for policy in ("greedy", "round_robin"))
+    assert greedy.imbalance <= in_turn.imbalance
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2_000, 200_000), st.integers(8, 64), SHAPES, st.integers(2, 6))
+def test_partitioned_is_within_five_percent_of_even_where_a_table_dominates(
+    rows: int, dim: int, shapes: list[tuple[int, ...]], num_servers: int
+) -> None:
+    table = variable("table", (rows, dim))
+    others = [variable(f"v{i}", shape) for i, shape in enumerate(shapes)]
+    # All others together are less than a twentieth of a server's share of the table.
+    others = [v for v in others if v.num_bytes * len(others) * num_servers * 20 < table.num_bytes]
+    plan = place([table, *others], num_servers, "partitioned", partition_min_bytes=1 << 10)
+    assert plan.imbalance <= 1.05
+
+
+@settings(max_examples=200, deadline=None)
+@given(SHAPES, st.integers(1, 6), st.sampled_from(PLACEMENT_POLICIES), st.integers(1, 10_000))
+def test_every_row_of_every_variable_is_on_one_server(
+    shapes: list[tuple[int, ...]], num_servers: int, policy: str, partition_min_bytes: int
+) -> None:
+    given_variables = [variable(f"v{i}", shape, can_be_cut=i % 3 > 0) for i, shape in enumerate(shapes)]
+    plan = place(given_variables, num_servers, policy, partition_min_bytes)
+    for i, whole in enumerate(given_variables):
+        shards = [shard for shard in plan.shards if shard.variable == i]
+        bounds = [(shard.start, shard.stop) for shard in shards]
+        assert [row for start, stop in bounds for row in range(start, stop)] == list(range(whole.num_rows))
+        assert all(0 <= shard.server < num_servers for shard in shards)
+        is_large = policy == "partitioned" and whole.can_be_cut and whole.value_bytes > partition_min_bytes
+        assert len(shards) == (min(num_servers, whole.num_rows) if is_large else 1)
+
+
+def test_a_table_that_is_always_cut_is_cut_under_every_policy() -> None:
+    table = Variable("table", (10, 2), 160, 80, can_be_cut=True, always_cut=True)
+    for policy in PLACEMENT_POLICIES:
+        plan = place([table, *variables(5, 5)], 3, policy)
+        assert [(s.server, s.start, s.stop) for s in plan.shards[:3]] == [(0, 0, 3), (1, 3, 6), (2, 6, 10)]
+
+
+def test_table_names_shards_servers_totals_and_notes() -> None:
+    table = Variable("users/embeddings", (6, 8), 384, 192, can_be_cut=True, note="looked up by rows")
+    text = place([table, Variable("dense/kernel", (6, 8), 384)], 2, "partitioned", partition_min_bytes=1).table()
+    assert "users/embeddings[0:3]" in text
+    assert "users/embeddings[3:6]" in text
+    assert "3x8" in text
+    assert "dense/kernel" in text
+    assert "imbalance 1.50" in text
+    assert "users/embeddings: looked up by rows" in text
+
+
+def test_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.placement=best.*round_robin, greedy, partitioned"):
+        ServerOptions(placement="best")

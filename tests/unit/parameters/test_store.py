@@ -1,0 +1,87 @@
+"""Updates that were begun and not finished are seen by the counters of the servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import toy_data
+
+import kdist
+from kdist.config.schema import ServerOptions
+from kdist.launch.fit_arguments import FitArguments
+from kdist.parameters.placement import PlacementPolicy
+from kdist.parameters.store import ParameterStore
+from kdist.strategies.store_backed import prepare
+
+
+@pytest.fixture
+def store(run_dir: Path) -> ParameterStore:
+    """Two servers, both of them this process."""
+    return make_store(run_dir, num_servers=2)
+
+
+def make_store(run_dir: Path, num_servers: int) -> ParameterStore:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    x, y = toy_data()
+    request = trainer._request(FitArguments(x, y, batch_size=8))
+    prepared = prepare(request.training_spec(request.training_data()), 1)
+    return prepared.store(["/CPU:0"] * num_servers, prepared.plan(num_servers, PlacementPolicy.of(ServerOptions())))
+
+
+def push(store: ParameterStore, broken: int | None = None) -> None:
+    """One update, with a gradient that cannot be computed in the place of one of them."""
+
+    @tf.function(autograph=False)
+    def call(is_broken: tf.Tensor) -> tf.Tensor:
+        pulled = store.pull()
+        gradients = [tf.ones_like(value) for value in pulled.trainable]
+        if broken is not None:
+            gradients[broken] = gradients[broken] + tf.cast(1 // (1 - is_broken), gradients[broken].dtype)
+        return store.push(gradients, [None] * len(pulled.state), pulled)
+
+    call(tf.constant(1))
+
+
+def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
+    for _ in range(3):
+        push(store)
+    assert store.global_step() == 3
+    assert store.is_consistent()
+    assert {int(counter.numpy()) for counter in [*store._steps, *store._applied]} == {3}
+
+
+def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(run_dir, num_servers=1)
+    push(store)
+    optimizer = store._optimizers[0]
+    apply = optimizer.apply
+
+    def apply_and_fail(gradients: Any, step: Any) -> None:
+        apply(gradients, step)
+        with tf.control_dependencies([step]):
+            tf.debugging.Assert(tf.less(step, 0), [step])
+
+    monkeypatch.setattr(optimizer, "apply", apply_and_fail)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        push(store)
+    assert store.global_step() == 2
+    assert not store.is_consistent()
+
+
+@pytest.mark.parametrize("broken", range(4))
+def test_an_update_that_ends_in_the_middle_is_not_whole_or_was_never_begun(store: ParameterStore, broken: int) -> None:
+    push(store)
+    before = store.values.read()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        push(store, broken)
+    after = store.values.read()
+    changed = [name for name in before if not np.array_equal(before[name], after[name])]
+    # Whatever was changed, the counters tell of it.
+    assert not changed or not store.is_consistent()
+    store.align()
+    assert store.is_consistent()

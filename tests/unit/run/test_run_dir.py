@@ -1,0 +1,78 @@
+"""What is written once, where it can be and where it cannot, and who may read it."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import keras
+import models
+import pytest
+
+from kdist.errors import ConfigError, KdistError
+from kdist.run.result import Result
+from kdist.run.run_dir import RunDir
+from kdist.run.run_lock import Holder
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_run_dir_is_made_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "usual").mkdir()
+    given = RunDir("of/mine", "x")
+    given.write_result(Result())
+    for path in (given.path, RunDir(None, "x").path):
+        assert mode_of(path) == 0o700
+        assert mode_of(path.parent) == mode_of(tmp_path / "usual")
+
+
+def test_a_run_dir_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    RunDir(tmp_path, "x").write_result(Result())
+    assert mode_of(tmp_path) == 0o755
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_result_that_cannot_be_written_hides_no_other_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunDir(run_dir, "mine")
+    folder.write_result(Result("done", 7))
+    before = (run_dir / "result.json").read_text()
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.warns(UserWarning, match=r"result\.json: cannot be written: No space left on device"):
+        folder.write_result(Result("failed", 8, error="the first error"))
+    for status in ("done", "preempted"):
+        with pytest.raises(KdistError, match=r"result\.json: cannot be written: No space left on device"):
+            folder.write_result(Result(status, 8))
+    assert (run_dir / "result.json").read_text() == before
+    assert [path.name for path in run_dir.iterdir()] == ["result.json"]
+
+
+def test_a_model_that_cannot_be_written_is_an_error_and_leaves_nothing(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir.mkdir()
+    monkeypatch.setattr(keras.Model, "save", full)
+    with pytest.raises(KdistError, match=r"model\.keras: cannot be written: No space.*\n  last checkpoint: none was"):
+        RunDir(run_dir, "mine").write_model(models.mlp())
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_chief_that_was_replaced_writes_nothing_over_what_its_successor_wrote(run_dir: Path) -> None:
+    folder = RunDir(run_dir, "mine")
+    folder.write_result(Result("done", 7))
+    successor = replace(Holder.this_process(), boot="another", host="elsewhere")
+    (run_dir / ".lock").write_text(json.dumps(asdict(successor)))
+    before = (run_dir / "result.json").read_text()
+    with pytest.raises(ConfigError, match="was taken over by process"):
+        folder.write_result(Result("done", 8))
+    with pytest.warns(UserWarning, match="was taken over by process"):
+        folder.write_result(Result("failed", 8))
+    with pytest.raises(ConfigError, match="was taken over by process"):
+        folder.write_model(models.mlp())
+    assert (run_dir / "result.json").read_text() == before
+    assert {path.name for path in run_dir.iterdir()} == {".lock", "result.json"}

@@ -1,0 +1,196 @@
+"""One chief for each run dir: who holds the lock, and whether it is still there."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fakes import ME, ended_process, held_by, write_lock
+from helpers import wait_until
+
+from kdist.errors import ConfigError
+from kdist.run import run_lock
+from kdist.run.run_lock import RunLock, check_not_taken_over
+
+
+def test_a_lock_is_there_while_it_is_held_and_can_be_taken_again(run_dir: Path) -> None:
+    for _ in range(2):
+        with RunLock(run_dir):
+            assert json.loads((run_dir / ".lock").read_text())["pid"] == os.getpid()
+        assert list(run_dir.iterdir()) == []
+
+
+def test_it_is_released_when_what_it_guards_fails(run_dir: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), RunLock(run_dir):
+        raise KeyboardInterrupt
+    RunLock(run_dir).check()
+
+
+def test_a_second_chief_is_refused_with_who_is_there(run_dir: Path) -> None:
+    code = "import sys, pathlib, kdist.run.run_lock as lock; lock.RunLock(pathlib.Path(sys.argv[1])).check()"
+    with RunLock(run_dir):
+        for taking in (RunLock(run_dir).check, RunLock(run_dir).__enter__):
+            with pytest.raises(ConfigError, match=rf"run\.dir={run_dir}: is in use by this process itself"):
+                taking()
+        other = subprocess.run(
+            [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert f"is in use by process {os.getpid()} on {socket.gethostname()} since 2" in other.stderr
+        assert (run_dir / ".lock").exists()
+
+
+@pytest.mark.parametrize("what", ["gone", "another process by now", "killed before it wrote", "no lock file of kdist"])
+def test_a_stale_lock_is_taken_over(run_dir: Path, what: str) -> None:
+    contents = {
+        "gone": held_by(pid=ended_process()),
+        "another process by now": held_by(started=(ME.started or 0) - 1),
+        "killed before it wrote": "",
+        "no lock file of kdist": '{"pid": 1}',
+    }
+    write_lock(run_dir, contents[what])
+    RunLock(run_dir).check()
+    with RunLock(run_dir):
+        assert json.loads((run_dir / ".lock").read_text()) == {**vars(ME), "since": ME.since} | {
+            "since": json.loads((run_dir / ".lock").read_text())["since"]
+        }
+    assert not (run_dir / ".lock").exists()
+
+
+def test_a_zombie_holds_nothing(run_dir: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    write_lock(run_dir, held_by(pid=process.pid, started=started))
+    with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
+        RunLock(run_dir).check()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    RunLock(run_dir).check()
+    process.communicate()
+
+
+ELSEWHERE = ({"host": "elsewhere"}, {"boot": "another"}, {"namespace": "pid:[1]"})
+
+
+class Clock:
+    """Time that passes when somebody sleeps.
+
+    Attributes:
+        beats_at: when the chief of another machine touches its lock.
+    """
+
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
+        self.now = 1_000_000.0
+        self.beats_at = float("inf")
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.beats_at:
+            os.utime(self._lock, (self.beats_at, self.beats_at))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> Clock:
+    clock = Clock(run_dir / ".lock")
+    monkeypatch.setattr(run_lock, "time", clock)
+    monkeypatch.setattr(RunLock, "_clock_is_behind", 0.0)
+    return clock
+
+
+@pytest.mark.parametrize("difference", ELSEWHERE, ids=lambda difference: next(iter(difference)))
+def test_a_chief_elsewhere_with_a_heartbeat_is_refused(run_dir: Path, clock: Clock, difference: dict[str, str]) -> None:
+    # Its process id is that of this process, as of any container: it is not taken for this process.
+    write_lock(run_dir, held_by(**difference))
+    os.utime(run_dir / ".lock", (clock.now - 5, clock.now - 5))
+    clock.beats_at = clock.now + 5
+    with (
+        pytest.warns(UserWarning, match=r"was in use by process .* waiting for its heartbeat, at most 55 s"),
+        pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on "),
+    ):
+        RunLock(run_dir).__enter__()
+    assert clock.now < 1_000_000 + 10
+    assert {**json.loads((run_dir / ".lock").read_text()), **difference} == json.loads((run_dir / ".lock").read_text())
+
+
+def test_a_chief_elsewhere_without_a_heartbeat_is_waited_for_a_minute(run_dir: Path, clock: Clock) -> None:
+    write_lock(run_dir, held_by(host="elsewhere"))
+    os.utime(run_dir / ".lock", (clock.now - 5, clock.now - 5))
+    lock = RunLock(run_dir)
+    with pytest.warns(UserWarning, match="process .* on elsewhere"):
+        lock.check()
+    assert 55 <= clock.now - 1_000_000 <= 57
+    with lock:
+        assert json.loads((run_dir / ".lock").read_text())["host"] == ME.host
+
+
+def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, clock: Clock) -> None:
+    write_lock(run_dir, held_by(host="elsewhere"))
+    os.utime(run_dir / ".lock", (clock.now - 61, clock.now - 61))
+    RunLock(run_dir).check()
+    assert clock.now == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "is_taken_over"), [("17", 0, True), ("17", 1, True), ("17", 2, False), ("18", 0, False)]
+)
+def test_a_job_that_was_requeued_replaces_its_predecessor_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int, is_taken_over: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    write_lock(run_dir, held_by(host="elsewhere", job=job, job_restarts=restarts))
+    assert (RunLock(run_dir).living_holder() is None) is is_taken_over
+
+
+def test_a_process_of_the_same_job_on_this_machine_keeps_its_lock(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with RunLock(run_dir), pytest.raises(ConfigError, match="in use by this process itself"):
+        RunLock(run_dir).check()
+
+
+def test_a_lock_that_is_held_has_a_heartbeat(run_dir: Path) -> None:
+    with RunLock(run_dir, heartbeat_secs=0.01):
+        os.utime(run_dir / ".lock", (1, 1))
+        wait_until(lambda: (run_dir / ".lock").stat().st_mtime > 1, 10, "a heartbeat")
+        # Another chief's is left alone.
+        (run_dir / ".lock").write_text(held_by(host="elsewhere"))
+        os.utime(run_dir / ".lock", (1, 1))
+        wait_until(lambda: "kdist-run-lock" not in {t.name for t in threading.enumerate()}, 10, "no more heartbeats")
+        assert (run_dir / ".lock").stat().st_mtime == 1
+
+
+def test_a_run_whose_lock_was_taken_over_is_told_so(run_dir: Path) -> None:
+    check_not_taken_over(run_dir)
+    with RunLock(run_dir):
+        check_not_taken_over(run_dir)
+        (run_dir / ".lock").write_text(held_by(pid=os.getppid()))
+        check_not_taken_over(run_dir)
+        # The host has got another name.
+        (run_dir / ".lock").write_text(held_by(host="elsewhere"))
+        check_not_taken_over(run_dir)
+        (run_dir / ".lock").write_text(held_by(host="elsewhere", boot="another"))
+        with pytest.raises(ConfigError, match=r"was taken over by process \d+ on elsewhere"):
+            check_not_taken_over(run_dir)
+
+
+def test_somebody_elses_lock_is_not_removed(run_dir: Path) -> None:
+    with RunLock(run_dir):
+        (run_dir / ".lock").write_text(held_by(host="elsewhere"))
+    assert (run_dir / ".lock").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir=.*: cannot be written: Not a directory"):
+        RunLock(tmp_path / "file" / "run").__enter__()

@@ -1,0 +1,97 @@
+"""How many steps a call unrolls."""
+
+import pytest
+
+from kdist.strategies.traced_calls import CallSizer
+
+
+def trained(sizer: CallSizer, secs: float, rate: float) -> None:
+    """`secs` of training in runs of 0.1 s."""
+    for _ in range(round(secs / 0.1)):
+        sizer.observe(max(1, round(0.1 * rate)), 0.1, warming_up=False)
+
+
+@pytest.mark.parametrize(("remaining", "size"), [(100, 7), (7, 7), (6, 4), (1, 1)])
+def test_a_fixed_number_is_kept_but_for_what_remains(remaining: int, size: int) -> None:
+    assert CallSizer(7, num_workers=4).next_size(remaining) == size
+
+
+def test_sizes_are_few_and_add_up() -> None:
+    sizer = CallSizer(100, num_workers=1)
+    remaining, sizes = 77, []
+    while remaining:
+        sizes.append(sizer.next_size(remaining))
+        remaining -= sizes[-1]
+    assert sizes == [64, 4, 4, 4, 1]
+
+
+def test_auto_leaves_single_steps_once_training_has_taken_as_long_as_tracing_did() -> None:
+    sizer = CallSizer(None, num_workers=1)
+    sizer.observe(16, 1.0, warming_up=True)
+    trained(sizer, 0.8, rate=100)
+    assert sizer.steps_per_call == 1
+    trained(sizer, 0.3, rate=100)
+    assert sizer.steps_per_call == 4
+
+
+def test_auto_keeps_calls_of_slow_models_short() -> None:
+    sizer = CallSizer(None, num_workers=4)
+    sizer.observe(1, 0.1, warming_up=True)
+    trained(sizer, 60, rate=10)
+    assert sizer.steps_per_call == 1
+
+
+def grown_to_16(last_step: int | None = None, *, num_workers: int = 1) -> CallSizer:
+    """A sizer that has seen single steps at 100/s, then 200/s, and then that calls of 16 cost 1 s."""
+    sizer = CallSizer(None, num_workers, last_step)
+    sizer.observe(1, 0.1, warming_up=True)
+    trained(sizer, 0.1, rate=100)
+    sizer.observe(4, 0.1, warming_up=True)
+    while sizer.steps_per_call < 16:
+        trained(sizer, 0.1, rate=200)
+    sizer.observe(16, 1.0, warming_up=True)
+    return sizer
+
+
+def test_auto_grows_when_larger_calls_would_have_saved_what_they_cost() -> None:
+    sizer = grown_to_16()
+    # From 200/s to 250/s 1 ms a step was saved: with 64 steps a call a quarter of that will be, and will cost 4 s.
+    trained(sizer, 60, rate=250)
+    assert sizer.steps_per_call == 16
+    trained(sizer, 5, rate=250)
+    assert sizer.steps_per_call == 64
+
+
+@pytest.mark.parametrize(("last_step", "size"), [(10_000, 16), (20_000, 64)])
+def test_auto_grows_at_once_if_what_is_left_to_train_will_save_the_cost(last_step: int, size: int) -> None:
+    sizer = grown_to_16(last_step)
+    trained(sizer, 1.5, rate=250)
+    assert sizer.steps_per_call == size
+
+
+def test_auto_counts_what_is_left_from_where_a_resumed_run_begins() -> None:
+    sizer = grown_to_16(20_000)
+    sizer.begin_at(15_000)
+    trained(sizer, 1.5, rate=250)
+    assert sizer.steps_per_call == 16
+
+
+def test_auto_keeps_a_size_that_brought_nothing() -> None:
+    sizer = grown_to_16()
+    trained(sizer, 1000, rate=199)
+    assert sizer.steps_per_call == 16
+
+
+def test_auto_gives_every_worker_its_share_near_the_end() -> None:
+    sizer = grown_to_16(num_workers=4)
+    assert [sizer.next_size(remaining) for remaining in (100, 60, 16, 4)] == [16, 4, 4, 1]
+
+
+def test_auto_goes_by_the_time_that_steps_take_and_not_by_when_they_were_asked_for() -> None:
+    sizer = CallSizer(None, num_workers=1)
+    sizer.observe(1, 1.0, warming_up=True)
+    # Steps of 0.3 s, of which ten arrive at once.
+    for _ in range(20):
+        sizer.observe(0, 2.999, warming_up=False)
+        sizer.observe(10, 0.001, warming_up=False)
+    assert sizer.steps_per_call == 1

@@ -1,0 +1,86 @@
+"""`make lint` finds what breaks the order of the rooms, and the rules of the code."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPO
+
+sys.path.append(str(REPO / "tests" / "lint"))
+import rules
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from tensorflow.python.eager import context",
+        "import keras.src.backend",
+        "import keras\nkeras.src.utils.is_default(f)",
+        "def f(model):\n    return model._loss_tracker",
+        "def f(layer):\n    return getattr(layer, '_embeddings')",
+        "def f(self, other):\n    self.x = other._x",
+    ],
+)
+def test_a_private_name_of_something_else_is_found(code: str) -> None:
+    assert list(rules.private_names(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos._exit(1)",
+        "class A:\n    def __init__(self):\n        self._x = 1\n    def same(self, other):\n        return other._x",
+        "class A(B):\n    def f(self):\n        return super()._g() + self._h",
+        "target = config._target_",
+    ],
+)
+def test_private_names_of_ones_own_are_fine(code: str) -> None:
+    assert not list(rules.private_names(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("def f(grace_secs=30.0): ...", True),
+        ("def f(*, resume: str = 'auto'): ...", True),
+        ("class A:\n    step_timeout: float = 300.0", True),
+        ("def f(grace_secs=RunConfig.grace_secs, resume=None, other=1): ...", False),
+    ],
+)
+def test_a_second_default_of_a_config_key_is_found(code: str, is_found: bool) -> None:
+    assert bool(list(rules.second_defaults(ast.parse(code), rules.config_keys()))) is is_found
+
+
+def test_the_code_keeps_the_rules() -> None:
+    assert rules.violations() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("config/checks.py", "from kdist.trainer import Trainer", "A room imports only rooms below it"),
+        ("data/sources.py", "from kdist.console.lines import print_line", "Only warnings are open"),
+        (
+            "cluster/spec.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kdist.cluster.local import LocalCluster",
+            "No import circle",
+        ),
+    ],
+)
+def test_an_import_that_breaks_the_order_of_the_rooms_is_found(
+    tmp_path: Path, file: str, line: str, contract: str
+) -> None:
+    shutil.copytree(REPO / "kdist", tmp_path / "kdist", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", tmp_path)
+    with (tmp_path / "kdist" / file).open("a") as changed:
+        changed.write(f"\n{line}\n")
+    # The copy is what Python finds, also where kdist is installed.
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as run; run()"
+    command = [sys.executable, "-c", code, "--no-cache"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    broken = [line for line in done.stdout.splitlines() if " BROKEN" in line]
+    assert any(line.startswith(contract) for line in broken), done.stdout
