@@ -1,4 +1,4 @@
-"""Importing TensorFlow in less time: every process of a cluster does it, and it takes seconds."""
+"""Imports TensorFlow faster: every process of a cluster does it, and it takes seconds."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 @contextmanager
 def quick_import(*, keras: bool = True) -> Iterator[None]:
-    """Within it, importing TensorFlow takes less time.
+    """While entered, importing TensorFlow takes less time.
 
-    Python does not look for garbage meanwhile: there is none among the million objects that are made, and looking costs
-    a fifth of the time.
+    Garbage collection is off in the meantime: there is no garbage among the million objects that are created, and
+        looking for it costs a fifth of the time.
 
     Args:
-        keras: whether TensorFlow is to import Keras, if nobody has: another quarter, with Matplotlib, which Keras
-            imports. What only serves has no use for it.
+        keras: whether TensorFlow may import Keras, unless it is already imported: another quarter of the time,
+            including Matplotlib, which Keras imports. A process that only serves does not need it.
     """
     was_enabled = gc.isenabled()
     modules: dict[str, Any] = sys.modules
     hidden = not keras and "keras" not in modules
     gc.disable()
     if hidden:
-        # What Python takes for a module that does not exist; TensorFlow goes on without it.
+        # Python treats it as a module that does not exist; TensorFlow continues without it.
         modules["keras"] = None
     try:
         yield

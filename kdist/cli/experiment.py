@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = True) -> None:
-    """Trains as `config` says, or takes part in the training if this process is not the chief.
+    """Trains as configured, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
-        run_dir: where everything goes, locked by the caller if it is the chief; None in a process that needs none.
+        run_dir: the run dir, locked by the caller if it is the chief; None in a process that needs none.
         is_chief: whether this process writes the result of the run.
     """
     with quick_import():
@@ -38,12 +38,12 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
         from kdist.run.result import Result, describe
         from kdist.run.run_dir import RunDir
 
-    # All that is there before the first job stays. Before the next ones it would keep what is left of those before.
+    # Objects from before the first trial stay. Later it would also keep garbage of earlier trials.
     if not gc.get_freeze_count():
         gc.freeze()
     tf.debugging.set_log_device_placement(config.run.log_device_placement)
     tf.config.set_soft_device_placement(config.run.soft_device_placement)
-    # Names of layers count from the start in every run of a sweep.
+    # Layer names are numbered from the start in every trial of a sweep.
     keras.utils.clear_session()
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
@@ -51,7 +51,7 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
     trainer = None
     try:
         trainer = _trainer(config, run_dir)
-        # Built now: what is wrong with it is found before anything starts.
+        # Built now, so that its errors are found before anything starts.
         _ = trainer.model
         data = data_arguments(config)
         if config.run.plan_only:
@@ -68,7 +68,7 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
             verbose=config.run.verbose,
         )
     except BaseException as error:
-        # What fails before training leaves its result, too.
+        # A failure before training leaves a result, too.
         is_said = not is_chief or (trainer is not None and trainer.result.error is not None)
         if run_dir is not None and not is_said and not RunDir(run_dir, config.run.name).has_result_since(started):
             result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))

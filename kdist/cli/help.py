@@ -1,4 +1,4 @@
-"""What `--help` says, from the schemas and the config folders, and which key was probably meant."""
+"""The text of `--help`, from the schemas and the config folders, and suggestions for misspelled keys."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def help_text() -> str:
 
 
 def nearest_key(key: str) -> str | None:
-    """The key that was probably meant by one that does not exist; None if none is near."""
+    """The existing key that is most similar to an unknown one; None if none is similar."""
     known = [*_known_keys(), *_known_hook_keys()]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     return near[0] if near else None
@@ -109,7 +109,7 @@ def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
     for item in fields(schema):
         make_default: Any = item.default_factory
         value = make_default() if item.default is MISSING else item.default
-        # As it is typed.
+        # As a user types it.
         listed = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
         default = "null" if value is None else listed
         yield f"{prefix}{item.name}", "" if is_dataclass(value) else default, meanings[item.name]
@@ -118,7 +118,7 @@ def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
 
 
 def _field_docstrings(schema: type) -> dict[str, str]:
-    """The string behind each field of a dataclass and its bases, which Python itself does not keep."""
+    """The string after each field of a dataclass and its bases, which Python itself does not keep."""
     meanings = {}
     for owner in filter(is_dataclass, schema.__mro__):
         definition = ast.parse(inspect.getsource(owner)).body[0]

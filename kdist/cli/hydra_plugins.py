@@ -1,4 +1,4 @@
-"""What Hydra needs to know of kdist: its schemas, that `cluster=2ps2w` is a config without a file, private run dirs."""
+"""kdist's plugins for Hydra: the schemas, `cluster=2ps2w` as a config without a file, private run dirs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ClusterShapes(ConfigSource):
         return config_path == "cluster"
 
     def is_config(self, config_path: str) -> bool:
-        # Names that are no shape are claimed as well: `ClusterShape.parse` says what is wrong with them, and Hydra
-        # asks here last, after every file.
+        # Claims names that are not a shape, too: `ClusterShape.parse` explains what is wrong with them, and Hydra asks
+        # this source last, after every file.
         return config_path.startswith("cluster/")
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -60,7 +60,7 @@ class ClusterShapesSearchPath(SearchPathPlugin):
 
 
 class PrivateRunDirs(Callback):
-    """Makes the folder of a run or of a sweep before Hydra does, which would let everybody read it."""
+    """Creates the folder of a run or of a sweep before Hydra does, which would make it readable for everyone."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         self._make(config.hydra.run.dir)
@@ -70,18 +70,18 @@ class PrivateRunDirs(Callback):
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         path = Path(config.hydra.runtime.output_dir)
-        # The folder of a job in a sweep: Hydra has just made it, if there is nothing else in it.
+        # The folder of a trial: Hydra has just created it, if there is nothing else in it.
         if config.hydra.mode == RunMode.MULTIRUN and [entry.name for entry in path.iterdir()] == [".hydra"]:
             path.chmod(OWNER_ONLY)
 
     def _make(self, path: str) -> None:
-        # Hydra says what is wrong with a path.
+        # Hydra reports what is wrong with a path.
         with suppress(OSError):
             make_private(Path(path))
 
 
 def register() -> None:
-    """Makes Hydra know kdist's schemas and cluster shapes. May be called again."""
+    """Registers kdist's schemas and cluster shapes with Hydra. May be called repeatedly."""
     plugins: Any = Plugins.instance()
     plugins.register(ClusterShapes)
     plugins.register(ClusterShapesSearchPath)
@@ -91,9 +91,9 @@ def register() -> None:
 
 
 def overrides_of_job() -> list[str]:
-    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} stays what it is.
+    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} is not resolved.
 
-    Empty where Hydra runs nothing.
+    Empty if Hydra runs no job.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -106,7 +106,7 @@ def overrides_of_job() -> list[str]:
 def _run_name(*, _root_: DictConfig) -> str:
     from hydra.core.hydra_config import HydraConfig
 
-    # Before a job runs, and for the folder of a sweep, its config is all that there is; the job's own has no such part.
+    # Before a job runs, and for the folder of a sweep, only its config exists; the job's own has no such part.
     hydra = _root_.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     choices: dict[str, Any] = hydra.runtime.choices if hydra is not None else {}
     return str(choices.get("recipe") or "train")

@@ -1,6 +1,6 @@
 """`python -m kdist`: Hydra's entry point. A KdistError becomes one clear message and an exit code.
 
-TensorFlow is imported only once the config is known to be right.
+TensorFlow is imported only after the config has been checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def main() -> NoReturn:
     """Runs the command line and ends the process with its exit code."""
-    # As `python -m` does by itself: a config may name a module of the folder that the command runs in.
+    # As `python -m` does: a config may name a module in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     keep_python_stderr()
@@ -46,7 +46,7 @@ def main() -> NoReturn:
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # At a normal exit TensorFlow may wait for ever for a task that is gone. Everything is written and closed by now.
+    # At a normal exit TensorFlow may wait forever for a task that has exited. Everything is written and closed by now.
     os._exit(code)
 
 
@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _exit_code_of(error: BaseException) -> int:
-    """Says what ended the command, and returns its exit code."""
+    """Prints what ended the command, and returns its exit code."""
     if isinstance(error, KeyboardInterrupt):
         print("kdist: interrupted", file=sys.stderr)
         return signals.INTERRUPTED
@@ -79,18 +79,18 @@ def _exit_code_of(error: BaseException) -> int:
 
 
 def _run_hydra(arguments: list[str]) -> None:
-    """Runs the job, or with `-m` all jobs of a sweep."""
+    """Runs the job, or with `-m` all trials of a sweep."""
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
     from kdist.cluster.resolve import membership_of
 
-    # TensorFlow's C++ code talks on standard error otherwise, from the moment that a user's module imports it.
+    # Otherwise TensorFlow's C++ code writes to standard error as soon as a user's module imports it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     register()
     parsed = parse_command_line(arguments)
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
-        # Before Hydra makes the run dir: neither a wrong config nor a task that is not the chief is to leave one.
+        # Before Hydra creates the run dir: neither a wrong config nor a task that is not the chief may leave one.
         checked = _check(parsed)
         membership = membership_of(checked.cluster, os.environ)
         if membership is not None and not membership.is_chief:
@@ -117,13 +117,13 @@ def _run_hydra(arguments: list[str]) -> None:
 
 
 def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> None:
-    """Runs the jobs of a sweep that are not done; says at the end what all of them came to."""
+    """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
     from kdist.cli.sweep import Sweep, SweepFailedError, TrialRunner
     from kdist.cli.sweep_plot import draw_sweep
 
-    # Known here, and not only where jobs run: `now` is another second there.
+    # Resolved here, and not only where trials run: `now` is another second there.
     folder = str(config.hydra.sweep.dir)
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
@@ -134,7 +134,7 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
                 [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
             )
     finally:
-        # A config that is not derived from kdist's has no such part; each of its jobs says so.
+        # A config that is not derived from kdist's has no such part; each of its trials reports that.
         metric, mode = (OmegaConf.select(config, f"sweep.{key}") for key in ("metric", "mode"))
         sweep = Sweep(Path(folder), metric, mode)
         if sweep.trials:
@@ -149,12 +149,12 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
 
 
 def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
-    """Has Hydra compose the config, make the folders and call `job`."""
+    """Lets Hydra compose the config, create the folders and call `job`."""
     from hydra import main as hydra_main
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    # Hydra would print its own errors itself and exit with 1.
+    # Hydra would print its errors itself and exit with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], *arguments]
     try:
@@ -166,7 +166,7 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
 
 
 def _take_part(config: Config, membership: Membership) -> None:
-    """Runs as a task that is not the chief, until the chief is done."""
+    """Runs as a task that is not the chief, until the chief has finished."""
     signals.exit_at_once = os._exit
     says_all = config.run.log_device_placement and not membership.runs_program
     with (
@@ -202,7 +202,7 @@ def _check(parsed: Namespace) -> Config:
     for override in parsed.overrides:
         group, _, value = override.partition("=")
         if group == "cluster" and value.isdecimal():
-            # Hydra reads a number where it wants a name, and says so in its own terms.
+            # Hydra parses it as a number where it needs a name, and its message does not help.
             ClusterShape.parse(value)
     try:
         with initialize_config_module(config_module="kdist.conf", version_base="1.3"):
@@ -217,7 +217,7 @@ def _check(parsed: Namespace) -> Config:
 
 
 def _check_hydra(parsed: Namespace) -> DictConfig:
-    """The config, composed as Hydra will, its own part of it checked before it acts on that."""
+    """The config as Hydra will compose it, with Hydra's own part checked before Hydra uses it."""
     from hydra.core.utils import setup_globals
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -234,7 +234,7 @@ def _check_hydra(parsed: Namespace) -> DictConfig:
 
 
 def _checked(config: DictConfig, parsed: Namespace) -> Config:
-    """The config as dataclasses, its values and targets checked."""
+    """The config as dataclasses, with values and targets checked."""
     from omegaconf import OmegaConf
 
     from kdist.cli.experiment import strategy_of
@@ -252,9 +252,9 @@ def _checked(config: DictConfig, parsed: Namespace) -> Config:
     registry.resolve(checked.strategy, shape)
     checked.run.trust = targets.of_command_line(checked.run.trust, parsed.overrides)
     if membership is None and (parsed.multirun or not shape.is_local):
-        # While there is one thread, which is now, and before a sweep's first job.
+        # Now, while there is one thread, and before the first trial of a sweep.
         isolate.enter(checked.cluster.isolate)
-    # What it imports may import TensorFlow, which has something to say of every machine.
+    # It may import TensorFlow, which prints messages about every machine.
     with native_log(Path(os.devnull)):
         check_targets(checked)
         strategy_of(checked)
@@ -262,7 +262,7 @@ def _checked(config: DictConfig, parsed: Namespace) -> Config:
 
 
 def _check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:
-    """Refuses keys that `+` added where no key is free to choose."""
+    """Refuses keys that `+` added where no new key is allowed."""
     known = {item.name: item for item in fields(schema)}
     for name in map(str, config):
         key = f"{prefix}{name}"
@@ -284,7 +284,8 @@ def _unknown_key(key: str) -> str:
 
 
 class _EndOfSweep(ExitStack):
-    """What ends with a sweep that runs its jobs in this process. Copies of it, in a launcher's processes, end never."""
+    """Callbacks for the end of a sweep that runs its trials in this process. Copies in a launcher's processes never run
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,10 +297,10 @@ class _EndOfSweep(ExitStack):
 
 
 def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None) -> None:
-    """One run, in the run dir that Hydra made for it.
+    """One run, in the run dir that Hydra has created for it.
 
     Args:
-        end_of_sweep: the end of what tasks are forked from, which else is the end of the run.
+        end_of_sweep: the end of the fork server, which otherwise ends with the run.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -316,7 +317,7 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
     run_dir = relative(Path(HydraConfig.get().runtime.output_dir))
     log = run_dir / "logs" / "chief-0.log"
     if checked.run.log_device_placement:
-        # TensorFlow reads it when it is imported.
+        # TensorFlow reads it on import.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.comes_here else end_of_run
@@ -338,7 +339,7 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
 
 
 def _tasks_prepared(config: Config, membership: Membership | None, log_dir: Path) -> AbstractContextManager[None]:
-    """Tasks that this process will start import TensorFlow while it does so itself."""
+    """Lets the tasks that this process will start import TensorFlow while it does so itself."""
     from kdist.cluster.local import log_path, prepared
     from kdist.cluster.resolve import shape_of
 
@@ -349,7 +350,7 @@ def _tasks_prepared(config: Config, membership: Membership | None, log_dir: Path
 
 
 def _way_on(run_dir: Path) -> str:
-    """What to do after the cluster failed."""
+    """What the user can do after the cluster failed."""
     from kdist.run.run_dir import RunDir
 
     newest = RunDir(run_dir, "").checkpoints().newest()
@@ -359,7 +360,7 @@ def _way_on(run_dir: Path) -> str:
 
 
 def _explained(error: Exception) -> ConfigError:
-    """Hydra's and OmegaConf's errors, said with the key, and with what is allowed."""
+    """Errors of Hydra and OmegaConf as messages with the key and the allowed values."""
     from hydra.errors import MissingConfigException
 
     cause = error.__cause__ if error.__cause__ is not None else error
@@ -382,7 +383,7 @@ def _quoted_key(message: str) -> str | None:
 
 
 def _print_error(error: BaseException) -> None:
-    """One message; an error of the user's own code comes with the lines of that code that led to it."""
+    """Prints one message; for an error in the user's own code, also the lines of that code that led to it."""
     if isinstance(error, KdistError):
         print(f"kdist: error: {error}", file=sys.stderr)
         return

@@ -1,7 +1,7 @@
-"""Sweeps: which trials of a sweep's folder are done, what they came to, and how they compare.
+"""Sweeps: which trials in a sweep's folder are done, their results, and how they compare.
 
-A sweep is one folder with one numbered folder a trial. In it `trial.json` says which overrides the trial has and how it
-ended, beside the `result.json` of its run. That is all that a sweep that is run again needs to know.
+A sweep is one folder with one numbered folder per trial. There, `trial.json` records the overrides of the trial and how
+it ended, beside the `result.json` of its run. A sweep that is run again needs nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _RECORD = "trial.json"
-#: What a sweep can go by beside the metrics of validation: keys of `result.json`, and which values are better.
+#: Objectives besides validation metrics: keys of `result.json`, and which of their values are better.
 _OF_RESULT = {"steps_per_second": "max", "examples_per_second": "max", "seconds": "min"}
-#: Overrides that say nothing of what is trained.
+#: Overrides that do not affect what is trained.
 _NOT_OF_TRAINING = ("run.", "hydra.", "sweep.")
 
 
@@ -31,10 +31,10 @@ class Trial:
 
     Attributes:
         folder: its run dir; the name is the trial's number.
-        overrides: its own, of those that the sweep was called with: values by keys.
+        overrides: its own overrides: values by keys.
         status: `running` (or killed), `done`, `failed` or `preempted`.
-        error: what it failed with.
-        exit_code: what a run of its own would have ended with.
+        error: the message of its error.
+        exit_code: the exit code that a single run would have had.
         result: its `result.json`; empty if it has none.
     """
 
@@ -70,12 +70,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a sweep goes by.
+    """The objective of a trial.
 
     Attributes:
-        name: as the config has it, without `val_`.
-        value: of one trial.
-        mode: `min` or `max`, which values are better.
+        name: as in the config, without `val_`.
+        value: its value.
+        mode: `min` or `max`: which values are better.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Objective:
 
 
 class SweepFailedError(KdistError):
-    """Some trials of a sweep failed; what they said was said."""
+    """Some trials of a sweep failed; their errors were printed."""
 
     def __init__(self, trials: Sequence[Trial], num_all: int) -> None:
         numbers = ", ".join(str(trial.number) for trial in trials)
@@ -93,10 +93,10 @@ class SweepFailedError(KdistError):
 
 
 def begin_trial(folder: Path, overrides: Sequence[str]) -> Trial:
-    """The trial that is to run in a folder, or that is done.
+    """The trial to run in a folder, or the finished one that is there.
 
     Args:
-        overrides: `key=value`, all that are the trial's own.
+        overrides: `key=value`, all overrides of the trial.
 
     Raises:
         ConfigError: the folder holds another trial.
@@ -114,7 +114,7 @@ def begin_trial(folder: Path, overrides: Sequence[str]) -> Trial:
 
 
 def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -> Objective | None:
-    """What a run came to: the best value of a validation metric.
+    """The objective of a run: the best value of a validation metric.
 
     Args:
         result: the content of `result.json`.
@@ -123,7 +123,7 @@ def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -
         mode: `min` or `max`; None asks the metric.
 
     Raises:
-        ConfigError: there is no such metric, or it does not say what is better.
+        ConfigError: there is no such metric, or it is not known which of its values are better.
     """
     best: Mapping[str, Any] = result.get("best") or {}
     if metric is None and not best:
@@ -142,24 +142,24 @@ def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -
 
 
 class TrialRunner:
-    """What Hydra calls for each trial of a sweep, here or in a process that a launcher started.
+    """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started.
 
     Args:
-        run: runs a trial by its config, in the run dir that Hydra made for it.
-        print_error: says what a trial failed with.
+        run: runs a trial with its config, in the run dir that Hydra has created for it.
+        print_error: prints the error of a trial.
     """
 
     def __init__(self, run: Callable[[DictConfig], None], print_error: Callable[[Exception], None]) -> None:
         self._run_job = run
         self._print_error = print_error
-        #: What makes the whole sweep worthless, so that it is not found out after every trial.
+        #: An error that affects the whole sweep, so that it is not repeated after every trial.
         self._stopped_by: ConfigError | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs the trial unless it is done, and returns what the sweep goes by; None if it failed.
+        """Runs the trial unless it is done, and returns its objective; None if it failed.
 
         Raises:
-            ConfigError: the folder is that of another trial, or the sweep's metric is wrong.
+            ConfigError: the folder belongs to another trial, or the sweep's metric is wrong.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -237,26 +237,26 @@ class Sweep:
         ]
 
     def values_of(self, key: str) -> list[str]:
-        """The values that a key has in the trials: numbers in their order, others as they first came."""
+        """The values of a key in the trials: numbers sorted, others in order of appearance."""
         values = list(dict.fromkeys(trial.overrides[key] for trial in self.trials if key in trial.overrides))
         return sorted(values, key=float) if values and all(map(is_number, values)) else values
 
     def objective_of(self, trial: Trial) -> Objective | None:
-        """What a trial came to; None if it is not done."""
+        """The objective of a trial; None if it is not done."""
         return self._objectives.get(trial.number)
 
     @property
     def metric(self) -> str:
-        """What the trials are compared by."""
+        """The metric by which trials are compared."""
         return next((found.name for found in self._objectives.values() if found is not None), "objective")
 
     @property
     def is_done(self) -> bool:
-        """Whether every trial that was begun is done."""
+        """Whether every trial that was started is done."""
         return all(trial.status == "done" for trial in self.trials)
 
     def best_first(self) -> list[Trial]:
-        """The trials, those that are not done last."""
+        """The trials, unfinished ones last."""
 
         def place(trial: Trial) -> tuple[bool, float]:
             found = self.objective_of(trial)
@@ -265,7 +265,7 @@ class Sweep:
         return sorted(self.trials, key=place)
 
     def table(self) -> list[str]:
-        """A line a trial, best first; then what failed, and why."""
+        """One line per trial, best first; then the failed ones with their errors."""
         heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
         rows = [self._row(trial) for trial in self.best_first()]
         widths = [max(map(len, column)) for column in zip(heads, *rows)]
@@ -285,7 +285,7 @@ class Sweep:
             "" if found is None else f"{found.value:.4g}",
             _number(result.get("steps_per_second"), "{:.1f}"),
             _number(staleness_of(trial), "{:.2f}"),
-            # A trial that says it runs was killed: the sweep has ended.
+            # The sweep has ended, so a trial that is still marked as running was killed.
             "not done" if trial.status == "running" else trial.status,
         ]
 
@@ -300,7 +300,7 @@ def staleness_of(trial: Trial) -> float | None:
 
 
 def workers_of(trial: Trial) -> int | None:
-    """How many workers a trial had."""
+    """The number of workers of a trial."""
     return (trial.result or {}).get("workers")
 
 

@@ -1,4 +1,4 @@
-"""`sweep.png`: what trials of a sweep came to, by each key that was swept, and how speed and staleness grow."""
+"""`sweep.png`: the objective of the trials over each key that was swept, and how speed and staleness grow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _PANEL_INCHES = (4.6, 3.6)
 _COLUMNS = 3
-#: From this ratio of the largest to the smallest value on, the axis is logarithmic.
+#: The axis is logarithmic from this ratio of the largest to the smallest value.
 _LOG_RATIO = 10.0
 
 
 def draw_sweep(sweep: Sweep, path: Path) -> None:
-    """Draws the trials that are done; nothing if there is none.
+    """Draws the finished trials; nothing if there are none.
 
     Args:
         path: of the PNG file.
@@ -53,7 +53,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
 
 
 def _draw_objective(sweep: Sweep, trials: list[Trial], key: str, axes: Axes) -> None:
-    """A point a trial, and a line through the best of each value."""
+    """A point per trial, and a line through the best of each value."""
     values = [value for value in sweep.values_of(key) if any(trial.overrides.get(key) == value for trial in trials)]
     are_numbers = bool(values) and all(map(is_number, values))
     places = {value: float(value) if are_numbers else float(i) for i, value in enumerate(values)}
@@ -78,7 +78,7 @@ def _draw_objective(sweep: Sweep, trials: list[Trial], key: str, axes: Axes) -> 
 
 
 def _draw_by_workers(trials: list[Trial], values: dict[int, float | None], axes: Axes, what: str) -> None:
-    """A line for each strategy, over the number of workers."""
+    """A line per strategy, over the number of workers."""
     for strategy in dict.fromkeys(_strategy(trial) for trial in trials):
         points: dict[int, list[float]] = {}
         for trial in trials:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(config: Config) -> None:
-    """Imports what the config names by `_target_`, if it is trusted, and checks the arguments; calls nothing.
+    """Imports the targets of the config, if they are trusted, and checks their arguments; calls nothing.
 
     Raises:
         ConfigError: names the key, the target and what is wrong.
@@ -35,7 +35,7 @@ def check_targets(config: Config) -> None:
         except TypeError as error:
             raise ConfigError(f"{key}: {node['_target_']}: {error}") from None
         except ValueError:
-            continue  # A built-in without a signature; its call will tell.
+            continue  # A built-in without a signature; its call will show.
 
 
 def hooks_of(config: Config) -> list[Any]:
@@ -49,7 +49,7 @@ def callbacks_of(config: Config) -> list[Any]:
 
 
 def _hook_nodes(config: Config) -> dict[str, Any]:
-    """The hooks of a config by their keys; a drill is one, too."""
+    """The hooks of a config by their keys; an injected fault is one of them."""
     nodes = {f"hooks.{name}": hook for name, hook in config.hooks.items()} | {"drill": config.drill}
     return {key: node for key, node in nodes.items() if node is not None}
 
@@ -60,7 +60,7 @@ def _callback_nodes(config: Config) -> dict[str, Any]:
 
 
 def build_model(config: Config) -> keras.Model:
-    """The model of the config, compiled: as its function left it where the config says nothing else.
+    """The model of the config, compiled: as by its function, except for what the config overrides.
 
     Raises:
         ConfigError: an unknown optimizer, loss, metric or argument.
@@ -86,7 +86,7 @@ def build_model(config: Config) -> keras.Model:
             for i, metric in enumerate(config.metrics)
         ]
     if arguments != before:
-        # A model that had nothing is compiled only if it gets the two things that it needs.
+        # A model that is not compiled needs both of them.
         if not model.compiled and ("optimizer" not in arguments or "loss" not in arguments):
             raise ConfigError(
                 f"model {model.name} is not compiled: give both optimizer.name and loss in the config, or compile it "
@@ -100,7 +100,7 @@ def build_model(config: Config) -> keras.Model:
 
 
 def _optimizer(config: OptimizerConfig, present: Any, packages: Sequence[str]) -> keras.optimizers.Optimizer | None:
-    """The optimizer that the config asks for: a new one, or the present one with other arguments; None for neither."""
+    """The optimizer of the config: a new one, or the present one with other arguments; None for neither."""
     import keras
 
     from kdist._compat.keras import copy_decay_exclusions
@@ -133,7 +133,7 @@ def _optimizer(config: OptimizerConfig, present: Any, packages: Sequence[str]) -
 
 
 def data_arguments(config: Config) -> dict[str, Any]:
-    """The data arguments of `fit`: what the data function returned, also in the form of `keras.datasets`."""
+    """The data arguments of `fit`, from the result of the data function, also in the form of `keras.datasets`."""
     allowed = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
     data = targets.call("data", config.data, config.run.trust)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, tuple) and len(part) == 2 for part in data):

@@ -1,4 +1,4 @@
-"""Checks of values that users give: each refuses with one message that names the key, the value and what is allowed."""
+"""Checks of user input: each raises one message that names the key, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kdist.errors import ConfigError
 
 
 def check_whole_number(key: str, value: object, at_least: int = 1, *, required: bool = False) -> None:
-    """Refuses what is no whole number of at least `at_least`; None is not given, and passes unless it is `required`.
+    """Refuses anything but a whole number of at least `at_least`; None means not given, and passes unless `required`.
 
     Raises:
-        ConfigError: so does every other check here.
+        ConfigError: as does every other check here.
     """
     if value is None and not required:
         return
@@ -23,7 +23,7 @@ def check_whole_number(key: str, value: object, at_least: int = 1, *, required: 
 
 
 def check_more_than_zero(key: str, value: float) -> None:
-    """Refuses what is not more than 0, and what is infinite."""
+    """Refuses numbers that are not more than 0, or infinite."""
     if not 0 < value < math.inf:
         raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
 
@@ -35,19 +35,19 @@ def check_at_least(key: str, value: float, least: float) -> None:
 
 
 def check_port(key: str, value: int | None) -> None:
-    """Refuses what cannot be a port; None is any free one."""
+    """Refuses numbers that cannot be a port; None means any free one."""
     if value is not None and not 0 < value < 2**16:
         raise ConfigError(f"{key}={value}: must be a port, from 1 to 65535")
 
 
 def check_seed(key: str, value: int | None) -> None:
-    """Refuses what cannot be a seed; None is a random one."""
+    """Refuses numbers that cannot be a seed; None means a random one."""
     if value is not None and not 0 <= value < 2**32:
         raise ConfigError(f"{key}={value}: must be at least 0 and less than 2**32")
 
 
 def check_devices(key: str, value: Any) -> None:
-    """Refuses what does not say which GPUs the tasks of a job may use."""
+    """Refuses anything but lists of GPU numbers for the tasks of a job."""
 
     def are_numbers(value: Any) -> bool:
         return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
@@ -62,24 +62,24 @@ VERBOSE = ("auto", 0, 1, 2, 3)
 
 
 def check_verbose(key: str, value: Any) -> None:
-    """Refuses what does not say how much a run prints."""
+    """Refuses values that are not a verbosity."""
     if value not in VERBOSE:
         raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, VERBOSE))}")
 
 
 def check_one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuses what is not among the allowed words."""
+    """Refuses words that are not allowed."""
     if value not in allowed:
         raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")
 
 
-#: What schedulers send to end a run: SIGTERM, and with `sbatch --signal` one of the others ahead of the time limit.
+#: Signals by which schedulers end a run: SIGTERM, and with `sbatch --signal` another one ahead of the time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 _ALLOWED_STOP_SIGNALS = (*STOP_SIGNALS, "SIGHUP", "SIGXCPU")
 
 
 def check_stop_signals(key: str, names: Sequence[str]) -> None:
-    """Refuses what is no name of a signal at which a run can save."""
+    """Refuses names that are not signals at which a run can save."""
     for name in names:
         if name not in _ALLOWED_STOP_SIGNALS:
             raise ConfigError(
@@ -88,7 +88,7 @@ def check_stop_signals(key: str, names: Sequence[str]) -> None:
 
 
 def check_target(key: str, node: Any) -> None:
-    """Refuses a part of a config that names nothing by `_target_`."""
+    """Refuses a part of a config without a `_target_`."""
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
         hint = f"; or name a recipe (+recipe=mnist) or a {key} that ships" if key in ("model", "data") else ""
         raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")

@@ -1,8 +1,8 @@
-"""What a config may name by `_target_`: an allow-list, so that a config from elsewhere cannot run what it likes.
+"""What a config may name by `_target_`: an allow-list, so that a config from elsewhere cannot run arbitrary code.
 
-On it are Keras and the hooks, layers and recipes of kdist, by their public names. `trust` adds packages in Python,
-`run.trust=[...]` does on the command line. A name is looked at before anything is imported; what it turns out to be
-must come from the same package, so that `package.module.system` is not `os.system`.
+It contains Keras and the hooks, layers and recipes of kdist, by their public names. `trust` adds packages in Python,
+`run.trust=[...]` on the command line. A name is checked before anything is imported, and its object must be defined in
+the same package, so that `package.module.system` is not `os.system`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kdist.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# The rest of kdist runs programs, reads pickles and starts processes; no config has to call it.
+# The rest of kdist runs programs, reads pickles and starts processes; no config needs to call it.
 _KDIST = ("kdist.hooks", "kdist.layers", "kdist.recipes")
 _KERAS = ("keras",)
 
-# Names of Keras that are no part of a model or its data, and what they could be used for.
+# Names of Keras that are not part of a model or its data, and what they could do.
 _REFUSED = {
     "keras.src": "is private to Keras",
     "keras.config": "changes what holds for the whole process, as enable_unsafe_deserialization() does",
@@ -45,20 +45,20 @@ _trusted: set[str] = set()
 
 
 def trust(*packages: str) -> None:
-    """Lets configs name what is in `packages` by `_target_`, for as long as this process runs.
+    """Allows configs to name the contents of `packages` by `_target_` in this process.
 
     Args:
-        packages: names of packages or modules, with dots for those inside others: what is in them is trusted, too.
+        packages: names of packages or modules, with dots for nested ones; their contents are trusted, too.
 
     Raises:
-        ConfigError: that is no such name, or a package of Python's own library.
+        ConfigError: it is not such a name, or a package of Python's own library.
     """
     check_packages("kdist.trust", packages)
     _trusted.update(packages)
 
 
 def check_packages(key: str, packages: Iterable[str]) -> None:
-    """Refuses what cannot be trusted.
+    """Refuses packages that cannot be trusted.
 
     Raises:
         ConfigError: see `trust`.
@@ -71,14 +71,14 @@ def check_packages(key: str, packages: Iterable[str]) -> None:
 
 
 def of_command_line(packages: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """What is trusted in a run: `run.trust`, if the command line says so, and what `trust` was told.
+    """The packages that a run trusts: `run.trust`, if it is on the command line, and those passed to `trust`.
 
     Args:
         packages: `run.trust` of the composed config.
         overrides: those of the command line.
 
     Raises:
-        ConfigError: some of `packages` are from elsewhere, a file or a variable.
+        ConfigError: some of `packages` come from a file or a variable.
     """
     named = _named_by(overrides, "run.trust")
     if others := [package for package in packages if package not in named]:
@@ -112,15 +112,15 @@ def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
 
     Args:
         key: of `node` in the config.
-        packages: trusted beside those that `trust` was told.
+        packages: trusted in addition to those passed to `trust`.
 
     Raises:
-        ConfigError: names the key, the target and what would trust it.
+        ConfigError: names the key, the target and how to trust it.
     """
     if isinstance(node, Mapping):
         if "_target_" in node:
             _check_name(key, str(node["_target_"]), packages)
-            # Keras's loading functions take it; without it a file may bring code of its own.
+            # An argument of Keras's loading functions; without it, a file may contain code.
             if node.get("safe_mode", True) is not True:
                 raise ConfigError(f"{key}.safe_mode={node['safe_mode']}: a config cannot turn Keras's safe mode off")
         for name, value in node.items():
@@ -131,10 +131,10 @@ def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
 
 
 def check_origin(key: str, target: str, found: Any, packages: Sequence[str] = ()) -> None:
-    """Refuses a function or class that the module of `target` only borrowed from another package.
+    """Refuses a function or class that the module of `target` has imported from another package.
 
     Raises:
-        ConfigError: names the key, the target and where it comes from.
+        ConfigError: names the key, the target and its origin.
     """
     origin = _origin(found)
     allowed = next(group for group in _groups(packages) if _is_in(_module_of(target), group))
@@ -145,7 +145,7 @@ def check_origin(key: str, target: str, found: Any, packages: Sequence[str] = ()
 def resolve(key: str, target: str, packages: Sequence[str]) -> Callable[..., Any]:
     """The function or class that `target` names, as `package.module.name`; it has passed `check`.
 
-    Hydra's `instantiate` hides why an import failed, so it is done here.
+    Hydra's `instantiate` hides why an import failed, so it is not used.
 
     Args:
         packages: trusted by this run.
@@ -166,9 +166,9 @@ def resolve(key: str, target: str, packages: Sequence[str]) -> Callable[..., Any
 
 
 def call(key: str, node: Mapping[str, Any], packages: Sequence[str]) -> Any:
-    """Calls what `node` names with its arguments, which may name targets themselves.
+    """Calls the target of `node` with its arguments, which may contain targets themselves.
 
-    Errors of the called function are the user's own and pass through.
+    Errors of the called function are the user's own and are not changed.
     """
     check(key, node, packages)
     target = resolve(key, str(node["_target_"]), packages)
@@ -184,20 +184,20 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuses what Hydra itself would do for a file: call what is not trusted, log by more than Python's own classes,
-    or change the environment, which may name libraries to load.
+    """Refuses what Hydra itself would do for a file: call targets that are not trusted, log with other classes than
+    Python's own, or change the environment, which may name libraries to load.
 
     Args:
         config: the whole config, as Hydra composed it.
         overrides: those of the command line.
 
     Raises:
-        ConfigError: names the key and what is there.
+        ConfigError: names the key and its value.
     """
     from omegaconf import OmegaConf, open_dict, read_write
 
     with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
-        # What logs are named after is not known yet.
+        # The names of logs are not known yet.
         config.hydra.runtime.output_dir = "."
     callbacks: Any = OmegaConf.to_container(config.hydra.callbacks, resolve=True)
     for name, callback in callbacks.items():
@@ -241,7 +241,7 @@ def _check_name(key: str, target: str, packages: Sequence[str]) -> None:
 
 
 def _groups(packages: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Packages that may borrow from each other."""
+    """Groups of packages that may import from each other."""
     return _KERAS, _KDIST, (*packages, *_trusted)
 
 
@@ -253,7 +253,7 @@ def _how_to_trust(name: str) -> str:
 
 
 def _origin(found: Any) -> str:
-    """The module that a function or class was defined in; for another callable, that of its class."""
+    """The module in which a function or class is defined; for another callable, that of its class."""
     while isinstance(found, functools.partial):
         found = found.func
     return str(getattr(found, "__module__", None) or type(found).__module__)
