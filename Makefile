@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test short drills hosts long lint bench docs
+.PHONY: help mnist test short drills hosts long lint matrix bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
@@ -13,6 +13,7 @@ help:
 	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, 20 minutes"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
+	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, about 15 minutes"
 	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, about 25 minutes; with QUICK=1 one model in 5"
 
@@ -45,6 +46,9 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/lint/rules.py
 	$(BIN)/mypy
+
+matrix: $(READY)
+	$(BIN)/python tests/matrix.py $(ROW)
 
 docs: $(VENV)/ready-for-docs
 	$(BIN)/python -m mkdocs build --strict
