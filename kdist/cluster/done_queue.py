@@ -2,14 +2,15 @@
 
 TensorFlow's servers cannot be stopped. In TF1 programs, every parameter server waited at a queue ("done queue") until
 the chief had put an element into it. kdist does the same with a shared queue on the chief's server, but the chief
-closes it, which every waiting task notices, and counts the tasks that did in a second queue: an element might be taken
-by the read of a task that fell silent long ago.
+closes it, which every waiting task notices, and reads the names of those that did from a second queue: an element might
+be taken by the read of a task that fell silent long ago.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 
@@ -21,7 +22,6 @@ from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 
 _POLL_SECS = 0.2
-_NOTED_POLL_SECS = 0.05
 _LAST_WORD_SECS = 1.0
 #: A task that has lost its chief can only exit; it should have exited when `patience` is over.
 _EXIT_SECS = 1.5
@@ -79,26 +79,26 @@ class Chief:
                 with suppress(tf.errors.OutOfRangeError):
                     session.run(done.dequeue())
                 is_done.set()
-                session.run(noted.enqueue(0))
+                session.run(noted.enqueue(str(self._who)))
 
         outcome = in_thread(wait)
         failing_since: float | None = None
         while True:
             # A machine that is switched off closes no connection.
             lost = self._probes.lost()
-            try:
-                # The report of a chief that has just exited may still be on its way.
-                outcome.result(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS)
+            # The report of a chief that has just exited may still be on its way.
+            if is_done.wait(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS):
+                with suppress(TimeoutError, tf.errors.OpError):
+                    # Its server exits as soon as the last task has acknowledged, and TensorFlow may wait for its
+                    # response for ever.
+                    outcome.result(_LAST_WORD_SECS)
                 return
-            except TimeoutError:
+            if not outcome.done():
                 failing_since = None
                 if not lost:
                     continue
-            except tf.errors.OpError:
-                if is_done.is_set():
-                    # Its server exits as soon as the last task has acknowledged, and leaves that one without a
-                    # response.
-                    return
+            elif not isinstance(outcome.exception(), tf.errors.OpError):
+                outcome.result()
             if self._task in self._probes.refusing():
                 raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion")
             if lost:
@@ -116,36 +116,44 @@ class Chief:
         self._probes.stop()
 
 
-def tell_tasks(spec: ClusterSpec, num_tasks: int, timeout: float) -> None:
+def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float) -> set[str]:
     """Tells the waiting tasks that the chief has finished, and gives them `timeout` seconds to acknowledge.
 
     Args:
-        num_tasks: how many can acknowledge.
+        tasks: those that can acknowledge.
+
+    Returns:
+        The names of the tasks that did not.
     """
-    address, task = chief_server(spec)
+    missing = {str(task) for task in tasks}
+    address, chief = chief_server(spec)
 
     def tell() -> None:
-        session, done, noted = _session(address, task)
+        session, done, noted = _session(address, chief)
         with session.graph.as_default():
             session.run(done.close())
-            size = noted.size()
-            while session.run(size) < num_tasks:
-                time.sleep(_NOTED_POLL_SECS)
+            name = noted.dequeue()
+            while missing:
+                missing.discard(session.run(name).decode())
 
-    told = in_thread(tell)
-    try:
-        told.result(timeout)
-    except (TimeoutError, tf.errors.OpError):
-        # Some tasks are lost, or the chief's own server is: the tasks find that out by themselves.
-        return
+    with suppress(TimeoutError, tf.errors.OpError):
+        in_thread(tell).result(timeout)
+    return missing
 
 
-def _session(address: str, task: Task) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
-    """A session on a server, and the queues there. It is never closed: that would wait for a server that has exited."""
+class _Session(tf.compat.v1.Session):
+    """Is never closed, not even by Python's garbage collection: TensorFlow would wait for a server that has exited."""
+
+    def __del__(self) -> None:
+        pass
+
+
+def _session(address: str, task: Task) -> tuple[_Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+    """A session on a server, and the queues there."""
     device = f"/job:{task.job}/replica:0/task:{task.index}"
     graph = tf.Graph()
     with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
-        done, noted = (tf.queue.FIFOQueue(1 << 20, [tf.int32], [()], shared_name=name) for name in (_DONE, _NOTED))
+        done, noted = (tf.queue.FIFOQueue(1 << 20, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED))
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
-    return tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config), done, noted
+    return _Session(f"grpc://{address}", graph=graph, config=config), done, noted

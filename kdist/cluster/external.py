@@ -15,6 +15,7 @@ from kdist.cluster.process import end_children, free_ports, how_it_ended, start_
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
+from kdist.console.warn import warn
 from kdist.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -149,10 +150,11 @@ class ExternalCluster:
         if self._own is None or self._probes is None or self._tcp_timeouts is None:
             return
         if self._own.poll() is None:
-            silent = self._probes.silent()
-            others = (self._probes.listening() | silent) - {chief_server(self.spec)[1]}
+            others = self._addresses().keys() - self._probes.lost() - {chief_server(self.spec)[1]}
             # A task that returns in time should learn that the chief has finished, not find that it has disappeared.
-            tell_tasks(self.spec, len(others), max(_STOP_SECS, self._patience) if silent else _STOP_SECS)
+            timeout = max(_STOP_SECS, self._patience) if self._probes.silent() else _STOP_SECS
+            if missing := tell_tasks(self.spec, others, timeout):
+                warn(f"{', '.join(sorted(missing))} did not acknowledge that training has finished")
         self._probes.stop()
         self._tcp_timeouts.stop()
         end_children([self._own], _STOP_SECS)

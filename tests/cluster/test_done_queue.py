@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from kdist.errors import ClusterError
 
 pytestmark = pytest.mark.cluster
 
+PS = [Task("ps", 0), Task("ps", 1)]
+
 
 class ChiefsServer:
     """The server that a chief starts for itself, in a process of its own."""
@@ -32,7 +35,7 @@ class ChiefsServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self.tasks = [Chief(self.spec, Task("ps", index), 15) for index in range(2)]
+        self.tasks = [Chief(self.spec, task, 15) for task in PS]
         for task in self.tasks:
             task.wait_for_it(60)
         self.waiting = [in_thread(task.wait_until_done) for task in self.tasks]
@@ -54,7 +57,7 @@ def server() -> Iterator[ChiefsServer]:
 
 def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:
     began = time.monotonic()
-    tell_tasks(server.spec, 2, timeout=20)
+    assert not tell_tasks(server.spec, PS, timeout=20)
     assert time.monotonic() - began < 10
     server.end()
     for waiting in server.waiting:
@@ -63,11 +66,23 @@ def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:
 
 def test_a_chief_that_ends_right_after_the_word_is_done(server: ChiefsServer) -> None:
     # It does not wait until all have taken note, as when a task is slow to; the word has been out for a while.
-    tell_tasks(server.spec, 0, timeout=20)
+    assert not tell_tasks(server.spec, [], timeout=20)
     time.sleep(1)
     server.process.kill()
     for waiting in server.waiting:
         assert waiting.result(10) is None
+
+
+def test_a_task_that_has_heard_it_does_not_wait_for_a_chief_that_is_stopped(server: ChiefsServer) -> None:
+    # Its server accepts connections, and answers nothing more.
+    tell_tasks(server.spec, [], timeout=20)
+    server.process.send_signal(signal.SIGSTOP)
+    for waiting in server.waiting:
+        assert waiting.result(10) is None
+
+
+def test_a_task_that_does_not_acknowledge_is_named(server: ChiefsServer) -> None:
+    assert tell_tasks(server.spec, [*PS, Task("worker", 0)], timeout=3) == {"worker:0"}
 
 
 def test_a_connection_that_ends_while_the_chief_is_there_is_made_again(server: ChiefsServer) -> None:
@@ -77,7 +92,7 @@ def test_a_connection_that_ends_while_the_chief_is_there_is_made_again(server: C
     time.sleep(1)
     assert not any(waiting.done() for waiting in server.waiting)
     network.let_in(server.spec.chief)
-    tell_tasks(server.spec, 2, timeout=20)
+    assert not tell_tasks(server.spec, PS, timeout=20)
     for waiting in server.waiting:
         assert waiting.result(10) is None
 
