@@ -138,7 +138,11 @@ class _Program:
             final = v1.train.FinalOpsHook({"global_step": global_step, **dict(zip(PARAMETERS, variables))})
             chief_hooks = [
                 v1.train.CheckpointSaverHook(
-                    str(self.out_dir / "checkpoints"), save_steps=spec["save_steps"], scaffold=scaffold
+                    str(self.out_dir / "checkpoints"),
+                    save_steps=spec["save_steps"],
+                    scaffold=scaffold,
+                    # TensorFlow 2.20 cannot write it with protobuf 7.
+                    save_graph_def=False,
                 ),
                 v1.train.SummarySaverHook(
                     save_steps=spec["summary_steps"], output_dir=str(self.out_dir / "tb"), summary_op=summary
