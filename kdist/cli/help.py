@@ -11,8 +11,11 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
+from kdist.config.schema import Config
+from kdist.errors import ConfigError
 from kdist.version import __version__
 
+_CONF = resources.files("kdist.conf")
 _HELP = """\
 kdist {version}: distributed training of Keras 3 models on TensorFlow
 
@@ -56,27 +59,23 @@ def help_text() -> str:
     )
 
 
-def nearest_key(key: str) -> str | None:
-    """The existing key that is most similar to an unknown one; None if none is similar."""
-    known = [*_known_keys(), *_known_hook_keys()]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return near[0] if near else None
-
-
-def _known_keys() -> list[str]:
-    from kdist.config.schema import Config
-
-    return [key for key, _, _ in _walk(Config)]
-
-
-def _known_hook_keys() -> list[str]:
-    return [f"hooks.{name}.{key}" for name, hook in _default_hooks().items() for key in hook]
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that does not exist, with the existing key that is most similar, or what else to do."""
+    known = [known for known, _, _ in _walk(Config)]
+    known += [f"hooks.{name}.{argument}" for name, hook in _default_hooks().items() for argument in hook]
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
+        hint = f"did you mean {near[0]}?"
+    elif key.startswith(("model.", "data.", "hooks.")):
+        hint = f"a new argument is added with a plus: +{key}=..."
+    else:
+        hint = "--help lists the keys"
+    return ConfigError(f"{key}: there is no such key; {hint}")
 
 
 def _default_hooks() -> dict[str, dict[str, Any]]:
     from omegaconf import OmegaConf
 
-    hooks: Any = OmegaConf.to_container(OmegaConf.create((_conf() / "hooks" / "default.yaml").read_text()))
+    hooks: Any = OmegaConf.to_container(OmegaConf.create((_CONF / "hooks" / "default.yaml").read_text()))
     return hooks
 
 
@@ -92,13 +91,7 @@ def _described_hooks() -> list[str]:
 
 
 def _described_keys() -> list[str]:
-    from kdist.config.schema import Config
-
-    rows = [
-        (key, default, meaning)
-        for key, default, meaning in _walk(Config)
-        if default and ("." in key or key in ("loss", "metrics"))
-    ]
+    rows = [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
     width = max(len(key) for key, _, _ in rows)
     return [f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows]
 
@@ -129,11 +122,5 @@ def _field_docstrings(schema: type) -> dict[str, str]:
     return meanings
 
 
-def _conf() -> Any:
-    return resources.files("kdist.conf")
-
-
 def _options(group: str) -> list[str]:
-    return sorted(
-        path.name.removesuffix(".yaml") for path in (_conf() / group).iterdir() if path.name.endswith(".yaml")
-    )
+    return sorted(path.name.removesuffix(".yaml") for path in (_CONF / group).iterdir() if path.name.endswith(".yaml"))

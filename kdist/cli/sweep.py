@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ class Trial:
     status: str = "running"
     error: str | None = None
     exit_code: int = 0
-    result: Mapping[str, Any] | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -64,19 +64,13 @@ class Trial:
         try:
             result = json.loads((folder / "result.json").read_text())
         except (OSError, ValueError):
-            result = None
+            result = {}
         return cls(folder, **record, result=result)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of a trial.
-
-    Attributes:
-        name: as in the config, without `val_`.
-        value: its value.
-        mode: `min` or `max`: which values are better.
-    """
+    """The value of metric `name` (without `val_`) by which trials are compared; whether `min` or `max` is better."""
 
     name: str
     value: float
@@ -93,31 +87,27 @@ class SweepFailedError(KdistError):
 
 
 def begin_trial(folder: Path, overrides: Sequence[str]) -> Trial:
-    """The trial to run in a folder, or the finished one that is there.
-
-    Args:
-        overrides: `key=value`, all overrides of the trial.
+    """The trial with these overrides (`key=value`) to run in a folder, or the finished one that is there.
 
     Raises:
         ConfigError: the folder holds another trial.
     """
-    own = dict(_split(override) for override in overrides)
-    own = {key: value for key, value in own.items() if not key.startswith(_NOT_OF_TRAINING)}
+    parts = (override.lstrip("+~").partition("=") for override in overrides)
+    own = {key: value for key, _, value in parts if not key.startswith(_NOT_OF_TRAINING)}
     trial = Trial.read(folder)
     if trial is not None and trial.overrides != own:
         held, wanted = (" ".join(f"{k}={v}" for k, v in o.items()) or "no overrides" for o in (trial.overrides, own))
         raise ConfigError(f"{folder}: holds a trial with {held}, not {wanted}; give another sweep a folder of its own")
-    if trial is None or trial.status != "done" or (trial.result or {}).get("status") != "done":
+    if trial is None or trial.status != "done" or trial.result.get("status") != "done":
         trial = Trial(folder, own)
         trial.write()
     return trial
 
 
 def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -> Objective | None:
-    """The objective of a run: the best value of a validation metric.
+    """The objective of a run, from its `result.json`: the best value of a validation metric.
 
     Args:
-        result: the content of `result.json`.
         metric: its name, also with `val_` before it; `steps_per_second`, `examples_per_second` or `seconds`; None is
             the validation loss, or without validation the training loss.
         mode: `min` or `max`; None asks the metric.
@@ -176,7 +166,7 @@ class TrialRunner:
         else:
             self._run(trial, config)
             trial = Trial.read(trial.folder) or trial
-        if trial.status != "done" or trial.result is None:
+        if trial.status != "done" or not trial.result:
             return None
         try:
             found = objective(trial.result, config.sweep.metric, config.sweep.mode)
@@ -206,60 +196,36 @@ class TrialRunner:
 
 
 class Sweep:
-    """The trials of a sweep's folder.
+    """The trials of a sweep's folder, compared by `metric` and `mode` as in `objective`.
 
-    Args:
-        folder: of the sweep.
-        metric, mode: see `objective`.
+    Attributes:
+        trials: by number.
+        failed: those that failed.
+        swept: the keys in which trials differ; all of a sweep of one trial.
+        objectives: of the trials that are done, by number.
+        metric: the name by which trials are compared.
     """
 
     def __init__(self, folder: Path, metric: str | None = None, mode: str | None = None) -> None:
         self.folder = folder
-        found = [Trial.read(path) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-        self.trials = sorted((trial for trial in found if trial is not None), key=lambda trial: trial.number)
-        self._objectives = {
-            trial.number: objective(trial.result, metric, mode)
+        read = [Trial.read(path) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+        self.trials = sorted((trial for trial in read if trial is not None), key=lambda trial: trial.number)
+        self.failed = [trial for trial in self.trials if trial.status == "failed"]
+        keys = dict.fromkeys(key for trial in self.trials for key in trial.overrides)
+        values = {key: {trial.overrides.get(key) for trial in self.trials} for key in keys}
+        self.swept = [key for key in keys if len(self.trials) == 1 or len(values[key]) > 1]
+        self.objectives = {
+            trial.number: found
             for trial in self.trials
-            if trial.status == "done" and trial.result
+            if trial.status == "done" and trial.result and (found := objective(trial.result, metric, mode))
         }
-
-    @property
-    def failed(self) -> list[Trial]:
-        """The trials that failed, in their order."""
-        return [trial for trial in self.trials if trial.status == "failed"]
-
-    @property
-    def swept(self) -> list[str]:
-        """The keys in which trials differ; all of a sweep of one trial."""
-        keys = list(dict.fromkeys(key for trial in self.trials for key in trial.overrides))
-        return [
-            key for key in keys if len(self.trials) == 1 or len({trial.overrides.get(key) for trial in self.trials}) > 1
-        ]
-
-    def values_of(self, key: str) -> list[str]:
-        """The values of a key in the trials: numbers sorted, others in order of appearance."""
-        values = list(dict.fromkeys(trial.overrides[key] for trial in self.trials if key in trial.overrides))
-        return sorted(values, key=float) if values and all(map(is_number, values)) else values
-
-    def objective_of(self, trial: Trial) -> Objective | None:
-        """The objective of a trial; None if it is not done."""
-        return self._objectives.get(trial.number)
-
-    @property
-    def metric(self) -> str:
-        """The metric by which trials are compared."""
-        return next((found.name for found in self._objectives.values() if found is not None), "objective")
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every trial that was started is done."""
-        return all(trial.status == "done" for trial in self.trials)
+        self.metric = next((found.name for found in self.objectives.values()), "objective")
 
     def best_first(self) -> list[Trial]:
         """The trials, unfinished ones last."""
 
         def place(trial: Trial) -> tuple[bool, float]:
-            found = self.objective_of(trial)
+            found = self.objectives.get(trial.number)
             return (True, 0.0) if found is None else (False, -found.value if found.mode == "max" else found.value)
 
         return sorted(self.trials, key=place)
@@ -272,19 +238,17 @@ class Sweep:
         lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows]]
         lines.insert(1, "-+-".join("-" * width for width in widths))
         for trial in self.failed:
-            lines.append(
-                f"trial {trial.number} failed: {(trial.error or '').splitlines()[0] if trial.error else 'unknown'}"
-            )
+            lines.append(f"trial {trial.number} failed: {trial.error.splitlines()[0] if trial.error else 'unknown'}")
         return lines
 
     def _row(self, trial: Trial) -> list[str]:
-        found, result = self.objective_of(trial), trial.result or {}
+        found = self.objectives.get(trial.number)
         return [
             str(trial.number),
             *(trial.overrides.get(key, "") for key in self.swept),
-            "" if found is None else f"{found.value:.4g}",
-            _number(result.get("steps_per_second"), "{:.1f}"),
-            _number(staleness_of(trial), "{:.2f}"),
+            _number(None if found is None else found.value, ".4g"),
+            _number(trial.result.get("steps_per_second"), ".1f"),
+            _number(staleness_of(trial), ".2f"),
             # The sweep has ended, so a trial that is still marked as running was killed.
             "not done" if trial.status == "running" else trial.status,
         ]
@@ -296,12 +260,7 @@ class Sweep:
 
 def staleness_of(trial: Trial) -> float | None:
     """The mean staleness of the gradients of a trial."""
-    return (trial.result or {}).get("gradients", {}).get("staleness_mean")
-
-
-def workers_of(trial: Trial) -> int | None:
-    """The number of workers of a trial."""
-    return (trial.result or {}).get("workers")
+    return trial.result.get("gradients", {}).get("staleness_mean")
 
 
 def is_number(text: str) -> bool:
@@ -313,9 +272,4 @@ def is_number(text: str) -> bool:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _split(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+~"), value
+    return "" if value is None else format(value, form)

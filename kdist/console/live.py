@@ -31,7 +31,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 #: Sends the content of this process's line to the process that has the terminal; None without such a process.
 relay: Callable[[str], None] | None = None
-_is_shown = False
+_is_shown = threading.Event()
 
 
 class LiveLine(Protocol):
@@ -65,7 +65,7 @@ class TerminalLine:
             redirect_stderr=terminal is None and sys.stderr.isatty(),
         )
         self._live.start()
-        _remember(is_shown=True)
+        _is_shown.set()
 
     def prepare(self) -> None:
         self._live.update(Text("preparing the first steps"), refresh=True)
@@ -81,7 +81,7 @@ class TerminalLine:
 
     def close(self) -> None:
         self._live.stop()
-        _remember(is_shown=False)
+        _is_shown.clear()
 
 
 class SentLine:
@@ -112,7 +112,7 @@ class ReceivedLine:
 
     def receive(self, message: str) -> None:
         """Handles a message of a `SentLine`."""
-        (what, arguments) = next(iter(json.loads(message).items()))
+        ((what, arguments),) = json.loads(message).items()
         if what == "close":
             self.close()
             return
@@ -157,10 +157,9 @@ class LivePipe:
             # A process that the other one left behind may keep the pipe open.
             self._thread.join(_END_SECS)
             self._line.close()
-            return
-        for end in (self._reading, self.descriptor):
-            if end is not None:
-                os.close(end)
+        elif self._reading is not None and self.descriptor is not None:
+            os.close(self._reading)
+            os.close(self.descriptor)
 
     def _receive(self) -> None:
         assert self._reading is not None
@@ -203,15 +202,10 @@ def pipe_writer(descriptor: int) -> Callable[[str], None]:
 def exit_at_once(code: int) -> NoReturn:
     """Ends the process as `os._exit` does, and first restores the cursor that a live line hides."""
     try:
-        if _is_shown and sys.__stdout__ is not None:
+        if _is_shown.is_set() and sys.__stdout__ is not None:
             descriptor = sys.__stdout__.fileno()
             # A halted terminal accepts nothing.
             if select.select([], [descriptor], [], 0)[1]:
                 os.write(descriptor, _SHOW_CURSOR)
     finally:
         os._exit(code)
-
-
-def _remember(*, is_shown: bool) -> None:
-    global _is_shown  # noqa: PLW0603 - there is one terminal
-    _is_shown = is_shown
