@@ -50,11 +50,12 @@ def help_text() -> str:
         **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},
         "+recipe": _options("recipe"),
     }
-    lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
+    rows = [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
+    width = max(len(key) for key, _, _ in rows)
     return _HELP.format(
         version=__version__,
-        groups="\n".join(lines),
-        keys="\n".join(_described_keys()),
+        groups="\n".join(f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()),
+        keys="\n".join(f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows),
         hooks="\n".join(_described_hooks()),
     )
 
@@ -88,12 +89,6 @@ def _described_hooks() -> list[str]:
         keys = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in node.items()]
         lines += [f"  hooks.{name:<12}  {summary}", f"  {'':<18}  {' '.join(keys[1:])}"]
     return lines
-
-
-def _described_keys() -> list[str]:
-    rows = [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
-    width = max(len(key) for key, _, _ in rows)
-    return [f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows]
 
 
 def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:

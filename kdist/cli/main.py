@@ -1,7 +1,4 @@
-"""`python -m kdist`: Hydra's entry point. A KdistError becomes one clear message and an exit code.
-
-TensorFlow is imported only after the config has been checked.
-"""
+"""`python -m kdist`: every error becomes one message and an exit code; TensorFlow is imported for a checked config."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from kdist.cli.help import help_text, unknown_key
 from kdist.cluster import isolate
@@ -254,15 +251,13 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
 
 def _check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:
     """Refuses keys that `+` added where no new key is allowed."""
-    known = {item.name: item for item in fields(schema)}
+    types = get_type_hints(schema)
     for name in map(str, config):
         key = f"{prefix}{name}"
-        if name not in known:
+        if name not in types:
             raise unknown_key(key)
-        make_default: Any = known[name].default_factory
-        default = None if make_default is MISSING else make_default()
-        if is_dataclass(default) and config[name] is not None:
-            _check_keys(config[name], type(default), f"{key}.")
+        if is_dataclass(types[name]) and config[name] is not None:
+            _check_keys(config[name], types[name], f"{key}.")
 
 
 class _EndOfSweep(ExitStack):
@@ -274,11 +269,7 @@ class _EndOfSweep(ExitStack):
 
 
 def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None) -> None:
-    """One run, in the run dir that Hydra has created for it.
-
-    Args:
-        end_of_sweep: the end of the fork server, which otherwise ends with the run.
-    """
+    """One run, in the run dir that Hydra has created for it; its fork server ends with it, or at `end_of_sweep`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -309,23 +300,18 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
         try:
             run_experiment(checked, run_dir)
         except ClusterError as error:
-            raise ClusterError(f"{error}\n  {_way_on(run_dir)}    logs: {run_dir / 'logs'}") from error
+            from kdist.run.run_dir import RunDir
+
+            way_on = "there is no checkpoint yet"
+            if (newest := RunDir(run_dir, "").checkpoints().newest()) is not None:
+                way_on = f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
+            raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise
         except Exception:
             with log.open("a") as file:
                 traceback.print_exc(file=file)
             raise
-
-
-def _way_on(run_dir: Path) -> str:
-    """What the user can do after the cluster failed."""
-    from kdist.run.run_dir import RunDir
-
-    newest = RunDir(run_dir, "").checkpoints().newest()
-    if newest is None:
-        return "there is no checkpoint yet"
-    return f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
 
 
 @contextmanager

@@ -132,12 +132,7 @@ def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -
 
 
 class TrialRunner:
-    """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started.
-
-    Args:
-        run: runs a trial with its config, in the run dir that Hydra has created for it.
-        print_error: prints the error of a trial.
-    """
+    """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started."""
 
     def __init__(self, run: Callable[[DictConfig], None], print_error: Callable[[Exception], None]) -> None:
         self._run_job = run
@@ -261,14 +256,6 @@ class Sweep:
 def staleness_of(trial: Trial) -> float | None:
     """The mean staleness of the gradients of a trial."""
     return trial.result.get("gradients", {}).get("staleness_mean")
-
-
-def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _number(value: float | None, form: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kdist.cli.sweep import is_number, staleness_of
+from kdist.cli.sweep import staleness_of
 from kdist.run.files import written_whole
 
 if TYPE_CHECKING:
@@ -55,17 +55,19 @@ def _draw_objective(sweep: Sweep, trials: list[Trial], key: str, axes: Axes) -> 
     for trial in trials:
         if key in trial.overrides:
             points.setdefault(trial.overrides[key], []).append(sweep.objectives[trial.number].value)
-    are_numbers = all(map(is_number, points))
-    values = sorted(points, key=float) if are_numbers else list(points)
-    places = {value: float(value) if are_numbers else float(i) for i, value in enumerate(values)}
+    try:
+        places = {value: float(value) for value in points}
+    except ValueError:
+        places = {value: float(index) for index, value in enumerate(points)}
+        axes.set_xticks(list(places.values()), list(places))
+    else:
+        if places and min(places.values()) > 0 and max(places.values()) / min(places.values()) >= _LOG_RATIO:
+            axes.set_xscale("log")
+    values = sorted(points, key=lambda value: places[value])
     for value in values:
         axes.plot([places[value]] * len(points[value]), points[value], "o", color="tab:blue", alpha=0.6)
     best = max if sweep.objectives[trials[0].number].mode == "max" else min
-    axes.plot(list(places.values()), [best(points[value]) for value in values], color="tab:orange", label="best")
-    if not are_numbers:
-        axes.set_xticks(list(places.values()), values)
-    elif values and places[values[0]] > 0 and places[values[-1]] / places[values[0]] >= _LOG_RATIO:
-        axes.set_xscale("log")
+    axes.plot([places[v] for v in values], [best(points[v]) for v in values], color="tab:orange", label="best")
     axes.set_xlabel(key)
     axes.set_ylabel(sweep.metric)
     axes.legend()

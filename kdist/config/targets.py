@@ -98,15 +98,7 @@ def _named_by(overrides: Sequence[str], key: str) -> set[str]:
 
 
 def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
-    """Refuses any `_target_` in `node` that is not on the list. Imports nothing.
-
-    Args:
-        key: of `node` in the config.
-        packages: trusted in addition to those passed to `trust`.
-
-    Raises:
-        ConfigError: names the key, the target and how to trust it.
-    """
+    """Refuses any `_target_` in the node at `key` that is not on the list, nor in `packages`. Imports nothing."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             _check_name(key, str(node["_target_"]), packages)
@@ -175,11 +167,7 @@ def called_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     """Refuses what Hydra itself would do for a file: call targets that are not trusted, log with other classes than
-    Python's own, or change the environment, which may name libraries to load.
-
-    Args:
-        config: the whole config, as Hydra composed it.
-        overrides: of the command line.
+    Python's own, or change the environment, which may name libraries to load. `overrides`: of the command line.
     """
     from omegaconf import OmegaConf, open_dict, read_write
 

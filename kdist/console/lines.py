@@ -54,7 +54,7 @@ def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, float])
 
 def save_line(step: int, last_step: int | None, path: Path) -> str:
     """`save  | step    500      | checkpoints/ckpt-500`"""
-    return _checkpoint_line("save", step, last_step, path)
+    return _line("save", _step(step).ljust(len(_step(step, last_step))), _short(path))
 
 
 def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
@@ -64,7 +64,7 @@ def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
 
 def resume_line(step: int, last_step: int | None, path: Path) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
-    return _checkpoint_line("load", step, last_step, path)
+    return _line("load", _step(step).ljust(len(_step(step, last_step))), _short(path))
 
 
 def again_line(error: BaseException, newest: Path, number: int, of: int, *, cluster_is_there: bool = False) -> str:
@@ -110,10 +110,6 @@ def _duration(seconds: float) -> str:
 
 def _line(event: str, *columns: str) -> str:
     return " | ".join([f"{event:<5}", *columns])
-
-
-def _checkpoint_line(event: str, step: int, last_step: int | None, path: Path) -> str:
-    return _line(event, _step(step).ljust(len(_step(step, last_step))), _short(path))
 
 
 def _short(path: Path) -> str:

@@ -48,11 +48,7 @@ class LiveLine(Protocol):
 
 
 class TerminalLine:
-    """A line on a terminal.
-
-    Args:
-        terminal: standard output if None; anything printed there in the meantime goes above the line.
-    """
+    """A line on `terminal`, or on standard output, where anything printed in the meantime goes above it."""
 
     def __init__(self, terminal: Console | None = None) -> None:
         self._terminal = terminal or Console(file=sys.stdout)
@@ -85,7 +81,7 @@ class TerminalLine:
 
 
 class SentLine:
-    """A line on the terminal of another process: what is passed to `send` reaches a `ReceivedLine` there."""
+    """A line on the terminal of another process: what is passed to `send` reaches a `LivePipe` there."""
 
     def __init__(self, send: Callable[[str], None]) -> None:
         self._send = send
@@ -104,11 +100,26 @@ class SentLine:
         self._send(json.dumps({"close": []}))
 
 
-class ReceivedLine:
-    """Shows on this process's terminal the line that another process sends."""
+class LivePipe:
+    """A pipe through which another process shows its line on the terminal of this one; usable while entered.
+
+    Attributes:
+        descriptor: of the end to which the other process writes; None without a terminal.
+    """
 
     def __init__(self) -> None:
+        self._reading: int | None = None
+        self.descriptor: int | None = None
+        if is_terminal():
+            self._reading, self.descriptor = os.pipe()
         self._line: TerminalLine | None = None
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+
+    def show(self) -> None:
+        """Shows what arrives; call it when the other process has been started."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self._thread.start()
 
     def receive(self, message: str) -> None:
         """Handles a message of a `SentLine`."""
@@ -122,33 +133,6 @@ class ReceivedLine:
         else:
             self._line.show(*arguments)
 
-    def close(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
-
-
-class LivePipe:
-    """A pipe through which another process shows its line on the terminal of this one; usable while entered.
-
-    Attributes:
-        descriptor: of the end to which the other process writes; None without a terminal.
-    """
-
-    def __init__(self) -> None:
-        self._reading: int | None = None
-        self.descriptor: int | None = None
-        if is_terminal():
-            self._reading, self.descriptor = os.pipe()
-        self._line = ReceivedLine()
-        self._thread = threading.Thread(target=self._receive, daemon=True)
-
-    def show(self) -> None:
-        """Shows what arrives; call it when the other process has been started."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self._thread.start()
-
     def __enter__(self) -> LivePipe:
         return self
 
@@ -156,16 +140,22 @@ class LivePipe:
         if self._thread.ident is not None:
             # A process that the other one left behind may keep the pipe open.
             self._thread.join(_END_SECS)
-            self._line.close()
+            self.close()
         elif self._reading is not None and self.descriptor is not None:
             os.close(self._reading)
             os.close(self.descriptor)
 
     def _receive(self) -> None:
         assert self._reading is not None
-        with open(self._reading) as messages, closing(self._line):
+        with open(self._reading) as messages, closing(self):
             for message in messages:
-                self._line.receive(message)
+                self.receive(message)
+
+    def close(self) -> None:
+        """Removes the line."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
 
 
 def is_terminal() -> bool:

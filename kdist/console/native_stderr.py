@@ -1,7 +1,4 @@
-"""Redirects what TensorFlow's C++ code writes to standard error into a log file, and nothing else.
-
-For the command line only: in a user's process, standard error belongs to the user.
-"""
+"""Redirects only what C++ code writes to standard error; for the command line: a user's process keeps its own."""
 
 from __future__ import annotations
 
