@@ -109,9 +109,8 @@ def _field_docstrings(schema: type) -> dict[str, str]:
     """The string after each field of a dataclass and its bases, which Python itself does not keep."""
     meanings = {}
     for owner in filter(is_dataclass, schema.__mro__):
-        definition = ast.parse(inspect.getsource(owner)).body[0]
-        body = definition.body if isinstance(definition, ast.ClassDef) else []
-        for item, text in pairwise(body):
+        definition: Any = ast.parse(inspect.getsource(owner)).body[0]
+        for item, text in pairwise(definition.body):
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, ast.Expr):
                 meanings[item.target.id] = " ".join(ast.literal_eval(text.value).split())
     return meanings

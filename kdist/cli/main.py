@@ -61,13 +61,9 @@ def run(arguments: list[str]) -> int:
         return 0
     try:
         _run_hydra(arguments)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
-        return _exit_code_of(signals.asked_to_exit() or error)
-    return 0
-
-
-def _exit_code_of(error: BaseException) -> int:
-    """Prints what ended the command, and returns its exit code."""
+        return 0
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        error = signals.asked_to_exit() or caught
     if isinstance(error, KeyboardInterrupt):
         print("kdist: interrupted", file=sys.stderr)
         return signals.INTERRUPTED
@@ -119,8 +115,7 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
-    from kdist.cli.sweep import Sweep, SweepFailedError, TrialRunner
-    from kdist.cli.sweep_plot import draw_sweep
+    from kdist.cli.sweep import Sweep, TrialRunner, draw_sweep
 
     # Resolved here, and not only where trials run: `now` is another second there.
     folder = str(config.hydra.sweep.dir)
@@ -144,7 +139,10 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
             sweep.write()
             draw_sweep(sweep, Path(folder) / "sweep.png")
     if sweep.failed:
-        raise SweepFailedError(sweep.failed, len(sweep.trials))
+        numbers = ", ".join(str(trial.number) for trial in sweep.failed)
+        error = KdistError(f"{len(sweep.failed)} of {len(sweep.trials)} trials failed: {numbers}")
+        error.exit_code = sweep.failed[0].exit_code
+        raise error
 
 
 def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
@@ -164,10 +162,10 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
 def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief has finished."""
     signals.exit_at_once = os._exit
-    says_all = config.run.log_device_placement and not membership.runs_program
+    logs_devices = config.run.log_device_placement
     with (
         signals.task_signals(membership.task, config.run.grace_secs, config.run.stop_signals) as stop,
-        nullcontext() if says_all else native_log(Path(os.devnull)),
+        nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)),
     ):
         if membership.runs_program or membership.evaluates:
             from kdist.cli.experiment import run_experiment
@@ -177,12 +175,7 @@ def _take_part(config: Config, membership: Membership) -> None:
         else:
             from kdist.cluster.server import serve_until_done
 
-            serve_until_done(
-                membership,
-                config.cluster,
-                stop.begin_to_serve,
-                log_device_placement=config.run.log_device_placement,
-            )
+            serve_until_done(membership, config.cluster, stop.begin_to_serve, log_device_placement=logs_devices)
 
 
 def _check(parsed: Namespace) -> tuple[Config, Membership | None]:
@@ -347,5 +340,4 @@ def _print_error(error: BaseException) -> None:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
     ]
-    for line in traceback.format_list(frames):
-        print(line.rstrip(), file=sys.stderr)
+    print(*traceback.format_list(frames), sep="", end="", file=sys.stderr)

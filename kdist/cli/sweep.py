@@ -1,4 +1,4 @@
-"""Sweeps: which trials in a sweep's folder are done, their results, and how they compare.
+"""Sweeps: which trials in a sweep's folder are done, their results, and how they compare, as a table and a picture.
 
 A sweep is one folder with one numbered folder per trial. There, `trial.json` records the overrides of the trial and how
 it ended, beside the `result.json` of its run. A sweep that is run again needs nothing else.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from kdist.errors import ConfigError, KdistError
-from kdist.run.files import make_private, relative, write_whole
+from kdist.run.files import make_private, relative, write_whole, written_whole
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,6 +27,11 @@ _RECORD = "trial.json"
 _OF_RESULT = {"steps_per_second": "max", "examples_per_second": "max", "seconds": "min"}
 #: Overrides that do not affect what is trained.
 _NOT_OF_TRAINING = ("run.", "hydra.", "sweep.")
+
+_PANEL_INCHES = (4.6, 3.6)
+_COLUMNS = 3
+#: The axis is logarithmic from this ratio of the largest to the smallest value.
+_LOG_RATIO = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,15 +84,6 @@ class Objective:
     name: str
     value: float
     mode: str
-
-
-class SweepFailedError(KdistError):
-    """Some trials of a sweep failed; their errors were printed."""
-
-    def __init__(self, trials: Sequence[Trial], num_all: int) -> None:
-        numbers = ", ".join(str(trial.number) for trial in trials)
-        super().__init__(f"{len(trials)} of {num_all} trials failed: {numbers}")
-        self.exit_code = trials[0].exit_code
 
 
 def begin_trial(folder: Path, overrides: Sequence[str]) -> Trial:
@@ -228,25 +228,23 @@ class Sweep:
     def table(self) -> list[str]:
         """One line per trial, best first; then the failed ones with their errors."""
         heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
-        rows = [self._row(trial) for trial in self.best_first()]
+        rows = [
+            [
+                str(trial.number),
+                *(trial.overrides.get(key, "") for key in self.swept),
+                _number(found.value if (found := self.objectives.get(trial.number)) else None, ".4g"),
+                _number(trial.result.get("steps_per_second"), ".1f"),
+                _number(staleness_of(trial), ".2f"),
+                # The sweep has ended, so a trial that is still marked as running was killed.
+                "not done" if trial.status == "running" else trial.status,
+            ]
+            for trial in self.best_first()
+        ]
         widths = [max(map(len, column)) for column in zip(heads, *rows)]
         lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows]]
         lines.insert(1, "-+-".join("-" * width for width in widths))
-        for trial in self.failed:
-            lines.append(f"trial {trial.number} failed: {trial.error.splitlines()[0] if trial.error else 'unknown'}")
-        return lines
-
-    def _row(self, trial: Trial) -> list[str]:
-        found = self.objectives.get(trial.number)
-        return [
-            str(trial.number),
-            *(trial.overrides.get(key, "") for key in self.swept),
-            _number(None if found is None else found.value, ".4g"),
-            _number(trial.result.get("steps_per_second"), ".1f"),
-            _number(staleness_of(trial), ".2f"),
-            # The sweep has ended, so a trial that is still marked as running was killed.
-            "not done" if trial.status == "running" else trial.status,
-        ]
+        errors = {trial.number: trial.error.splitlines()[0] if trial.error else "unknown" for trial in self.failed}
+        return lines + [f"trial {number} failed: {error}" for number, error in errors.items()]
 
     def write(self) -> None:
         """Writes the table to `sweep.txt`."""
@@ -260,3 +258,68 @@ def staleness_of(trial: Trial) -> float | None:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def draw_sweep(sweep: Sweep, path: Path) -> None:
+    """Draws the finished trials as a PNG: the objective over each swept key, speed, staleness; nothing without any."""
+    trials = [trial for trial in sweep.trials if trial.number in sweep.objectives]
+    if not trials:
+        return
+    panels = [partial(_draw_objective, sweep, trials, key) for key in sweep.swept]
+    if {"cluster", "strategy"} & set(sweep.swept):
+        panels.append(partial(_draw_by_workers, trials, lambda t: t.result.get("examples_per_second"), "examples/s"))
+        if any(staleness_of(trial) for trial in trials):
+            panels.append(partial(_draw_by_workers, trials, staleness_of, "staleness, mean"))
+    columns = min(_COLUMNS, max(1, len(panels)))
+    rows = -(-max(1, len(panels)) // columns)
+    figure = Figure(figsize=(columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1]), dpi=110, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for draw, panel in zip(panels, axes):
+        draw(panel)
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    figure.suptitle(f"{sweep.folder.name}: {len(trials)} of {len(sweep.trials)} trials done")
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, format="png")
+
+
+def _draw_objective(sweep: Sweep, trials: list[Trial], key: str, axes: Axes) -> None:
+    """A point per trial, and a line through the best of each value."""
+    points: dict[str, list[float]] = {}
+    for trial in trials:
+        if key in trial.overrides:
+            points.setdefault(trial.overrides[key], []).append(sweep.objectives[trial.number].value)
+    try:
+        places = {value: float(value) for value in points}
+    except ValueError:
+        places = {value: float(index) for index, value in enumerate(points)}
+        axes.set_xticks(list(places.values()), list(places))
+    else:
+        if places and min(places.values()) > 0 and max(places.values()) / min(places.values()) >= _LOG_RATIO:
+            axes.set_xscale("log")
+    values = sorted(points, key=lambda value: places[value])
+    for value in values:
+        axes.plot([places[value]] * len(points[value]), points[value], "o", color="tab:blue", alpha=0.6)
+    best = max if sweep.objectives[trials[0].number].mode == "max" else min
+    axes.plot([places[v] for v in values], [best(points[v]) for v in values], color="tab:orange", label="best")
+    axes.set_xlabel(key)
+    axes.set_ylabel(sweep.metric)
+    axes.legend()
+
+
+def _draw_by_workers(trials: list[Trial], value_of: Callable[[Trial], float | None], what: str, axes: Axes) -> None:
+    """A line per strategy, over the number of workers."""
+    lines: dict[str, dict[int, list[float]]] = {}
+    for trial in trials:
+        points = lines.setdefault(str(trial.result.get("strategy")), {})
+        workers, value = trial.result.get("workers"), value_of(trial)
+        if workers is not None and value is not None:
+            points.setdefault(workers, []).append(value)
+    for strategy, points in lines.items():
+        middle = [sorted(points[workers])[len(points[workers]) // 2] for workers in sorted(points)]
+        axes.plot(sorted(points), middle, "o-", label=strategy)
+    axes.set_xticks(sorted({trial.result["workers"] for trial in trials if trial.result.get("workers") is not None}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("workers")
+    axes.set_ylabel(what)
+    axes.legend()

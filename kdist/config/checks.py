@@ -28,12 +28,6 @@ def check_more_than_zero(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
 
 
-def check_port(key: str, value: int | None) -> None:
-    """Refuses numbers that cannot be a port; None means any free one."""
-    if value is not None and not 0 < value < 2**16:
-        raise ConfigError(f"{key}={value}: must be a port, from 1 to 65535")
-
-
 def check_seed(key: str, value: int | None) -> None:
     """Refuses numbers that cannot be a seed; None means a random one."""
     if value is not None and not 0 <= value < 2**32:

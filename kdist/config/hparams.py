@@ -8,8 +8,8 @@ from typing import Any
 
 #: Config keys that every run shows, besides those that it overrides.
 CHOSEN = ("cluster", "strategy", "optimizer.learning_rate", "train.batch_size")
-#: Keys that do not affect what is trained.
-_NOT_OF_TRAINING = ("run.", "hydra.", "sweep.", "hooks", "callbacks", "drill")
+#: Keys that do not affect what is trained, and deleted ones.
+_NOT_SHOWN = ("~", "run.", "hydra.", "sweep.", "hooks", "callbacks", "drill")
 #: The keys that hold the choice of a group.
 _NAMES = {"cluster": "cluster.shape", "strategy": "strategy.name"}
 
@@ -24,13 +24,9 @@ def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequ
     Returns:
         Numbers, booleans and texts by key. The choice of a group (`cluster=2ps2w`) is a text; None is omitted.
     """
-    found: dict[str, Any] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        key = key.lstrip("+")
-        if not key.startswith(("~", *_NOT_OF_TRAINING)):
-            # Not resolved: the value of ${oc.env:PASSWORD} may be a secret.
-            found[key] = _read(value)
+    parts = (override.lstrip("+").partition("=") for override in overrides)
+    # Not resolved: the value of ${oc.env:PASSWORD} may be a secret.
+    found: dict[str, Any] = {key: _read(value) for key, _, value in parts if not key.startswith(_NOT_SHOWN)}
     for key in chosen:
         value: Any = config
         for part in _NAMES.get(key, key).split("."):

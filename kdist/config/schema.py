@@ -85,7 +85,8 @@ class ClusterConfig:
         checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)
         if self.patience < 1:
             raise ConfigError(f"cluster.patience={self.patience:g}: must be at least 1")
-        checks.check_port("cluster.chief_port", self.chief_port)
+        if self.chief_port is not None and not 0 < self.chief_port < 2**16:
+            raise ConfigError(f"cluster.chief_port={self.chief_port}: must be a port, from 1 to 65535")
         checks.check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
 
 
@@ -239,12 +240,11 @@ class OptimizerConfig:
     """Clips each value of each gradient."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.learning_rate, (int, float)):
-            checks.check_more_than_zero("optimizer.learning_rate", float(self.learning_rate))
-        elif isinstance(self.learning_rate, str):
-            raise ConfigError(
-                f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)"
-            )
+        rate = self.learning_rate
+        if isinstance(rate, (int, float)):
+            checks.check_more_than_zero("optimizer.learning_rate", float(rate))
+        elif isinstance(rate, str):
+            raise ConfigError(f"optimizer.learning_rate={rate}: must be a number or a schedule (_target_)")
 
 
 @dataclass

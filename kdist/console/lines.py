@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def print_line(line: str) -> None:
-    """Prints a line and flushes it."""
     print(line, flush=True)
 
 

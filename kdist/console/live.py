@@ -103,8 +103,7 @@ class SentLine:
 class LivePipe:
     """A pipe through which another process shows its line on the terminal of this one; usable while entered.
 
-    Attributes:
-        descriptor: of the end to which the other process writes; None without a terminal.
+    The other process writes to `descriptor`, which is None without a terminal.
     """
 
     def __init__(self) -> None:
@@ -159,10 +158,7 @@ class LivePipe:
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal that can show a live line.
-
-    Rich alone is not enough: some environment variables make rich treat any file as a terminal.
-    """
+    """Whether standard output is a terminal; rich alone treats any file as one if told so by the environment."""
     return sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
 
 
