@@ -252,7 +252,6 @@ class Sweep:
 
 
 def staleness_of(trial: Trial) -> float | None:
-    """The mean staleness of the gradients of a trial."""
     return trial.result.get("gradients", {}).get("staleness_mean")
 
 
