@@ -80,15 +80,14 @@ def _default_hooks() -> dict[str, dict[str, Any]]:
     return hooks
 
 
-def _described_hooks() -> list[str]:
+def _described_hooks() -> Iterable[str]:
     from kdist import hooks
 
-    lines = []
     for name, node in _default_hooks().items():
         summary = str(getattr(hooks, node["_target_"].rpartition(".")[2]).__doc__).splitlines()[0]
         keys = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in node.items()]
-        lines += [f"  hooks.{name:<12}  {summary}", f"  {'':<18}  {' '.join(keys[1:])}"]
-    return lines
+        yield f"  hooks.{name:<12}  {summary}"
+        yield f"  {'':<18}  {' '.join(keys[1:])}"
 
 
 def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:

@@ -313,9 +313,10 @@ def _explained(*others: type[Exception]) -> Iterator[None]:
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
+    explained: tuple[type[Exception], ...] = (HydraException, OmegaConfBaseException, *others)
     try:
         yield
-    except (HydraException, OmegaConfBaseException, *others) as error:
+    except explained as error:
         if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
             group, _, option = str(error.missing_cfg_file).rpartition("/")
             options = ", ".join(sorted(name for name in error.options if not name.startswith("_")))
