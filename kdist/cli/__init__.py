@@ -1,5 +1,1 @@
-"""The command line: `python -m kdist`.
-
-`main` composes the config with Hydra and checks it before anything starts; `experiment` turns it into one run, `sweep`
-into many. Every error becomes one message and an exit code.
-"""
+"""The command line: `main` composes and checks the config, `experiment` makes one run of it, `sweep` many."""

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from kdist._compat.quick_import import quick_import
 from kdist.cli.hydra_plugins import overrides_of_job
 from kdist.config import targets
-from kdist.config.build import build_model, callbacks_of, data_arguments, hooks_of
+from kdist.config.build import build_model, data_arguments, parts_of
 from kdist.config.hparams import CHOSEN, hparams_of
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kdist.strategies.base import Strategy
-    from kdist.trainer import Trainer
 
 
 def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = True) -> None:
@@ -37,6 +36,7 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
 
         from kdist.run.result import Result, describe
         from kdist.run.run_dir import RunDir
+        from kdist.trainer import Trainer
 
     # Objects from before the first trial stay. Later it would also keep garbage of earlier trials.
     if not gc.get_freeze_count():
@@ -50,7 +50,25 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
     started = time.time()
     trainer = None
     try:
-        trainer = _trainer(config, run_dir)
+        trainer = Trainer(
+            partial(build_model, config),
+            cluster=config.cluster,
+            strategy=strategy_of(config),
+            run_dir=run_dir,
+            hooks=parts_of(config, "hooks", "drill"),
+            callbacks=parts_of(config, "callbacks"),
+            name=config.run.name,
+            steps_per_call=config.train.steps_per_call,
+            resume=config.run.resume,
+            seed=config.run.seed,
+            max_restarts=config.train.max_restarts,
+            grace_secs=config.run.grace_secs,
+            stop_signals=config.run.stop_signals,
+            use_default_hooks=False,
+            lock_run_dir=False,
+            hparams=hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams]),
+            **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},
+        )
         # Built now, so that its errors are found before anything starts.
         _ = trainer.model
         data = data_arguments(config)
@@ -70,34 +88,12 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
     except BaseException as error:
         # A failure before training leaves a result, too.
         is_said = not is_chief or (trainer is not None and trainer.result.error is not None)
-        if run_dir is not None and not is_said and not RunDir(run_dir, config.run.name).has_result_since(started):
-            result = Result(strategy=config.strategy.name, cluster=config.cluster.shape, error=describe(error))
-            RunDir(run_dir, config.run.name).write_result(result)
+        if run_dir is not None and not is_said:
+            files = RunDir(run_dir, config.run.name)
+            if not files.has_result_since(started):
+                shape = config.cluster.shape
+                files.write_result(Result(strategy=config.strategy.name, cluster=shape, error=describe(error)))
         raise
-
-
-def _trainer(config: Config, run_dir: Path | None) -> Trainer:
-    from kdist.trainer import Trainer
-
-    return Trainer(
-        partial(build_model, config),
-        cluster=config.cluster,
-        strategy=strategy_of(config),
-        run_dir=run_dir,
-        hooks=hooks_of(config),
-        callbacks=callbacks_of(config),
-        name=config.run.name,
-        steps_per_call=config.train.steps_per_call,
-        resume=config.run.resume,
-        seed=config.run.seed,
-        max_restarts=config.train.max_restarts,
-        grace_secs=config.run.grace_secs,
-        stop_signals=config.run.stop_signals,
-        use_default_hooks=False,
-        lock_run_dir=False,
-        hparams=_hparams(config),
-        **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},
-    )
 
 
 def strategy_of(config: Config) -> str | type[Strategy]:
@@ -113,7 +109,3 @@ def strategy_of(config: Config) -> str | type[Strategy]:
             f"strategy._target_={target}: must be a class derived from that of strategy={config.strategy.name}"
         )
     return found
-
-
-def _hparams(config: Config) -> dict[str, Any]:
-    return hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams])

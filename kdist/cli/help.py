@@ -11,8 +11,11 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
+from kdist.config.schema import Config
+from kdist.errors import ConfigError
 from kdist.version import __version__
 
+_CONF = resources.files("kdist.conf")
 _HELP = """\
 kdist {version}: distributed training of Keras 3 models on TensorFlow
 
@@ -47,60 +50,44 @@ def help_text() -> str:
         **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},
         "+recipe": _options("recipe"),
     }
-    lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
+    rows = [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
+    width = max(len(key) for key, _, _ in rows)
     return _HELP.format(
         version=__version__,
-        groups="\n".join(lines),
-        keys="\n".join(_described_keys()),
+        groups="\n".join(f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()),
+        keys="\n".join(f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows),
         hooks="\n".join(_described_hooks()),
     )
 
 
-def nearest_key(key: str) -> str | None:
-    """The existing key that is most similar to an unknown one; None if none is similar."""
-    known = [*_known_keys(), *_known_hook_keys()]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return near[0] if near else None
-
-
-def _known_keys() -> list[str]:
-    from kdist.config.schema import Config
-
-    return [key for key, _, _ in _walk(Config)]
-
-
-def _known_hook_keys() -> list[str]:
-    return [f"hooks.{name}.{key}" for name, hook in _default_hooks().items() for key in hook]
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that does not exist, with the existing key that is most similar, or what else to do."""
+    known = [known for known, _, _ in _walk(Config)]
+    known += [f"hooks.{name}.{argument}" for name, hook in _default_hooks().items() for argument in hook]
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
+        hint = f"did you mean {near[0]}?"
+    elif key.startswith(("model.", "data.", "hooks.")):
+        hint = f"a new argument is added with a plus: +{key}=..."
+    else:
+        hint = "--help lists the keys"
+    return ConfigError(f"{key}: there is no such key; {hint}")
 
 
 def _default_hooks() -> dict[str, dict[str, Any]]:
     from omegaconf import OmegaConf
 
-    hooks: Any = OmegaConf.to_container(OmegaConf.create((_conf() / "hooks" / "default.yaml").read_text()))
+    hooks: Any = OmegaConf.to_container(OmegaConf.create((_CONF / "hooks" / "default.yaml").read_text()))
     return hooks
 
 
-def _described_hooks() -> list[str]:
+def _described_hooks() -> Iterable[str]:
     from kdist import hooks
 
-    lines = []
     for name, node in _default_hooks().items():
         summary = str(getattr(hooks, node["_target_"].rpartition(".")[2]).__doc__).splitlines()[0]
         keys = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in node.items()]
-        lines += [f"  hooks.{name:<12}  {summary}", f"  {'':<18}  {' '.join(keys[1:])}"]
-    return lines
-
-
-def _described_keys() -> list[str]:
-    from kdist.config.schema import Config
-
-    rows = [
-        (key, default, meaning)
-        for key, default, meaning in _walk(Config)
-        if default and ("." in key or key in ("loss", "metrics"))
-    ]
-    width = max(len(key) for key, _, _ in rows)
-    return [f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows]
+        yield f"  hooks.{name:<12}  {summary}"
+        yield f"  {'':<18}  {' '.join(keys[1:])}"
 
 
 def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
@@ -121,19 +108,12 @@ def _field_docstrings(schema: type) -> dict[str, str]:
     """The string after each field of a dataclass and its bases, which Python itself does not keep."""
     meanings = {}
     for owner in filter(is_dataclass, schema.__mro__):
-        definition = ast.parse(inspect.getsource(owner)).body[0]
-        body = definition.body if isinstance(definition, ast.ClassDef) else []
-        for item, text in pairwise(body):
+        definition: Any = ast.parse(inspect.getsource(owner)).body[0]
+        for item, text in pairwise(definition.body):
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, ast.Expr):
                 meanings[item.target.id] = " ".join(ast.literal_eval(text.value).split())
     return meanings
 
 
-def _conf() -> Any:
-    return resources.files("kdist.conf")
-
-
 def _options(group: str) -> list[str]:
-    return sorted(
-        path.name.removesuffix(".yaml") for path in (_conf() / group).iterdir() if path.name.endswith(".yaml")
-    )
+    return sorted(path.name.removesuffix(".yaml") for path in (_CONF / group).iterdir() if path.name.endswith(".yaml"))

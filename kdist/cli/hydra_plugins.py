@@ -8,6 +8,7 @@ from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
@@ -31,11 +32,9 @@ class ClusterShapes(ConfigSource):
         return _SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
-        shape = ClusterShape.parse(_name_of(config_path))
+        shape = ClusterShape.parse(config_path.removeprefix("cluster/").removesuffix(".yaml"))
         config = OmegaConf.create({"shape": str(shape)})
-        return ConfigResult(
-            config=config, path=f"{_SCHEME}://{config_path}", provider=self.provider, header={"package": None}
-        )
+        return ConfigResult(self.provider, f"{_SCHEME}://{config_path}", config, header={"package": None})
 
     def available(self) -> bool:
         return True
@@ -91,12 +90,7 @@ def register() -> None:
 
 
 def overrides_of_job() -> list[str]:
-    """The overrides of the job that Hydra runs, as they were given: ${oc.env:PASSWORD} is not resolved.
-
-    Empty if Hydra runs no job.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
+    """The overrides of the job that Hydra runs, if any, as they were given: ${oc.env:PASSWORD} is not resolved."""
     if not HydraConfig.initialized():
         return []
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
@@ -104,13 +98,7 @@ def overrides_of_job() -> list[str]:
 
 
 def _run_name(*, _root_: DictConfig) -> str:
-    from hydra.core.hydra_config import HydraConfig
-
     # Before a job runs, and for the folder of a sweep, only its config exists; the job's own has no such part.
     hydra = _root_.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
-    choices: dict[str, Any] = hydra.runtime.choices if hydra is not None else {}
-    return str(choices.get("recipe") or "train")
-
-
-def _name_of(config_path: str) -> str:
-    return config_path.removeprefix("cluster/").removesuffix(".yaml")
+    recipe = hydra.runtime.choices.get("recipe") if hydra is not None else None
+    return str(recipe or "train")

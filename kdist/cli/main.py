@@ -1,24 +1,22 @@
-"""`python -m kdist`: Hydra's entry point. A KdistError becomes one clear message and an exit code.
-
-TensorFlow is imported only after the config has been checked.
-"""
+"""`python -m kdist`: every error becomes one message and an exit code; TensorFlow is imported for a checked config."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from kdist.cli.help import help_text, nearest_key
+from kdist.cli.help import help_text, unknown_key
 from kdist.cluster import isolate
 from kdist.config import targets
 from kdist.console.native_stderr import keep_python_stderr, native_log
@@ -33,6 +31,9 @@ if TYPE_CHECKING:
 
     from kdist.cluster.spec import Membership
     from kdist.config.schema import Config
+
+# The version whose behaviour Hydra keeps.
+_HYDRA_VERSION = "1.3"
 
 
 def main() -> NoReturn:
@@ -60,13 +61,9 @@ def run(arguments: list[str]) -> int:
         return 0
     try:
         _run_hydra(arguments)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
-        return _exit_code_of(signals.asked_to_exit() or error)
-    return 0
-
-
-def _exit_code_of(error: BaseException) -> int:
-    """Prints what ended the command, and returns its exit code."""
+        return 0
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        error = signals.asked_to_exit() or caught
     if isinstance(error, KeyboardInterrupt):
         print("kdist: interrupted", file=sys.stderr)
         return signals.INTERRUPTED
@@ -82,7 +79,6 @@ def _run_hydra(arguments: list[str]) -> None:
     """Runs the job, or with `-m` all trials of a sweep."""
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
-    from kdist.cluster.resolve import membership_of
 
     # Otherwise TensorFlow's C++ code writes to standard error as soon as a user's module imports it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -91,17 +87,16 @@ def _run_hydra(arguments: list[str]) -> None:
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
         # Before Hydra creates the run dir: neither a wrong config nor a task that is not the chief may leave one.
-        checked = _check(parsed)
-        membership = membership_of(checked.cluster, os.environ)
+        checked, membership = _check(parsed)
         if membership is not None and not membership.is_chief:
             _take_part(checked, membership)
             return
         RunLock(Path(checked.run.dir)).check()
     elif parsed.multirun:
-        _run_sweep(_check_hydra(parsed), parsed, arguments)
+        _run_sweep(_composed(parsed), parsed, arguments)
         return
     elif only_run:
-        _check_hydra(parsed)
+        _composed(parsed)
     failures: list[Exception] = []
 
     def job(config: DictConfig) -> None:
@@ -120,8 +115,7 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
-    from kdist.cli.sweep import Sweep, SweepFailedError, TrialRunner
-    from kdist.cli.sweep_plot import draw_sweep
+    from kdist.cli.sweep import Sweep, TrialRunner, draw_sweep
 
     # Resolved here, and not only where trials run: `now` is another second there.
     folder = str(config.hydra.sweep.dir)
@@ -140,27 +134,27 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
         if sweep.trials:
             print(f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {shlex.quote(folder)}")
             print("\n".join(sweep.table()), flush=True)
-            if not sweep.is_done:
+            if any(trial.status != "done" for trial in sweep.trials):
                 print(f"rerun with hydra.sweep.dir={folder} to finish the remaining trials", flush=True)
             sweep.write()
             draw_sweep(sweep, Path(folder) / "sweep.png")
     if sweep.failed:
-        raise SweepFailedError(sweep.failed, len(sweep.trials))
+        numbers = ", ".join(str(trial.number) for trial in sweep.failed)
+        error = KdistError(f"{len(sweep.failed)} of {len(sweep.trials)} trials failed: {numbers}")
+        error.exit_code = sweep.failed[0].exit_code
+        raise error
 
 
 def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
     """Lets Hydra compose the config, create the folders and call `job`."""
     from hydra import main as hydra_main
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     # Hydra would print its errors itself and exit with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], *arguments]
     try:
-        hydra_main(version_base="1.3", config_path="pkg://kdist.conf", config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explained(error) from None
+        with _explained():
+            hydra_main(version_base=_HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(job)()
     except OSError as error:
         raise ConfigError(f"run.dir: cannot be made: {error}") from None
 
@@ -168,10 +162,10 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
 def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief has finished."""
     signals.exit_at_once = os._exit
-    says_all = config.run.log_device_placement and not membership.runs_program
+    logs_devices = config.run.log_device_placement
     with (
         signals.task_signals(membership.task, config.run.grace_secs, config.run.stop_signals) as stop,
-        nullcontext() if says_all else native_log(Path(os.devnull)),
+        nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)),
     ):
         if membership.runs_program or membership.evaluates:
             from kdist.cli.experiment import run_experiment
@@ -181,21 +175,12 @@ def _take_part(config: Config, membership: Membership) -> None:
         else:
             from kdist.cluster.server import serve_until_done
 
-            serve_until_done(
-                membership,
-                config.cluster,
-                stop.begin_to_serve,
-                log_device_placement=config.run.log_device_placement,
-            )
+            serve_until_done(membership, config.cluster, stop.begin_to_serve, log_device_placement=logs_devices)
 
 
-def _check(parsed: Namespace) -> Config:
-    """Composes the config and checks everything that can be checked without running it."""
-    from hydra import compose, initialize_config_module
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
+def _check(parsed: Namespace) -> tuple[Config, Membership | None]:
+    """Composes the config and checks everything that can be checked without running it; see `_checked`."""
     from omegaconf import open_dict
-    from omegaconf.errors import OmegaConfBaseException
 
     from kdist.cluster.spec import ClusterShape
 
@@ -204,37 +189,33 @@ def _check(parsed: Namespace) -> Config:
         if group == "cluster" and value.isdecimal():
             # Hydra parses it as a number where it needs a name, and its message does not help.
             ClusterShape.parse(value)
-    try:
-        with initialize_config_module(config_module="kdist.conf", version_base="1.3"):
-            config = compose("config", parsed.overrides, return_hydra_config=True)
-            HydraConfig.instance().set_config(config)
-            targets.check_hydra(config, parsed.overrides)
-            with open_dict(config):
-                del config["hydra"]
-            return _checked(config, parsed)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _explained(error) from None
+    config = _composed(parsed)
+    with open_dict(config):
+        del config["hydra"]
+    with _explained(ValueError):
+        checked = _checked(config, parsed)
+    return checked
 
 
-def _check_hydra(parsed: Namespace) -> DictConfig:
+def _composed(parsed: Namespace) -> DictConfig:
     """The config as Hydra will compose it, with Hydra's own part checked before Hydra uses it."""
+    from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import setup_globals
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+    from hydra.version import setbase
 
     from kdist._compat.hydra import load_config
 
     setup_globals()
-    try:
+    setbase(_HYDRA_VERSION)
+    with _explained(ValueError):
         config = load_config(parsed, "pkg://kdist.conf", "config")
+        HydraConfig.instance().set_config(config)
         targets.check_hydra(config, parsed.overrides)
-        return config
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _explained(error) from None
+    return config
 
 
-def _checked(config: DictConfig, parsed: Namespace) -> Config:
-    """The config as dataclasses, with values and targets checked."""
+def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership | None]:
+    """The config as dataclasses, with values and targets checked, and what it makes this process."""
     from omegaconf import OmegaConf
 
     from kdist.cli.experiment import strategy_of
@@ -258,57 +239,34 @@ def _checked(config: DictConfig, parsed: Namespace) -> Config:
     with native_log(Path(os.devnull)):
         check_targets(checked)
         strategy_of(checked)
-    return checked
+    return checked, membership
 
 
 def _check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:
     """Refuses keys that `+` added where no new key is allowed."""
-    known = {item.name: item for item in fields(schema)}
+    types = get_type_hints(schema)
     for name in map(str, config):
         key = f"{prefix}{name}"
-        if name not in known:
-            raise ConfigError(_unknown_key(key))
-        make_default: Any = known[name].default_factory
-        default = None if make_default is MISSING else make_default()
-        if is_dataclass(default) and config[name] is not None:
-            _check_keys(config[name], type(default), f"{key}.")
-
-
-def _unknown_key(key: str) -> str:
-    near = nearest_key(key)
-    if near is None and key.startswith(("model.", "data.", "hooks.")):
-        hint = f"a new argument is added with a plus: +{key}=..."
-    else:
-        hint = f"did you mean {near}?" if near else "--help lists the keys"
-    return f"{key}: there is no such key; {hint}"
+        if name not in types:
+            raise unknown_key(key)
+        if is_dataclass(types[name]) and config[name] is not None:
+            _check_keys(config[name], types[name], f"{key}.")
 
 
 class _EndOfSweep(ExitStack):
-    """Callbacks for the end of a sweep that runs its trials in this process. Copies in a launcher's processes never run
-    them."""
+    """Callbacks for the end of a sweep that runs its trials in `process`; copies in other processes never run them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._process = os.getpid()
-
-    @property
-    def comes_here(self) -> bool:
-        return self._process == os.getpid()
+        self.process = os.getpid()
 
 
 def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None) -> None:
-    """One run, in the run dir that Hydra has created for it.
-
-    Args:
-        end_of_sweep: the end of the fork server, which otherwise ends with the run.
-    """
+    """One run, in the run dir that Hydra has created for it; its fork server ends with it, or at `end_of_sweep`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from kdist.cluster.resolve import membership_of
-
-    checked = _checked(config, parsed)
-    membership = membership_of(checked.cluster, os.environ)
+    checked, membership = _checked(config, parsed)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
     if membership is not None and not membership.is_chief:
@@ -320,8 +278,14 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
         # TensorFlow reads it on import.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
-        end = end_of_sweep if end_of_sweep is not None and end_of_sweep.comes_here else end_of_run
-        end.enter_context(_tasks_prepared(checked, membership, log.parent))
+        from kdist.cluster.local import log_path, prepared
+        from kdist.cluster.resolve import shape_of
+
+        end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
+        shape = shape_of(checked.cluster, membership)
+        if membership is None and shape.num_ps and not checked.run.plan_only:
+            # The tasks that this process will start import TensorFlow while it does so itself.
+            end.enter_context(prepared(log_path(log.parent, shape.tasks[0])))
         from kdist.cli.experiment import run_experiment
         from kdist.console import live
 
@@ -329,7 +293,12 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
         try:
             run_experiment(checked, run_dir)
         except ClusterError as error:
-            raise ClusterError(f"{error}\n  {_way_on(run_dir)}    logs: {run_dir / 'logs'}") from error
+            from kdist.run.run_dir import RunDir
+
+            way_on = "there is no checkpoint yet"
+            if (newest := RunDir(run_dir, "").checkpoints().newest()) is not None:
+                way_on = f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
+            raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise
         except Exception:
@@ -338,48 +307,27 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
             raise
 
 
-def _tasks_prepared(config: Config, membership: Membership | None, log_dir: Path) -> AbstractContextManager[None]:
-    """Lets the tasks that this process will start import TensorFlow while it does so itself."""
-    from kdist.cluster.local import log_path, prepared
-    from kdist.cluster.resolve import shape_of
+@contextmanager
+def _explained(*others: type[Exception]) -> Iterator[None]:
+    """Turns errors of Hydra and OmegaConf, and `others`, into a ConfigError with the key and the allowed values."""
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
 
-    shape = shape_of(config.cluster, membership)
-    if membership is not None or not shape.num_ps or config.run.plan_only:
-        return nullcontext()
-    return prepared(log_path(log_dir, shape.tasks[0]))
-
-
-def _way_on(run_dir: Path) -> str:
-    """What the user can do after the cluster failed."""
-    from kdist.run.run_dir import RunDir
-
-    newest = RunDir(run_dir, "").checkpoints().newest()
-    if newest is None:
-        return "there is no checkpoint yet"
-    return f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
-
-
-def _explained(error: Exception) -> ConfigError:
-    """Errors of Hydra and OmegaConf as messages with the key and the allowed values."""
-    from hydra.errors import MissingConfigException
-
-    cause = error.__cause__ if error.__cause__ is not None else error
-    if isinstance(error, KdistError):
-        return error if isinstance(error, ConfigError) else ConfigError(str(error))
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        options = sorted(name for name in error.options if not name.startswith("_"))
-        return ConfigError(f"{group}={option}: there is no such {group}; choose one of {', '.join(options)}")
-    key = getattr(cause, "full_key", None) or _quoted_key(str(error))
-    if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
-        return ConfigError(_unknown_key(key))
-    first_line = str(cause).strip().splitlines()[0]
-    return ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line)
-
-
-def _quoted_key(message: str) -> str | None:
-    parts = message.split("'")
-    return parts[1] if len(parts) > 2 and "Could not" in parts[0] else None
+    explained: tuple[type[Exception], ...] = (HydraException, OmegaConfBaseException, *others)
+    try:
+        yield
+    except explained as error:
+        if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+            group, _, option = str(error.missing_cfg_file).rpartition("/")
+            options = ", ".join(sorted(name for name in error.options if not name.startswith("_")))
+            raise ConfigError(f"{group}={option}: there is no such {group}; choose one of {options}") from None
+        cause = error if error.__cause__ is None else error.__cause__
+        quoted = re.match(r"[^']*Could not[^']*'([^']*)'", str(error))
+        key = getattr(cause, "full_key", None) or (quoted[1] if quoted else None)
+        if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
+            raise unknown_key(key) from None
+        first_line = str(cause).strip().splitlines()[0]
+        raise ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line) from None
 
 
 def _print_error(error: BaseException) -> None:
@@ -393,5 +341,4 @@ def _print_error(error: BaseException) -> None:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
     ]
-    for line in traceback.format_list(frames):
-        print(line.rstrip(), file=sys.stderr)
+    print(*traceback.format_list(frames), sep="", end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Sweeps: which trials in a sweep's folder are done, their results, and how they compare.
+"""Sweeps: which trials in a sweep's folder are done, their results, and how they compare, as a table and a picture.
 
 A sweep is one folder with one numbered folder per trial. There, `trial.json` records the overrides of the trial and how
 it ended, beside the `result.json` of its run. A sweep that is run again needs nothing else.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from kdist.errors import ConfigError, KdistError
-from kdist.run.files import make_private, relative, write_whole
+from kdist.run.files import make_private, relative, write_whole, written_whole
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,6 +27,11 @@ _RECORD = "trial.json"
 _OF_RESULT = {"steps_per_second": "max", "examples_per_second": "max", "seconds": "min"}
 #: Overrides that do not affect what is trained.
 _NOT_OF_TRAINING = ("run.", "hydra.", "sweep.")
+
+_PANEL_INCHES = (4.6, 3.6)
+_COLUMNS = 3
+#: The axis is logarithmic from this ratio of the largest to the smallest value.
+_LOG_RATIO = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Trial:
     status: str = "running"
     error: str | None = None
     exit_code: int = 0
-    result: Mapping[str, Any] | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -64,60 +73,41 @@ class Trial:
         try:
             result = json.loads((folder / "result.json").read_text())
         except (OSError, ValueError):
-            result = None
+            result = {}
         return cls(folder, **record, result=result)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of a trial.
-
-    Attributes:
-        name: as in the config, without `val_`.
-        value: its value.
-        mode: `min` or `max`: which values are better.
-    """
+    """The value of metric `name` (without `val_`) by which trials are compared; whether `min` or `max` is better."""
 
     name: str
     value: float
     mode: str
 
 
-class SweepFailedError(KdistError):
-    """Some trials of a sweep failed; their errors were printed."""
-
-    def __init__(self, trials: Sequence[Trial], num_all: int) -> None:
-        numbers = ", ".join(str(trial.number) for trial in trials)
-        super().__init__(f"{len(trials)} of {num_all} trials failed: {numbers}")
-        self.exit_code = trials[0].exit_code
-
-
 def begin_trial(folder: Path, overrides: Sequence[str]) -> Trial:
-    """The trial to run in a folder, or the finished one that is there.
-
-    Args:
-        overrides: `key=value`, all overrides of the trial.
+    """The trial with these overrides (`key=value`) to run in a folder, or the finished one that is there.
 
     Raises:
         ConfigError: the folder holds another trial.
     """
-    own = dict(_split(override) for override in overrides)
-    own = {key: value for key, value in own.items() if not key.startswith(_NOT_OF_TRAINING)}
+    parts = (override.lstrip("+~").partition("=") for override in overrides)
+    own = {key: value for key, _, value in parts if not key.startswith(_NOT_OF_TRAINING)}
     trial = Trial.read(folder)
     if trial is not None and trial.overrides != own:
         held, wanted = (" ".join(f"{k}={v}" for k, v in o.items()) or "no overrides" for o in (trial.overrides, own))
         raise ConfigError(f"{folder}: holds a trial with {held}, not {wanted}; give another sweep a folder of its own")
-    if trial is None or trial.status != "done" or (trial.result or {}).get("status") != "done":
+    if trial is None or trial.status != "done" or trial.result.get("status") != "done":
         trial = Trial(folder, own)
         trial.write()
     return trial
 
 
 def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -> Objective | None:
-    """The objective of a run: the best value of a validation metric.
+    """The objective of a run, from its `result.json`: the best value of a validation metric.
 
     Args:
-        result: the content of `result.json`.
         metric: its name, also with `val_` before it; `steps_per_second`, `examples_per_second` or `seconds`; None is
             the validation loss, or without validation the training loss.
         mode: `min` or `max`; None asks the metric.
@@ -142,12 +132,7 @@ def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -
 
 
 class TrialRunner:
-    """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started.
-
-    Args:
-        run: runs a trial with its config, in the run dir that Hydra has created for it.
-        print_error: prints the error of a trial.
-    """
+    """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started."""
 
     def __init__(self, run: Callable[[DictConfig], None], print_error: Callable[[Exception], None]) -> None:
         self._run_job = run
@@ -176,7 +161,7 @@ class TrialRunner:
         else:
             self._run(trial, config)
             trial = Trial.read(trial.folder) or trial
-        if trial.status != "done" or trial.result is None:
+        if trial.status != "done" or not trial.result:
             return None
         try:
             found = objective(trial.result, config.sweep.metric, config.sweep.mode)
@@ -206,60 +191,36 @@ class TrialRunner:
 
 
 class Sweep:
-    """The trials of a sweep's folder.
+    """The trials of a sweep's folder, compared by `metric` and `mode` as in `objective`.
 
-    Args:
-        folder: of the sweep.
-        metric, mode: see `objective`.
+    Attributes:
+        trials: by number.
+        failed: those that failed.
+        swept: the keys in which trials differ; all of a sweep of one trial.
+        objectives: of the trials that are done, by number.
+        metric: the name by which trials are compared.
     """
 
     def __init__(self, folder: Path, metric: str | None = None, mode: str | None = None) -> None:
         self.folder = folder
-        found = [Trial.read(path) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-        self.trials = sorted((trial for trial in found if trial is not None), key=lambda trial: trial.number)
-        self._objectives = {
-            trial.number: objective(trial.result, metric, mode)
+        read = [Trial.read(path) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+        self.trials = sorted((trial for trial in read if trial is not None), key=lambda trial: trial.number)
+        self.failed = [trial for trial in self.trials if trial.status == "failed"]
+        keys = dict.fromkeys(key for trial in self.trials for key in trial.overrides)
+        values = {key: {trial.overrides.get(key) for trial in self.trials} for key in keys}
+        self.swept = [key for key in keys if len(self.trials) == 1 or len(values[key]) > 1]
+        self.objectives = {
+            trial.number: found
             for trial in self.trials
-            if trial.status == "done" and trial.result
+            if trial.status == "done" and trial.result and (found := objective(trial.result, metric, mode))
         }
-
-    @property
-    def failed(self) -> list[Trial]:
-        """The trials that failed, in their order."""
-        return [trial for trial in self.trials if trial.status == "failed"]
-
-    @property
-    def swept(self) -> list[str]:
-        """The keys in which trials differ; all of a sweep of one trial."""
-        keys = list(dict.fromkeys(key for trial in self.trials for key in trial.overrides))
-        return [
-            key for key in keys if len(self.trials) == 1 or len({trial.overrides.get(key) for trial in self.trials}) > 1
-        ]
-
-    def values_of(self, key: str) -> list[str]:
-        """The values of a key in the trials: numbers sorted, others in order of appearance."""
-        values = list(dict.fromkeys(trial.overrides[key] for trial in self.trials if key in trial.overrides))
-        return sorted(values, key=float) if values and all(map(is_number, values)) else values
-
-    def objective_of(self, trial: Trial) -> Objective | None:
-        """The objective of a trial; None if it is not done."""
-        return self._objectives.get(trial.number)
-
-    @property
-    def metric(self) -> str:
-        """The metric by which trials are compared."""
-        return next((found.name for found in self._objectives.values() if found is not None), "objective")
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every trial that was started is done."""
-        return all(trial.status == "done" for trial in self.trials)
+        self.metric = next((found.name for found in self.objectives.values()), "objective")
 
     def best_first(self) -> list[Trial]:
         """The trials, unfinished ones last."""
 
         def place(trial: Trial) -> tuple[bool, float]:
-            found = self.objective_of(trial)
+            found = self.objectives.get(trial.number)
             return (True, 0.0) if found is None else (False, -found.value if found.mode == "max" else found.value)
 
         return sorted(self.trials, key=place)
@@ -267,27 +228,23 @@ class Sweep:
     def table(self) -> list[str]:
         """One line per trial, best first; then the failed ones with their errors."""
         heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
-        rows = [self._row(trial) for trial in self.best_first()]
+        rows = [
+            [
+                str(trial.number),
+                *(trial.overrides.get(key, "") for key in self.swept),
+                _number(found.value if (found := self.objectives.get(trial.number)) else None, ".4g"),
+                _number(trial.result.get("steps_per_second"), ".1f"),
+                _number(staleness_of(trial), ".2f"),
+                # The sweep has ended, so a trial that is still marked as running was killed.
+                "not done" if trial.status == "running" else trial.status,
+            ]
+            for trial in self.best_first()
+        ]
         widths = [max(map(len, column)) for column in zip(heads, *rows)]
         lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows]]
         lines.insert(1, "-+-".join("-" * width for width in widths))
-        for trial in self.failed:
-            lines.append(
-                f"trial {trial.number} failed: {(trial.error or '').splitlines()[0] if trial.error else 'unknown'}"
-            )
-        return lines
-
-    def _row(self, trial: Trial) -> list[str]:
-        found, result = self.objective_of(trial), trial.result or {}
-        return [
-            str(trial.number),
-            *(trial.overrides.get(key, "") for key in self.swept),
-            "" if found is None else f"{found.value:.4g}",
-            _number(result.get("steps_per_second"), "{:.1f}"),
-            _number(staleness_of(trial), "{:.2f}"),
-            # The sweep has ended, so a trial that is still marked as running was killed.
-            "not done" if trial.status == "running" else trial.status,
-        ]
+        errors = {trial.number: trial.error.splitlines()[0] if trial.error else "unknown" for trial in self.failed}
+        return lines + [f"trial {number} failed: {error}" for number, error in errors.items()]
 
     def write(self) -> None:
         """Writes the table to `sweep.txt`."""
@@ -295,27 +252,73 @@ class Sweep:
 
 
 def staleness_of(trial: Trial) -> float | None:
-    """The mean staleness of the gradients of a trial."""
-    return (trial.result or {}).get("gradients", {}).get("staleness_mean")
-
-
-def workers_of(trial: Trial) -> int | None:
-    """The number of workers of a trial."""
-    return (trial.result or {}).get("workers")
-
-
-def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return trial.result.get("gradients", {}).get("staleness_mean")
 
 
 def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+    return "" if value is None else format(value, form)
 
 
-def _split(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+~"), value
+def draw_sweep(sweep: Sweep, path: Path) -> None:
+    """Draws the finished trials as a PNG: the objective over each swept key, speed, staleness; nothing without any."""
+    trials = [trial for trial in sweep.trials if trial.number in sweep.objectives]
+    if not trials:
+        return
+    panels = [partial(_draw_objective, sweep, trials, key) for key in sweep.swept]
+    if {"cluster", "strategy"} & set(sweep.swept):
+        panels.append(partial(_draw_by_workers, trials, lambda t: t.result.get("examples_per_second"), "examples/s"))
+        if any(staleness_of(trial) for trial in trials):
+            panels.append(partial(_draw_by_workers, trials, staleness_of, "staleness, mean"))
+    columns = min(_COLUMNS, max(1, len(panels)))
+    rows = -(-max(1, len(panels)) // columns)
+    figure = Figure(figsize=(columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1]), dpi=110, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for draw, panel in zip(panels, axes):
+        draw(panel)
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    figure.suptitle(f"{sweep.folder.name}: {len(trials)} of {len(sweep.trials)} trials done")
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, format="png")
+
+
+def _draw_objective(sweep: Sweep, trials: list[Trial], key: str, axes: Axes) -> None:
+    """A point per trial, and a line through the best of each value."""
+    points: dict[str, list[float]] = {}
+    for trial in trials:
+        if key in trial.overrides:
+            points.setdefault(trial.overrides[key], []).append(sweep.objectives[trial.number].value)
+    try:
+        places = {value: float(value) for value in points}
+    except ValueError:
+        places = {value: float(index) for index, value in enumerate(points)}
+        axes.set_xticks(list(places.values()), list(places))
+    else:
+        if places and min(places.values()) > 0 and max(places.values()) / min(places.values()) >= _LOG_RATIO:
+            axes.set_xscale("log")
+    values = sorted(points, key=lambda value: places[value])
+    for value in values:
+        axes.plot([places[value]] * len(points[value]), points[value], "o", color="tab:blue", alpha=0.6)
+    best = max if sweep.objectives[trials[0].number].mode == "max" else min
+    axes.plot([places[v] for v in values], [best(points[v]) for v in values], color="tab:orange", label="best")
+    axes.set_xlabel(key)
+    axes.set_ylabel(sweep.metric)
+    axes.legend()
+
+
+def _draw_by_workers(trials: list[Trial], value_of: Callable[[Trial], float | None], what: str, axes: Axes) -> None:
+    """A line per strategy, over the number of workers."""
+    lines: dict[str, dict[int, list[float]]] = {}
+    for trial in trials:
+        points = lines.setdefault(str(trial.result.get("strategy")), {})
+        workers, value = trial.result.get("workers"), value_of(trial)
+        if workers is not None and value is not None:
+            points.setdefault(workers, []).append(value)
+    for strategy, points in lines.items():
+        middle = [sorted(points[workers])[len(points[workers]) // 2] for workers in sorted(points)]
+        axes.plot(sorted(points), middle, "o-", label=strategy)
+    axes.set_xticks(sorted({trial.result["workers"] for trial in trials if trial.result.get("workers") is not None}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("workers")
+    axes.set_ylabel(what)
+    axes.legend()

@@ -20,15 +20,13 @@ def check_targets(config: Config) -> None:
     Raises:
         ConfigError: names the key, the target and what is wrong.
     """
-    nodes = {"model": config.model, "data": config.data}
-    nodes |= _hook_nodes(config) | _callback_nodes(config)
-    if config.strategy._target_ is not None:
-        targets.check("strategy", vars(config.strategy), config.run.trust)
-        targets.resolve("strategy", config.strategy._target_, config.run.trust)
+    called = targets.called_nodes(vars(config))
     others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
-    for key, node in (nodes | others).items():
+    if config.strategy._target_ is not None:
+        others["strategy"] = vars(config.strategy)
+    for key, node in (called | others).items():
         targets.check(key, node, config.run.trust)
-    for key, node in nodes.items():
+    for key, node in called.items():
         target = targets.resolve(key, node["_target_"], config.run.trust)
         try:
             inspect.signature(target).bind(**targets.arguments_of(node))
@@ -38,29 +36,14 @@ def check_targets(config: Config) -> None:
             continue  # A built-in without a signature; its call will show.
 
 
-def hooks_of(config: Config) -> list[Any]:
-    """The hooks of a config; an injected fault is one of them."""
-    return [targets.call(key, node, config.run.trust) for key, node in _hook_nodes(config).items()]
-
-
-def callbacks_of(config: Config) -> list[Any]:
-    """The Keras callbacks of a config."""
-    return [targets.call(key, node, config.run.trust) for key, node in _callback_nodes(config).items()]
-
-
-def _hook_nodes(config: Config) -> dict[str, Any]:
-    """The hooks of a config by their keys; an injected fault is one of them."""
-    nodes = {f"hooks.{name}": hook for name, hook in config.hooks.items()} | {"drill": config.drill}
-    return {key: node for key, node in nodes.items() if node is not None}
-
-
-def _callback_nodes(config: Config) -> dict[str, Any]:
-    """The Keras callbacks of a config by their keys."""
-    return {f"callbacks.{name}": node for name, node in config.callbacks.items() if node is not None}
+def parts_of(config: Config, *groups: str) -> list[Any]:
+    """What the nodes of `groups` (hooks, callbacks or drill) return."""
+    nodes = targets.called_nodes(vars(config))
+    return [targets.call(key, nodes[key], config.run.trust) for key in nodes if key.partition(".")[0] in groups]
 
 
 def build_model(config: Config) -> keras.Model:
-    """The model of the config, compiled: as by its function, except for what the config overrides.
+    """The model of the config, compiled as by its function, except for what the config overrides.
 
     Raises:
         ConfigError: an unknown optimizer, loss, metric or argument.

@@ -28,18 +28,6 @@ def check_more_than_zero(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value:g}: must be more than 0 and finite")
 
 
-def check_at_least(key: str, value: float, least: float) -> None:
-    """Refuses a smaller number."""
-    if value < least:
-        raise ConfigError(f"{key}={value:g}: must be at least {least:g}")
-
-
-def check_port(key: str, value: int | None) -> None:
-    """Refuses numbers that cannot be a port; None means any free one."""
-    if value is not None and not 0 < value < 2**16:
-        raise ConfigError(f"{key}={value}: must be a port, from 1 to 65535")
-
-
 def check_seed(key: str, value: int | None) -> None:
     """Refuses numbers that cannot be a seed; None means a random one."""
     if value is not None and not 0 <= value < 2**32:
@@ -52,39 +40,31 @@ def check_devices(key: str, value: Any) -> None:
     def are_numbers(value: Any) -> bool:
         return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
-    one_per_task = isinstance(value, list) and bool(value) and all(map(are_numbers, value))
-    if value is not None and not are_numbers(value) and not one_per_task:
+    if not (value is None or are_numbers(value) or (isinstance(value, list) and all(map(are_numbers, value)))):
         raise ConfigError(f"{key}={value}: must be a list of GPU numbers, as [0,1], or one such list per task")
 
 
-#: How much a run prints, as in Keras; 3 is kdist's own.
-VERBOSE = ("auto", 0, 1, 2, 3)
+def check_one_of(key: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Refuses values that are not allowed."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, allowed))}")
 
 
 def check_verbose(key: str, value: Any) -> None:
-    """Refuses values that are not a verbosity."""
-    if value not in VERBOSE:
-        raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, VERBOSE))}")
-
-
-def check_one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuses words that are not allowed."""
-    if value not in allowed:
-        raise ConfigError(f"{key}={value}: choose one of {', '.join(allowed)}")
+    """Refuses values that are not a verbosity as in Keras, or 3, which is kdist's own."""
+    check_one_of(key, value, ("auto", 0, 1, 2, 3))
 
 
 #: Signals by which schedulers end a run: SIGTERM, and with `sbatch --signal` another one ahead of the time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-_ALLOWED_STOP_SIGNALS = (*STOP_SIGNALS, "SIGHUP", "SIGXCPU")
 
 
 def check_stop_signals(key: str, names: Sequence[str]) -> None:
     """Refuses names that are not signals at which a run can save."""
+    allowed = (*STOP_SIGNALS, "SIGHUP", "SIGXCPU")
     for name in names:
-        if name not in _ALLOWED_STOP_SIGNALS:
-            raise ConfigError(
-                f"{key}={name}: choose from {', '.join(_ALLOWED_STOP_SIGNALS)} (Ctrl-C always ends a run)"
-            )
+        if name not in allowed:
+            raise ConfigError(f"{key}={name}: choose from {', '.join(allowed)} (Ctrl-C always ends a run)")
 
 
 def check_target(key: str, node: Any) -> None:

@@ -8,31 +8,30 @@ from typing import Any
 
 #: Config keys that every run shows, besides those that it overrides.
 CHOSEN = ("cluster", "strategy", "optimizer.learning_rate", "train.batch_size")
-#: Keys that do not affect what is trained.
-_NOT_OF_TRAINING = ("run.", "hydra.", "sweep.", "hooks", "callbacks", "drill")
+#: Keys that do not affect what is trained, and deleted ones.
+_NOT_SHOWN = ("~", "run.", "hydra.", "sweep.", "hooks", "callbacks", "drill")
 #: The keys that hold the choice of a group.
 _NAMES = {"cluster": "cluster.shape", "strategy": "strategy.name"}
 
 
-def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequence[str] = CHOSEN) -> dict[str, Any]:
-    """The hyperparameters of a run: the keys that it overrides, including swept ones, and those that are always shown.
+def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
+    """The hyperparameters of a run: the keys that it overrides, including swept ones, and the `chosen` ones.
 
     Args:
         config: the whole config, resolved.
         overrides: `key=value`, of the command line.
-        chosen: additional keys.
 
     Returns:
         Numbers, booleans and texts by key. The choice of a group (`cluster=2ps2w`) is a text; None is omitted.
     """
-    found: dict[str, Any] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        key = key.lstrip("+")
-        if not key.startswith(("~", *_NOT_OF_TRAINING)):
-            # Not resolved: the value of ${oc.env:PASSWORD} may be a secret.
-            found[key] = _read(value)
-    found |= {key: _value_of(config, _NAMES.get(key, key)) for key in chosen if key not in found}
+    parts = (override.lstrip("+").partition("=") for override in overrides)
+    # Not resolved: the value of ${oc.env:PASSWORD} may be a secret.
+    found: dict[str, Any] = {key: _read(value) for key, _, value in parts if not key.startswith(_NOT_SHOWN)}
+    for key in chosen:
+        value: Any = config
+        for part in _NAMES.get(key, key).split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        found.setdefault(key, value)
     return plain(found)
 
 
@@ -53,10 +52,3 @@ def _read(text: str) -> bool | int | float | str:
         with suppress(ValueError):
             return kind(text)
     return text
-
-
-def _value_of(config: Mapping[str, Any], key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node

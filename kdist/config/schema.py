@@ -1,7 +1,6 @@
 """The config of a run as dataclasses: every key with its type, default, meaning and allowed values.
 
-Hydra checks keys and types against these classes while it composes a config; `__post_init__` checks the values. Nothing
-here imports TensorFlow, so that a wrong config is refused at once.
+Hydra checks keys and types against these classes while it composes a config; `__post_init__` checks the values.
 """
 
 from __future__ import annotations
@@ -9,25 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from kdist.config.checks import (
-    STOP_SIGNALS,
-    check_at_least,
-    check_devices,
-    check_more_than_zero,
-    check_one_of,
-    check_port,
-    check_seed,
-    check_stop_signals,
-    check_target,
-    check_verbose,
-    check_whole_number,
-    checked_steps_per_call,
-)
-from kdist.config.targets import check_packages
+from kdist.config import checks, targets
 from kdist.errors import ConfigError
 
 RESUME_MODES = ("auto", "never", "must")
-ISOLATE_MODES = ("never", "auto", "must")
 PLACEMENT_POLICIES = ("round_robin", "greedy", "partitioned")
 
 
@@ -46,7 +30,7 @@ class DevicesConfig:
 
     def __post_init__(self) -> None:
         for job, devices in vars(self).items():
-            check_devices(f"cluster.devices.{job}", devices)
+            checks.check_devices(f"cluster.devices.{job}", devices)
 
 
 @dataclass
@@ -96,12 +80,14 @@ class ClusterConfig:
     """cluster=hosts, tf_config: accepts public addresses, where anyone can run code; see docs/security.md."""
 
     def __post_init__(self) -> None:
-        check_one_of("cluster.isolate", self.isolate, ISOLATE_MODES)
-        check_more_than_zero("cluster.start_timeout", self.start_timeout)
-        check_more_than_zero("cluster.step_timeout", self.step_timeout)
-        check_at_least("cluster.patience", self.patience, 1)
-        check_port("cluster.chief_port", self.chief_port)
-        check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
+        checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
+        checks.check_more_than_zero("cluster.start_timeout", self.start_timeout)
+        checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)
+        if self.patience < 1:
+            raise ConfigError(f"cluster.patience={self.patience:g}: must be at least 1")
+        if self.chief_port is not None and not 0 < self.chief_port < 2**16:
+            raise ConfigError(f"cluster.chief_port={self.chief_port}: must be a port, from 1 to 65535")
+        checks.check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
 
 
 @dataclass
@@ -124,8 +110,8 @@ class PlacementOptions:
     """partitioned: splits larger variables by rows over the servers; at least 1."""
 
     def __post_init__(self) -> None:
-        check_one_of("strategy.placement", self.placement, PLACEMENT_POLICIES)
-        check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
+        checks.check_one_of("strategy.placement", self.placement, PLACEMENT_POLICIES)
+        checks.check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
 
 
 @dataclass
@@ -138,7 +124,7 @@ class ServerOptions(PlacementOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.wire_dtype is not None:
-            check_one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
+            checks.check_one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
 
 
 @dataclass
@@ -150,7 +136,7 @@ class ParameterServerOptions(ServerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole_number("strategy.local_steps", self.local_steps, required=True)
+        checks.check_whole_number("strategy.local_steps", self.local_steps, required=True)
 
 
 @dataclass
@@ -174,11 +160,11 @@ class SyncReplicasOptions(ServerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
-        check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0, required=True)
-        check_one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
-        check_one_of("strategy.on_lost_worker", self.on_lost_worker, ("lower", "fail"))
-        check_more_than_zero("strategy.worker_timeout", self.worker_timeout)
+        checks.check_whole_number("strategy.replicas_to_aggregate", self.replicas_to_aggregate)
+        checks.check_whole_number("strategy.backup_workers", self.backup_workers, at_least=0, required=True)
+        checks.check_one_of("strategy.token_mode", self.token_mode, ("strict", "tf1"))
+        checks.check_one_of("strategy.on_lost_worker", self.on_lost_worker, ("lower", "fail"))
+        checks.check_more_than_zero("strategy.worker_timeout", self.worker_timeout)
 
 
 @dataclass
@@ -189,7 +175,7 @@ class MirroredOptions:
     """mirrored: GPUs to use (null: all), or without GPUs, logical CPU devices to create; at least 2."""
 
     def __post_init__(self) -> None:
-        check_whole_number("strategy.devices", self.devices)
+        checks.check_whole_number("strategy.devices", self.devices)
 
 
 @dataclass
@@ -254,12 +240,11 @@ class OptimizerConfig:
     """Clips each value of each gradient."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.learning_rate, (int, float)):
-            check_more_than_zero("optimizer.learning_rate", float(self.learning_rate))
-        elif isinstance(self.learning_rate, str):
-            raise ConfigError(
-                f"optimizer.learning_rate={self.learning_rate}: must be a number or a schedule (_target_)"
-            )
+        rate = self.learning_rate
+        if isinstance(rate, (int, float)):
+            checks.check_more_than_zero("optimizer.learning_rate", float(rate))
+        elif isinstance(rate, str):
+            raise ConfigError(f"optimizer.learning_rate={rate}: must be a number or a schedule (_target_)")
 
 
 @dataclass
@@ -292,9 +277,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
-            check_whole_number(f"train.{name}", getattr(self, name))
-        check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
-        checked_steps_per_call("train.steps_per_call", self.steps_per_call)
+            checks.check_whole_number(f"train.{name}", getattr(self, name))
+        checks.check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
+        checks.checked_steps_per_call("train.steps_per_call", self.steps_per_call)
 
 
 @dataclass
@@ -309,7 +294,7 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         if self.mode is not None:
-            check_one_of("sweep.mode", self.mode, ("min", "max"))
+            checks.check_one_of("sweep.mode", self.mode, ("min", "max"))
 
 
 @dataclass
@@ -337,7 +322,7 @@ class RunConfig:
     grace_secs: float = 30.0
     """Seconds to save and exit after a stop signal or Ctrl-C; more than 0."""
 
-    stop_signals: list[str] = field(default_factory=lambda: list(STOP_SIGNALS))
+    stop_signals: list[str] = field(default_factory=lambda: list(checks.STOP_SIGNALS))
     """Signals at which a run saves and exits with code 143, also when sent to all of its tasks."""
 
     resume: str = "auto"
@@ -353,17 +338,17 @@ class RunConfig:
     """Packages that `_target_` may name besides Keras and kdist, for example [my_code]; on the command line only."""
 
     def __post_init__(self) -> None:
-        check_one_of("run.resume", self.resume, RESUME_MODES)
-        check_verbose("run.verbose", self.verbose)
-        check_more_than_zero("run.grace_secs", self.grace_secs)
-        check_stop_signals("run.stop_signals", self.stop_signals)
-        check_packages("run.trust", self.trust)
-        check_seed("run.seed", self.seed)
+        checks.check_one_of("run.resume", self.resume, RESUME_MODES)
+        checks.check_verbose("run.verbose", self.verbose)
+        checks.check_more_than_zero("run.grace_secs", self.grace_secs)
+        checks.check_stop_signals("run.stop_signals", self.stop_signals)
+        targets.check_packages("run.trust", self.trust)
+        checks.check_seed("run.seed", self.seed)
 
 
 @dataclass
 class Config:
-    """The whole config. Groups: cluster, strategy, model, data, optimizer, hooks; recipes change any of them."""
+    """The whole config; recipes change any part of it."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where the tasks are (`cluster=2ps2w`)."""
@@ -409,11 +394,5 @@ class Config:
             raise ConfigError(
                 f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one, set the other to null"
             )
-        for name in ("model", "data"):
-            check_target(name, getattr(self, name))
-        for group in ("hooks", "callbacks"):
-            for name, node in getattr(self, group).items():
-                if node is not None:
-                    check_target(f"{group}.{name}", node)
-        if self.drill is not None:
-            check_target("drill", self.drill)
+        for key, node in targets.called_nodes(vars(self)).items():
+            checks.check_target(key, node)

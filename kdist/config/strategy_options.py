@@ -44,10 +44,7 @@ def foreign_options(config: StrategyConfig, name: str) -> dict[str, Any]:
 
 
 def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
-    """The config of strategy `name` with `options` by their names.
-
-    Args:
-        custom: the class of the strategy, if it is not kdist's own.
+    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own.
 
     Raises:
         ConfigError: there is no such option, or a value is not allowed.

@@ -2,7 +2,7 @@
 
 It contains Keras and the hooks, layers and recipes of kdist, by their public names. `trust` adds packages in Python,
 `run.trust=[...]` on the command line. A name is checked before anything is imported, and its object must be defined in
-the same package, so that `package.module.system` is not `os.system`.
+the same package, so that `package.module.system` is not `os.system`. A refusal is a ConfigError that names the key.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ def trust(*packages: str) -> None:
 
 
 def check_packages(key: str, packages: Iterable[str]) -> None:
-    """Refuses packages that cannot be trusted.
-
-    Raises:
-        ConfigError: see `trust`.
-    """
+    """Refuses packages that cannot be trusted; see `trust`."""
     for package in packages:
         if not all(part.isidentifier() for part in package.split(".")):
             raise ConfigError(f"{key}: {package!r} is not the name of a package")
@@ -71,14 +67,10 @@ def check_packages(key: str, packages: Iterable[str]) -> None:
 
 
 def of_command_line(packages: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The packages that a run trusts: `run.trust`, if it is on the command line, and those passed to `trust`.
-
-    Args:
-        packages: `run.trust` of the composed config.
-        overrides: those of the command line.
+    """The packages that a run trusts: `run.trust`, and those passed to `trust`.
 
     Raises:
-        ConfigError: some of `packages` come from a file or a variable.
+        ConfigError: some of `packages` come from a file or a variable, not from the `overrides` of the command line.
     """
     named = _named_by(overrides, "run.trust")
     if others := [package for package in packages if package not in named]:
@@ -94,29 +86,19 @@ def _named_by(overrides: Sequence[str], key: str) -> set[str]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 
-    def texts(value: Any) -> Iterable[str]:
+    def texts(value: Any) -> list[str]:
         if isinstance(value, ChoiceSweep):
             value = value.list
         if isinstance(value, list):
-            for item in value:
-                yield from texts(item)
-        else:
-            yield value.text if isinstance(value, QuotedString) else str(value)
+            return [text for item in value for text in texts(item)]
+        return [value.text if isinstance(value, QuotedString) else str(value)]
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return {text for override in parsed if override.key_or_group == key for text in texts(override.value())}
 
 
 def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
-    """Refuses any `_target_` in `node` that is not on the list. Imports nothing.
-
-    Args:
-        key: of `node` in the config.
-        packages: trusted in addition to those passed to `trust`.
-
-    Raises:
-        ConfigError: names the key, the target and how to trust it.
-    """
+    """Refuses any `_target_` in the node at `key` that is not on the list, nor in `packages`. Imports nothing."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             _check_name(key, str(node["_target_"]), packages)
@@ -131,13 +113,12 @@ def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
 
 
 def check_origin(key: str, target: str, found: Any, packages: Sequence[str] = ()) -> None:
-    """Refuses a function or class that the module of `target` has imported from another package.
-
-    Raises:
-        ConfigError: names the key, the target and its origin.
-    """
-    origin = _origin(found)
-    allowed = next(group for group in _groups(packages) if _is_in(_module_of(target), group))
+    """Refuses a function or class that the module of `target` has imported from another package."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    # Of another callable, the origin is that of its class.
+    origin = str(getattr(found, "__module__", None) or type(found).__module__)
+    allowed = next(group for group in _groups(packages) if _is_in(target.rpartition(".")[0], group))
     if not _is_in(origin, allowed):
         raise ConfigError(f"{key}._target_={target}: comes from {origin}; name it there" + _how_to_trust(origin))
 
@@ -146,9 +127,6 @@ def resolve(key: str, target: str, packages: Sequence[str]) -> Callable[..., Any
     """The function or class that `target` names, as `package.module.name`; it has passed `check`.
 
     Hydra's `instantiate` hides why an import failed, so it is not used.
-
-    Args:
-        packages: trusted by this run.
     """
     module_name, _, name = target.rpartition(".")
     try:
@@ -166,10 +144,7 @@ def resolve(key: str, target: str, packages: Sequence[str]) -> Callable[..., Any
 
 
 def call(key: str, node: Mapping[str, Any], packages: Sequence[str]) -> Any:
-    """Calls the target of `node` with its arguments, which may contain targets themselves.
-
-    Errors of the called function are the user's own and are not changed.
-    """
+    """Calls the target of `node` with its arguments, which may be targets themselves; its errors are not changed."""
     check(key, node, packages)
     target = resolve(key, str(node["_target_"]), packages)
     arguments = arguments_of(node)
@@ -183,16 +158,16 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in node.items() if key != "_target_"}
 
 
+def called_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is called of a config, given as the fields of `Config`: the nodes by their keys, without optional nulls."""
+    nodes = {f"{group}.{name}": node for group in ("hooks", "callbacks") for name, node in config[group].items()}
+    given = {key: node for key, node in (nodes | {"drill": config["drill"]}).items() if node is not None}
+    return {"model": config["model"], "data": config["data"], **given}
+
+
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     """Refuses what Hydra itself would do for a file: call targets that are not trusted, log with other classes than
-    Python's own, or change the environment, which may name libraries to load.
-
-    Args:
-        config: the whole config, as Hydra composed it.
-        overrides: those of the command line.
-
-    Raises:
-        ConfigError: names the key and its value.
+    Python's own, or change the environment, which may name libraries to load. `overrides`: of the command line.
     """
     from omegaconf import OmegaConf, open_dict, read_write
 
@@ -227,7 +202,7 @@ def _check_name(key: str, target: str, packages: Sequence[str]) -> None:
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ConfigError(f"{key}._target_={target}: not of the form package.module.name")
-    module = _module_of(target)
+    module = target.rpartition(".")[0]
     if not any(_is_in(module, group) for group in _groups(packages)):
         shipped = ", ".join((*_KERAS, *_KDIST))
         raise ConfigError(
@@ -250,17 +225,6 @@ def _how_to_trust(name: str) -> str:
     if _is_of_python(package):
         return ""
     return f'; if you trust it: run.trust=[{package}] on the command line, kdist.trust("{package}") in Python'
-
-
-def _origin(found: Any) -> str:
-    """The module in which a function or class is defined; for another callable, that of its class."""
-    while isinstance(found, functools.partial):
-        found = found.func
-    return str(getattr(found, "__module__", None) or type(found).__module__)
-
-
-def _module_of(target: str) -> str:
-    return target.rpartition(".")[0]
 
 
 def _is_in(name: str, packages: Iterable[str]) -> bool:

@@ -1,5 +1,1 @@
-"""What the user reads on the console.
-
-`lines` has every line that a run prints, `live` the line that changes on a terminal, `warn` the warnings, which every
-room may use.
-"""
+"""What the user reads: `lines` that a run prints, the `live` line of a terminal, and `warn`, open to every room."""

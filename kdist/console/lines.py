@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def print_line(line: str) -> None:
-    """Prints a line and flushes it."""
     print(line, flush=True)
 
 
@@ -22,12 +21,12 @@ def print_nothing(line: str) -> None:
 
 def event_line(event: str, step: int, last_step: int | None, *columns: str) -> str:
     """A line of a custom hook: `speed | step    100/2000 | 412.3 examples/sec`, from `speed` and its columns."""
-    return _line(event, [_step(step, last_step), *columns])
+    return _line(event, _step(step, last_step), *columns)
 
 
 def train_line(step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None) -> str:
     """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
-    return _line("train", train_columns(step, last_step, logs, steps_per_second))
+    return _line("train", *train_columns(step, last_step, logs, steps_per_second))
 
 
 def train_columns(
@@ -38,33 +37,33 @@ def train_columns(
     if steps_per_second:
         columns.append(f"{steps_per_second:6.1f} steps/s")
         if last_step is not None:
-            columns.append(f"ETA {duration((last_step - step) / steps_per_second)}")
+            columns.append(f"ETA {_duration((last_step - step) / steps_per_second)}")
     return columns
 
 
 def validation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
     """`valid | step    500/2000 | loss 0.1902 | accuracy 0.9431`"""
-    return _line("valid", [_step(step, last_step), *_metrics(logs)])
+    return event_line("valid", step, last_step, *_metrics(logs))
 
 
 def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
     """`eval  | step    500/2000 | loss 0.1902 | accuracy 0.9431`, of a checkpoint, by the evaluator."""
-    return _line("eval", [_step(step, last_step), *_metrics(logs)])
+    return event_line("eval", step, last_step, *_metrics(logs))
 
 
 def save_line(step: int, last_step: int | None, path: Path) -> str:
     """`save  | step    500      | checkpoints/ckpt-500`"""
-    return _line("save", [_step(step).ljust(len(_step(step, last_step))), _short(path)])
+    return _line("save", _step(step).ljust(len(_step(step, last_step))), _short(path))
 
 
 def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
     """`task  | worker:0 | pid   4711 | logs/worker-0.log`, one line per task: its name, process id and log."""
-    return [_line("task", [f"{name:<8}", f"pid {pid:>6}", _short(log)]) for name, pid, log in tasks]
+    return [_line("task", f"{name:<8}", f"pid {pid:>6}", _short(log)) for name, pid, log in tasks]
 
 
 def resume_line(step: int, last_step: int | None, path: Path) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
-    return _line("load", [_step(step).ljust(len(_step(step, last_step))), _short(path)])
+    return _line("load", _step(step).ljust(len(_step(step, last_step))), _short(path))
 
 
 def again_line(error: BaseException, newest: Path, number: int, of: int, *, cluster_is_there: bool = False) -> str:
@@ -77,34 +76,27 @@ def again_line(error: BaseException, newest: Path, number: int, of: int, *, clus
 def last_lines(
     by_worker: Mapping[str, GradientCounts], restarts: Mapping[str, int], extra_steps: int, done: str
 ) -> list[str]:
-    """The end of a run: each worker's gradients, what was lost, and `done_line`."""
-    return [*gradient_count_lines(by_worker), *lost_lines(restarts, extra_steps), done]
+    """The end of a run: each worker's gradients, what was lost, and `done_line`.
 
-
-def lost_lines(restarts: Mapping[str, int], extra_steps: int) -> list[str]:
-    """`lost  | worker restarts 1 | cluster restarts 0 | extra steps 12`; empty if nothing was lost."""
-    columns = [
-        f"worker restarts {restarts['worker']}",
-        f"cluster restarts {restarts['cluster']}",
-        f"extra steps {extra_steps}",
+    `sync  | worker:0 | accepted    300 | dropped     12 | stale     12`
+    `lost  | worker restarts 1 | cluster restarts 0 | extra steps 12`, unless nothing was lost
+    """
+    shown = [
+        _line("sync", f"{worker:<8}", *(f"{what} {count:>6}" for what, count in asdict(counts).items()))
+        for worker, counts in by_worker.items()
     ]
-    return [_line("lost", columns)] if extra_steps or any(restarts.values()) else []
+    if extra_steps or any(restarts.values()):
+        lost = (f"worker restarts {restarts['worker']}", f"cluster restarts {restarts['cluster']}")
+        shown.append(_line("lost", *lost, f"extra steps {extra_steps}"))
+    return [*shown, done]
 
 
 def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:
     """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | stopped by StopAtStep | 6.1s`"""
-    return _line("done", [_step(step, last_step), *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s"])
+    return event_line("done", step, last_step, *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s")
 
 
-def gradient_count_lines(by_worker: Mapping[str, GradientCounts]) -> list[str]:
-    """`sync  | worker:0 | accepted    300 | dropped     12 | stale     12`, one line per worker."""
-    return [
-        _line("sync", [f"{worker:<8}", *(f"{what} {count:>6}" for what, count in asdict(counts).items())])
-        for worker, counts in by_worker.items()
-    ]
-
-
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """`5s`, `2m05s`, `1h04m`."""
     whole = max(0, round(seconds))
     if whole < 60:
@@ -115,7 +107,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02}m"
 
 
-def _line(event: str, columns: list[str]) -> str:
+def _line(event: str, *columns: str) -> str:
     return " | ".join([f"{event:<5}", *columns])
 
 

@@ -31,7 +31,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 #: Sends the content of this process's line to the process that has the terminal; None without such a process.
 relay: Callable[[str], None] | None = None
-_is_shown = False
+_is_shown = threading.Event()
 
 
 class LiveLine(Protocol):
@@ -48,11 +48,7 @@ class LiveLine(Protocol):
 
 
 class TerminalLine:
-    """A line on a terminal.
-
-    Args:
-        terminal: standard output if None; anything printed there in the meantime goes above the line.
-    """
+    """A line on `terminal`, or on standard output, where anything printed in the meantime goes above it."""
 
     def __init__(self, terminal: Console | None = None) -> None:
         self._terminal = terminal or Console(file=sys.stdout)
@@ -65,7 +61,7 @@ class TerminalLine:
             redirect_stderr=terminal is None and sys.stderr.isatty(),
         )
         self._live.start()
-        _remember(is_shown=True)
+        _is_shown.set()
 
     def prepare(self) -> None:
         self._live.update(Text("preparing the first steps"), refresh=True)
@@ -81,11 +77,11 @@ class TerminalLine:
 
     def close(self) -> None:
         self._live.stop()
-        _remember(is_shown=False)
+        _is_shown.clear()
 
 
 class SentLine:
-    """A line on the terminal of another process: what is passed to `send` reaches a `ReceivedLine` there."""
+    """A line on the terminal of another process: what is passed to `send` reaches a `LivePipe` there."""
 
     def __init__(self, send: Callable[[str], None]) -> None:
         self._send = send
@@ -104,15 +100,29 @@ class SentLine:
         self._send(json.dumps({"close": []}))
 
 
-class ReceivedLine:
-    """Shows on this process's terminal the line that another process sends."""
+class LivePipe:
+    """A pipe through which another process shows its line on the terminal of this one; usable while entered.
+
+    The other process writes to `descriptor`, which is None without a terminal.
+    """
 
     def __init__(self) -> None:
+        self._reading: int | None = None
+        self.descriptor: int | None = None
+        if is_terminal():
+            self._reading, self.descriptor = os.pipe()
         self._line: TerminalLine | None = None
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+
+    def show(self) -> None:
+        """Shows what arrives; call it when the other process has been started."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self._thread.start()
 
     def receive(self, message: str) -> None:
         """Handles a message of a `SentLine`."""
-        (what, arguments) = next(iter(json.loads(message).items()))
+        ((what, arguments),) = json.loads(message).items()
         if what == "close":
             self.close()
             return
@@ -122,33 +132,6 @@ class ReceivedLine:
         else:
             self._line.show(*arguments)
 
-    def close(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
-
-
-class LivePipe:
-    """A pipe through which another process shows its line on the terminal of this one; usable while entered.
-
-    Attributes:
-        descriptor: of the end to which the other process writes; None without a terminal.
-    """
-
-    def __init__(self) -> None:
-        self._reading: int | None = None
-        self.descriptor: int | None = None
-        if is_terminal():
-            self._reading, self.descriptor = os.pipe()
-        self._line = ReceivedLine()
-        self._thread = threading.Thread(target=self._receive, daemon=True)
-
-    def show(self) -> None:
-        """Shows what arrives; call it when the other process has been started."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self._thread.start()
-
     def __enter__(self) -> LivePipe:
         return self
 
@@ -156,24 +139,26 @@ class LivePipe:
         if self._thread.ident is not None:
             # A process that the other one left behind may keep the pipe open.
             self._thread.join(_END_SECS)
-            self._line.close()
-            return
-        for end in (self._reading, self.descriptor):
-            if end is not None:
-                os.close(end)
+            self.close()
+        elif self._reading is not None and self.descriptor is not None:
+            os.close(self._reading)
+            os.close(self.descriptor)
 
     def _receive(self) -> None:
         assert self._reading is not None
-        with open(self._reading) as messages, closing(self._line):
+        with open(self._reading) as messages, closing(self):
             for message in messages:
-                self._line.receive(message)
+                self.receive(message)
+
+    def close(self) -> None:
+        """Removes the line."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal that can show a live line.
-
-    Rich alone is not enough: some environment variables make rich treat any file as a terminal.
-    """
+    """Whether standard output is a terminal; rich alone treats any file as one if told so by the environment."""
     return sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
 
 
@@ -203,15 +188,10 @@ def pipe_writer(descriptor: int) -> Callable[[str], None]:
 def exit_at_once(code: int) -> NoReturn:
     """Ends the process as `os._exit` does, and first restores the cursor that a live line hides."""
     try:
-        if _is_shown and sys.__stdout__ is not None:
+        if _is_shown.is_set() and sys.__stdout__ is not None:
             descriptor = sys.__stdout__.fileno()
             # A halted terminal accepts nothing.
             if select.select([], [descriptor], [], 0)[1]:
                 os.write(descriptor, _SHOW_CURSOR)
     finally:
         os._exit(code)
-
-
-def _remember(*, is_shown: bool) -> None:
-    global _is_shown  # noqa: PLW0603 - there is one terminal
-    _is_shown = is_shown

@@ -1,7 +1,4 @@
-"""Redirects what TensorFlow's C++ code writes to standard error into a log file, and nothing else.
-
-For the command line only: in a user's process, standard error belongs to the user.
-"""
+"""Redirects only what C++ code writes to standard error; for the command line: a user's process keeps its own."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ def keep_python_stderr() -> None:
 
 @contextmanager
 def native_log(path: Path) -> Iterator[None]:
-    """While entered, file descriptor 2 writes to `path`.
-
-    C++ code uses the descriptor. TensorFlow and gRPC write messages there that no log level suppresses.
-    """
+    """While entered, file descriptor 2 writes to `path`: TensorFlow and gRPC ignore log levels for some messages."""
     console = os.dup(2)
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""Warnings about events in a run: each one is shown, even if the same one was shown before."""
+"""Warnings about events in a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ import warnings
 
 
 def warn(message: str, *, prefix: str = "kdist: ") -> None:
-    """Warns like `warnings.warn`, but also shows a message again that was shown before.
-
-    A worker that is lost twice is reported twice.
-
-    Args:
-        message: what happened, on which task.
-        prefix: put before the message.
-    """
+    """Warns like `warnings.warn`, but shows a message again: a worker that is lost twice is reported twice."""
     # Without a registry, Python does not remember what was shown.
     warnings.warn_explicit(prefix + message, UserWarning, filename="kdist", lineno=1)

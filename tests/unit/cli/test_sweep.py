@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kdist.cli.sweep import Objective, Sweep, Trial, begin_trial, objective
-from kdist.cli.sweep_plot import draw_sweep
+from kdist.cli.sweep import Objective, Sweep, Trial, begin_trial, draw_sweep, objective
 from kdist.errors import ConfigError
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -11,7 +11,7 @@ from fakes import make_session, run_all
 from rich.console import Console
 
 from kdist.console import live as live_line
-from kdist.console.live import LiveLine, LivePipe, ReceivedLine, SentLine, TerminalLine, pipe_writer
+from kdist.console.live import LiveLine, LivePipe, SentLine, TerminalLine, pipe_writer
 from kdist.hooks import Progress, StopAtStep
 
 
@@ -58,9 +58,9 @@ def test_another_process_shows_what_is_sent_to_it(monkeypatch: pytest.MonkeyPatc
     assert all("\n" not in message for message in messages)
     screen = terminal(width=120)
     monkeypatch.setattr(live_line, "TerminalLine", lambda: TerminalLine(screen))
-    received = ReceivedLine()
+    pipe = LivePipe()
     for message in messages:
-        received.receive(message)
+        pipe.receive(message)
     shown = written_to(screen)
     assert shown.index("preparing the first steps") < shown.index("| loss ")
     assert shown.rstrip("\n").endswith("\x1b[2K")
