@@ -51,6 +51,7 @@ matrix: $(READY)
 	$(BIN)/python tests/matrix.py $(ROW)
 
 docs: $(VENV)/ready-for-docs
+	$(BIN)/python docs/config_reference.py
 	$(BIN)/python -m mkdocs build --strict
 
 $(VENV)/ready-for-docs: $(READY)

@@ -50,7 +50,7 @@ def help_text() -> str:
         **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},
         "+recipe": _options("recipe"),
     }
-    rows = [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
+    rows = described_keys()
     width = max(len(key) for key, _, _ in rows)
     return _HELP.format(
         version=__version__,
@@ -58,6 +58,11 @@ def help_text() -> str:
         keys="\n".join(f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows),
         hooks="\n".join(_described_hooks()),
     )
+
+
+def described_keys() -> list[tuple[str, str, str]]:
+    """Every key that has a default, with the default as a user types it and its meaning."""
+    return [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
 
 
 def unknown_key(key: str) -> ConfigError:

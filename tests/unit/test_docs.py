@@ -1,6 +1,7 @@
 """The commands in the documentation: right as they stand; the long test runs them, shortened."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def in_a_folder_with_my_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "my_code.py").write_text(MY_CODE[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_the_config_reference_is_that_of_the_schema() -> None:
+    page = runpy.run_path(str(REPO / "docs" / "config_reference.py"))["page"]()
+    assert (REPO / "docs" / "reference" / "config.md").read_text() == page, "run python docs/config_reference.py"
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands())
