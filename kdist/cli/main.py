@@ -118,7 +118,8 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     from kdist.cli.sweep import Sweep, TrialRunner, draw_sweep
 
     # Resolved here, and not only where trials run: `now` is another second there.
-    folder = str(config.hydra.sweep.dir)
+    with _explained(ValueError):
+        folder = str(config.hydra.sweep.dir)
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
     try:
@@ -192,9 +193,7 @@ def _check(parsed: Namespace) -> tuple[Config, Membership | None]:
     config = _composed(parsed)
     with open_dict(config):
         del config["hydra"]
-    with _explained(ValueError):
-        checked = _checked(config, parsed)
-    return checked
+    return _checked(config, parsed)
 
 
 def _composed(parsed: Namespace) -> DictConfig:
@@ -224,21 +223,22 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
     from kdist.config.schema import Config
     from kdist.strategies import registry
 
-    _check_keys(config, Config)
-    checked: Any = OmegaConf.to_object(config)
-    if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
-        raise ConfigError(f"run.dir={checked.run.dir}: is a file")
-    membership = membership_of(checked.cluster, os.environ)
-    shape = shape_of(checked.cluster, membership)
-    registry.resolve(checked.strategy, shape)
-    checked.run.trust = targets.of_command_line(checked.run.trust, parsed.overrides)
-    if membership is None and (parsed.multirun or not shape.is_local):
-        # Now, while there is one thread, and before the first trial of a sweep.
-        isolate.enter(checked.cluster.isolate)
-    # It may import TensorFlow, which prints messages about every machine.
-    with native_log(Path(os.devnull)):
-        check_targets(checked)
-        strategy_of(checked)
+    with _explained(ValueError):
+        _check_keys(config, Config)
+        checked: Any = OmegaConf.to_object(config)
+        if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
+            raise ConfigError(f"run.dir={checked.run.dir}: is a file")
+        membership = membership_of(checked.cluster, os.environ)
+        shape = shape_of(checked.cluster, membership)
+        registry.resolve(checked.strategy, shape)
+        checked.run.trust = targets.of_command_line(checked.run.trust, parsed.overrides)
+        if membership is None and (parsed.multirun or not shape.is_local):
+            # Now, while there is one thread, and before the first trial of a sweep.
+            isolate.enter(checked.cluster.isolate)
+        # It may import TensorFlow, which prints messages about every machine.
+        with native_log(Path(os.devnull)):
+            check_targets(checked)
+            strategy_of(checked)
     return checked, membership
 
 
