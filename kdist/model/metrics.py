@@ -46,7 +46,7 @@ class MetricReader:
         ]
         with keras.StatelessScope(mapping):
             results = self._model.get_metrics_result()
-        return {name: _as_number(value) for name, value in results.items()}
+        return {name: float(np.asarray(value).mean()) for name, value in results.items()}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
         """The loss alone, without TensorFlow: cheap enough for every run."""
@@ -59,7 +59,6 @@ class MetricRows:
     """Metrics of single steps.
 
     Attributes:
-        reader: computes logs from the values.
         values: for each metric variable of the model `[num_steps, ...]`: its value after each step, where every step
             started from the initial value.
     """
@@ -78,7 +77,6 @@ class MetricRows:
         return MetricRows(self.reader, self.reader.merge(self.values, other.values))
 
     def total(self) -> MetricTotals:
-        """The totals of all steps."""
         return MetricTotals(self.reader, self.reader.total(self.values))
 
 
@@ -87,7 +85,6 @@ class MetricTotals:
     """Metrics over some steps. Totals of different steps add up: `a + b` is what a single worker would have counted.
 
     Attributes:
-        reader: makes logs of the values.
         values: the model's metric variables after those steps, starting from their initial values.
     """
 
@@ -123,8 +120,3 @@ def _total(rows: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarra
     if aggregation == "only_first_replica":
         return rows[-1]
     return rows.sum(0) - (len(rows) - 1) * initial
-
-
-def _as_number(value: object) -> float:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else float(array.mean())

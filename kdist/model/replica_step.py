@@ -179,18 +179,14 @@ class ReplicaStep:
         """Fills `tables` and `whole_tables`.
 
         A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it: a step is traced
-            once with the whole tables as additional inputs, and those that it uses are needed as a whole.
+        once with the whole tables as additional inputs, and those that it uses are needed as a whole.
         """
-        candidates = {}
-        for index, layer in embedding_layers(self.model).items():
-            if reason := why_needed_whole(layer):
-                self.whole_tables[index] = reason
-            else:
-                candidates[index] = layer
+        layers = embedding_layers(self.model)
+        self.whole_tables = {index: reason for index, layer in layers.items() if (reason := why_needed_whole(layer))}
+        candidates = {index: layer for index, layer in layers.items() if index not in self.whole_tables}
         if not candidates:
             return
         readers: dict[int, list[Any]] = {}
-        hidden: dict[int, str] = {}
 
         def probe(tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> None:
             given = list(trainable)
@@ -201,7 +197,7 @@ class ReplicaStep:
             whole = dict(zip(candidates, tables))
             output, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
             self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
-            hidden.update(lookups.hidden)
+            self.whole_tables |= lookups.hidden
             readers.update((index, table.consumers()) for index, table in whole.items())
 
         tf.function(probe, autograph=False).get_concrete_function(
@@ -212,13 +208,10 @@ class ReplicaStep:
             tf.TensorSpec([len(self.seeds), 2], tf.uint32),
             batch_spec,
         )
-        for index, layer in candidates.items():
-            if index in hidden:
-                self.whole_tables[index] = hidden[index]
-            elif readers[index]:
-                self.whole_tables[index] = "another use of it in the model"
-            else:
-                self.tables[index] = layer
+        for index, reading in readers.items():
+            if reading:
+                self.whole_tables.setdefault(index, "another use of it in the model")
+        self.tables = {index: layer for index, layer in candidates.items() if index not in self.whole_tables}
 
 
 def check_model(model: keras.Model, strategy: str) -> None:

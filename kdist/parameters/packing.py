@@ -46,7 +46,6 @@ class ModelVariables:
         return [*self.parameters, *self.state]
 
     def is_parameter(self, variable: int) -> bool:
-        """Whether the index belongs to a parameter."""
         return variable < len(self.parameters)
 
 
@@ -55,12 +54,10 @@ class Block:
     """Shards of one server that are stored as one variable.
 
     Attributes:
-        server: index of the server.
-        shards: indices of the shards in the plan.
+        shards: their indices in the plan.
         is_flat: whether the variable is the concatenation of all of them; otherwise there is only one shard.
         is_parameter: whether they belong to trainable variables rather than to state.
-        is_table: whether it belongs to a parameter that is looked up by rows.
-        is_row_wise: whether it belongs to a parameter of which only looked-up rows are updated.
+        is_table, is_row_wise: whether it belongs to a parameter in `looked_up`, or in `row_wise`.
     """
 
     server: int
@@ -75,9 +72,6 @@ class Blocks(Sequence[Block]):
     """The blocks of all shards, and the conversion between values of blocks and values of shards.
 
     Args:
-        variables: the variables of the shards.
-        shards: all shards.
-        optimizer: updates the parameters.
         may_be_flat: False: one block per shard.
     """
 
@@ -130,7 +124,6 @@ class Blocks(Sequence[Block]):
         return unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in self._blocks[block].shards])
 
     def shape_of(self, shard: int) -> tuple[int, ...]:
-        """The shape of a shard."""
         whole = tuple(self._all_variables[self._shards[shard].variable].shape)
         return (self._shards[shard].stop - self._shards[shard].start, *whole[1:]) if whole else ()
 
