@@ -38,8 +38,7 @@ class RowLookups:
     """While active, embedding layers see the rows that were looked up in place of their tables.
 
     Args:
-        layers: the layers, by table index.
-        fetch: functions that fetch rows, by table index.
+        layers, fetch: the layers, and functions that fetch rows, by table index.
         scope: the stateless scope of the model; maps a table to its rows while its layer runs.
     """
 
@@ -61,7 +60,6 @@ class RowLookups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Redirects the calls of the layers while entered."""
         for index, layer in self._layers.items():
             object.__setattr__(layer, "call", self._call_of(index, layer))
         try:

@@ -215,10 +215,7 @@ class ReplicaStep:
 
 
 def check_model(model: keras.Model, strategy: str) -> None:
-    """Refuses a model that cannot be trained by a replica step.
-
-    Args:
-        strategy: the name of the strategy that will train it.
+    """Refuses a model that no replica step can train under the strategy of this name.
 
     Raises:
         ConfigError: says what to do instead.
@@ -235,8 +232,7 @@ def check_model(model: keras.Model, strategy: str) -> None:
             f"model {model.name}: {type(model).__name__} overrides train_step, which no strategy could spread over "
             "tasks; override compute_loss (and compute_metrics) instead"
         )
-    stateful = [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]
-    if stateful:
+    if stateful := [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]:
         raise ConfigError(
             f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
             "batches, and no state could follow them"

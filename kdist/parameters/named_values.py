@@ -80,12 +80,11 @@ class NamedValues:
         written: dict[int, list[tuple[Part, np.ndarray]]] = defaultdict(list)
         for name, value in values.items():
             parts = self._parts[name]
+            pieces = [np.asarray(value)]
             if name in self._copies:
                 parts = [Part(variable, 0, parts[0].shape) for variable in self._copies[name]]
-                pieces = [np.asarray(value)] * len(parts)
-            elif len(parts) == 1:
-                pieces = [np.asarray(value)]
-            else:
+                pieces *= len(parts)
+            elif len(parts) > 1:
                 pieces = np.split(value, np.cumsum([part.shape[0] for part in parts])[:-1])
             for part, piece in zip(parts, pieces):
                 written[id(part.variable)].append((part, piece))

@@ -98,10 +98,7 @@ class RowOptimizer:
     The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
     the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
 
-    Args:
-        optimizer: the optimizer of the model.
-        original: the model's variable.
-        variable: the server's variable for it, or for some of its rows.
+    Args: those of `ServerOptimizer`, for one variable.
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
@@ -142,11 +139,7 @@ class RowOptimizer:
 
 
 def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[keras.Variable]) -> None:
-    """Refuses optimizers with state that belongs to no single parameter and cannot live on a server.
-
-    Raises:
-        ConfigError: names the optimizer.
-    """
+    """Refuses, with a `ConfigError`, optimizers with state of no single parameter, which cannot live on a server."""
     state = optimizer_state(optimizer, trainable, [str(i) for i in range(len(trainable))])
     if any(name.startswith("optimizer/") and name != LEARNING_RATE for name in state):
         raise ConfigError(

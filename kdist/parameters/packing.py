@@ -1,7 +1,5 @@
 """How shards are stored: all shards that a server's optimizer updates in the same way, element by element, form one
-vector (`Block`).
-
-So a server reads and updates one variable, regardless of the number of layers.
+vector (`Block`), so that a server reads and updates one variable, regardless of the number of layers.
 """
 
 from __future__ import annotations

@@ -223,7 +223,6 @@ class ParameterStore:
             return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
 
     def _part(self, shard: int, variable: keras.Variable) -> Part:
-        """The place of a shard in a variable with the layout of its block."""
         return Part(variable.value, self.blocks.start_of(shard), self.blocks.shape_of(shard))
 
     def _make_optimizers(
