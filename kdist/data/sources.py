@@ -27,7 +27,6 @@ class DataContext:
 
     Attributes:
         worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
-        num_workers: number of workers that read.
         batch_size: examples per replica and step, as given to `fit`; None if it was not given.
         first_batch: how many batches this worker has read before, in a resumed run; a scalar int64 tensor. If the
             dataset's length is known, kdist continues there by itself.
@@ -50,7 +49,6 @@ class TrainingData(abc.ABC):
         """The endless dataset of one worker's batches; called inside a `tf.function`."""
 
     def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
-        """The arguments of `dataset` that are sent to a worker."""
         return ()
 
 

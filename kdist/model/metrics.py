@@ -1,5 +1,4 @@
-"""Exact metrics of distributed steps: workers sum from zero, the chief adds the sums and lets Keras compute the
-result."""
+"""Exact metrics of distributed steps: workers sum from zero, the chief adds the sums, Keras computes the result."""
 
 from __future__ import annotations
 
@@ -40,16 +39,13 @@ class MetricReader:
     def logs(self, values: Sequence[np.ndarray]) -> dict[str, float]:
         """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables."""
         # Assigning the variables would take several times longer than the arithmetic.
-        mapping = [
-            (variable, tf.constant(value, variable.dtype))
-            for variable, value in zip(self._model.metrics_variables, values)
-        ]
+        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._model.metrics_variables, values)]
         with keras.StatelessScope(mapping):
             results = self._model.get_metrics_result()
         return {name: float(np.asarray(value).mean()) for name, value in results.items()}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
-        """The loss alone, without TensorFlow: cheap enough for every run."""
+        """`logs(values)["loss"]` without TensorFlow: cheap enough for every run."""
         count = float(values[self._loss_count])
         return float(values[self._loss_total]) / count if count else 0.0
 
@@ -101,7 +97,6 @@ class MetricTotals:
 
     @property
     def loss(self) -> float:
-        """`logs["loss"]`, but cheaper."""
         return self.reader.loss(self.values)
 
 

@@ -29,8 +29,7 @@ class ReplicaOutput:
         gradients: one per trainable variable, not clipped; for an embedding `tf.IndexedSlices` of the rows that were
             looked up, each as often as it was, as in Keras, or once if it is row-wise; None if the loss does not depend
             on the variable.
-        state: new values of the state variables; None if the step did not change one.
-        metrics: new values of the metric variables.
+        state, metrics: new values of the variables; None for state that the step did not change.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices | None]
@@ -102,8 +101,7 @@ class ReplicaStep:
 
         Args:
             trainable: values of `self.trainable`; for `self.tables`, functions that fetch rows.
-            state: values of `self.state`.
-            metrics: values of `self.metrics` before this batch.
+            state, metrics: values of `self.state`, and of `self.metrics` before this batch.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
         """

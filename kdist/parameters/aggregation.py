@@ -33,10 +33,7 @@ class GradientAggregator:
         self._layouts: list[Layout] = []
 
     def bring(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> Contribution:
-        """Moves a gradient, not clipped, to the servers; called while a worker's call is traced.
-
-        Args: as those of `ParameterStore.push`.
-        """
+        """Moves what `ParameterStore.push` takes to the servers, not clipped; traced in a worker's call."""
         all_fused = self._store.fuse(self._store.changes(gradients, state, pulled))
         self._layouts = [fused.layout for fused in all_fused]
         tensors = []
@@ -46,11 +43,7 @@ class GradientAggregator:
         return tensors
 
     def apply_mean(self, contributions: Sequence[Contribution]) -> tf.Tensor:
-        """One update by the mean of `contributions`; called while a function of the chief is traced.
-
-        Returns:
-            Scalar int64, the global step of this update.
-        """
+        """One update by the mean of `contributions`, traced in the chief; returns what `ParameterStore.push` does."""
         means: dict[int, Gradient] = {}
         for layout, tensors in zip(self._layouts, zip(*contributions)):
             with tf.device(self._store.device_of(layout)):

@@ -25,8 +25,7 @@ class ModelVariables:
     """The variables of a model that training changes.
 
     Attributes:
-        parameters: trainable variables; their present values are the initial ones.
-        state: the other variables that training may change.
+        parameters, state: trainable variables, and the others that training may change, with their initial values.
         looked_up: indices of the parameters that a step looks up by rows and never sees whole.
         row_wise: of those, the ones whose optimizer touches looked-up rows only.
         dense: indices of the parameters that get a dense gradient in every step.

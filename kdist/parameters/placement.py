@@ -14,7 +14,6 @@ class PlacementPolicy:
     """How variables are spread over servers; see `place`.
 
     Attributes:
-        name: `round_robin`, `greedy` or `partitioned`.
         partition_min_bytes: larger variables, slots not counted, are split under `partitioned`.
     """
 
@@ -32,8 +31,7 @@ class Variable:
 
     Attributes:
         name: its name in checkpoints.
-        num_bytes: its size in bytes, optimizer slots included.
-        value_bytes: its size in bytes without slots.
+        num_bytes, value_bytes: its size with and without optimizer slots.
         can_be_cut: whether its rows may be on different servers.
         always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
         note: a remark in the plan, for example why a table is not looked up by rows.
@@ -70,12 +68,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The server of every variable.
+    """The server of every variable; some servers may hold nothing.
 
     Attributes:
-        variables: the variables, in the model's order.
-        shards: the parts of every variable, in the order of variables and rows.
-        num_servers: number of servers; some may hold nothing.
+        shards: the parts of every variable, in the order of `variables` and of rows.
     """
 
     variables: tuple[Variable, ...]

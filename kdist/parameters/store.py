@@ -261,7 +261,7 @@ class ParameterStore:
             parts[name] = [by_shard[i] for i in sorted(by_shard)]
 
     def _apply_on(self, server: int, arrived: Changes) -> tf.Tensor:
-        """Applies and counts what has arrived at one server; returns the number of its updates."""
+        """As `apply`, on one server; returns the number of its updates."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
         of_server = [arrived[b] for b in blocks if b in arrived]
         graph = tf.compat.v1.get_default_graph()
