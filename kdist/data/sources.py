@@ -27,7 +27,6 @@ class DataContext:
 
     Attributes:
         worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
-        num_workers: number of workers that read.
         batch_size: examples per replica and step, as given to `fit`; None if it was not given.
         first_batch: how many batches this worker has read before, in a resumed run; a scalar int64 tensor. If the
             dataset's length is known, kdist continues there by itself.
@@ -50,7 +49,6 @@ class TrainingData(abc.ABC):
         """The endless dataset of one worker's batches; called inside a `tf.function`."""
 
     def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
-        """The arguments of `dataset` that are sent to a worker."""
         return ()
 
 
@@ -82,9 +80,8 @@ class ArrayData(TrainingData):
 
     def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
         # With fewer examples than workers, some would get nothing: then all of them read everything.
-        if not 1 < num_workers <= self._num_examples:
-            return tuple(tf.constant(array) for array in tf.nest.flatten(self._arrays))
-        shard = self._order[worker_index::num_workers]
+        is_split = 1 < num_workers <= self._num_examples
+        shard = self._order[worker_index::num_workers] if is_split else slice(None)
         return tuple(tf.constant(array[shard]) for array in tf.nest.flatten(self._arrays))
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
@@ -133,13 +130,21 @@ class FunctionData(TrainingData):
 
     def __init__(self, function: Callable[[DataContext], tf.data.Dataset]) -> None:
         self._function = function
+        self._name = getattr(function, "__name__", str(function))
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError as error:
+            raise ConfigError(
+                f"the dataset function {self._name} must take one argument, the context: "
+                f"(context) -> tf.data.Dataset ({error})"
+            ) from error
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         dataset = self._function(context)
         if not isinstance(dataset, tf.data.Dataset):
             raise TypeError(
-                f"the dataset function {getattr(self._function, '__name__', self._function)!s} returned "
-                f"{type(dataset).__name__}; it must return a tf.data.Dataset of batches"
+                f"the dataset function {self._name} returned {type(dataset).__name__}; it must return a "
+                "tf.data.Dataset of batches"
             )
         return _repeated(dataset, context.first_batch)
 
@@ -185,11 +190,7 @@ def training_data(
     if has_labels(x):
         if y is not None or sample_weight is not None:
             raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
-        if isinstance(x, tf.data.Dataset):
-            data = DatasetData(x)
-        else:
-            _check_takes_context(x)
-            data = FunctionData(x)
+        data = DatasetData(x) if isinstance(x, tf.data.Dataset) else FunctionData(x)
     elif isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__") or _is_iterable_only(x):
         raise ConfigError(
             f"x is a {type(x).__name__}, which lives in this process and cannot travel to the workers; give arrays, a "
@@ -197,8 +198,7 @@ def training_data(
         )
     else:
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
-        if not isinstance(arrays, tuple):
-            arrays = (arrays,)
+        arrays = arrays if isinstance(arrays, tuple) else (arrays,)
         data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
     return _ClassWeighted(data, class_weight) if class_weight else data
 
@@ -288,13 +288,3 @@ def _as_array(values: Any) -> np.ndarray:
     """`values` as an array, floating point in Keras's `floatx`, as Keras itself feeds it."""
     array = np.asarray(values)
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
-
-
-def _check_takes_context(function: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"the dataset function {getattr(function, '__name__', function)!s} must take one argument, the context: "
-            f"(context) -> tf.data.Dataset ({error})"
-        ) from error

@@ -25,13 +25,8 @@ def worker_dataset(
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces the function that creates one worker's dataset of `(batch, seeds)`.
 
-    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch.
-
-    Args:
-        seed: of the random states; different workers and steps never share one.
-
-    Returns:
-        A concrete function; its arguments are those that `worker_arguments` returns.
+    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch; different workers and steps never share one. The arguments
+    of the function are those that `worker_arguments` returns.
     """
 
     def make(

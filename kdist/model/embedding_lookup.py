@@ -19,13 +19,8 @@ FetchRows = Callable[[tf.Tensor], tf.Tensor]
 def embedding_layers(model: keras.Model) -> dict[int, keras.layers.Embedding]:
     """The embedding layers of `model` by the index of their table in `model.trainable_variables`."""
     index_of = {id(variable): i for i, variable in enumerate(model.trainable_variables)}
-    layers = {}
-    for layer in layers_of(model):
-        if type(layer) in (keras.layers.Embedding, Embedding) and layer.built:
-            index = index_of.get(id(table_of(layer)))
-            if index is not None:
-                layers[index] = layer
-    return layers
+    layers = [v for v in layers_of(model) if type(v) in (keras.layers.Embedding, Embedding) and v.built]
+    return {index_of[id(table_of(v))]: v for v in layers if id(table_of(v)) in index_of}
 
 
 def why_needed_whole(layer: keras.layers.Embedding) -> str | None:
@@ -43,8 +38,7 @@ class RowLookups:
     """While active, embedding layers see the rows that were looked up in place of their tables.
 
     Args:
-        layers: the layers, by table index.
-        fetch: functions that fetch rows, by table index.
+        layers, fetch: the layers, and functions that fetch rows, by table index.
         scope: the stateless scope of the model; maps a table to its rows while its layer runs.
     """
 
@@ -66,7 +60,6 @@ class RowLookups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Redirects the calls of the layers while entered."""
         for index, layer in self._layers.items():
             object.__setattr__(layer, "call", self._call_of(index, layer))
         try:
@@ -84,8 +77,7 @@ class RowLookups:
         """The sparse gradient of a table from the gradients of its fetched rows.
 
         Args:
-            index: of the table.
-            gradients: of its `rows`.
+            index, gradients: of the table, and of its `rows`.
             add_up: whether each row appears once; otherwise as often as it was looked up, as in Keras.
         """
         parts = []

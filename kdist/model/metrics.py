@@ -1,5 +1,4 @@
-"""Exact metrics of distributed steps: workers sum from zero, the chief adds the sums and lets Keras compute the
-result."""
+"""Exact metrics of distributed steps: workers sum from zero, the chief adds the sums, Keras computes the result."""
 
 from __future__ import annotations
 
@@ -40,16 +39,13 @@ class MetricReader:
     def logs(self, values: Sequence[np.ndarray]) -> dict[str, float]:
         """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables."""
         # Assigning the variables would take several times longer than the arithmetic.
-        mapping = [
-            (variable, tf.constant(value, variable.dtype))
-            for variable, value in zip(self._model.metrics_variables, values)
-        ]
+        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._model.metrics_variables, values)]
         with keras.StatelessScope(mapping):
             results = self._model.get_metrics_result()
-        return {name: _as_number(value) for name, value in results.items()}
+        return {name: float(np.asarray(value).mean()) for name, value in results.items()}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
-        """The loss alone, without TensorFlow: cheap enough for every run."""
+        """`logs(values)["loss"]` without TensorFlow: cheap enough for every run."""
         count = float(values[self._loss_count])
         return float(values[self._loss_total]) / count if count else 0.0
 
@@ -59,7 +55,6 @@ class MetricRows:
     """Metrics of single steps.
 
     Attributes:
-        reader: computes logs from the values.
         values: for each metric variable of the model `[num_steps, ...]`: its value after each step, where every step
             started from the initial value.
     """
@@ -78,7 +73,6 @@ class MetricRows:
         return MetricRows(self.reader, self.reader.merge(self.values, other.values))
 
     def total(self) -> MetricTotals:
-        """The totals of all steps."""
         return MetricTotals(self.reader, self.reader.total(self.values))
 
 
@@ -87,7 +81,6 @@ class MetricTotals:
     """Metrics over some steps. Totals of different steps add up: `a + b` is what a single worker would have counted.
 
     Attributes:
-        reader: makes logs of the values.
         values: the model's metric variables after those steps, starting from their initial values.
     """
 
@@ -104,7 +97,6 @@ class MetricTotals:
 
     @property
     def loss(self) -> float:
-        """`logs["loss"]`, but cheaper."""
         return self.reader.loss(self.values)
 
 
@@ -123,8 +115,3 @@ def _total(rows: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarra
     if aggregation == "only_first_replica":
         return rows[-1]
     return rows.sum(0) - (len(rows) - 1) * initial
-
-
-def _as_number(value: object) -> float:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else float(array.mean())

@@ -13,9 +13,7 @@ from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 
 # They compute each element of a variable separately, so that rows can be updated independently.
-_ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"),
-}
+_ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"))
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -30,14 +28,7 @@ def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> None:
-    """Refuses optimizers that kdist cannot reproduce exactly.
-
-    Args:
-        strategy: the name of the strategy.
-
-    Raises:
-        ConfigError: names the option, and what to use instead.
-    """
+    """Refuses, with a `ConfigError`, optimizers that the strategy of this name cannot reproduce exactly."""
     if optimizer.gradient_accumulation_steps:
         instead = "strategy.replicas_to_aggregate, of more than there are workers, or " * (strategy == "sync_replicas")
         raise ConfigError(
@@ -60,8 +51,7 @@ def optimizer_state(
     """The optimizer's variables except its step counter, by names that depend on neither process nor server.
 
     Args:
-        optimizer: a built optimizer.
-        variables: the variables it was built with.
+        variables: those that the optimizer was built with.
         names: their names in checkpoints.
 
     Returns:

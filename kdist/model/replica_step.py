@@ -29,8 +29,7 @@ class ReplicaOutput:
         gradients: one per trainable variable, not clipped; for an embedding `tf.IndexedSlices` of the rows that were
             looked up, each as often as it was, as in Keras, or once if it is row-wise; None if the loss does not depend
             on the variable.
-        state: new values of the state variables; None if the step did not change one.
-        metrics: new values of the metric variables.
+        state, metrics: new values of the variables; None for state that the step did not change.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices | None]
@@ -102,8 +101,7 @@ class ReplicaStep:
 
         Args:
             trainable: values of `self.trainable`; for `self.tables`, functions that fetch rows.
-            state: values of `self.state`.
-            metrics: values of `self.metrics` before this batch.
+            state, metrics: values of `self.state`, and of `self.metrics` before this batch.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
         """
@@ -179,18 +177,14 @@ class ReplicaStep:
         """Fills `tables` and `whole_tables`.
 
         A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it: a step is traced
-            once with the whole tables as additional inputs, and those that it uses are needed as a whole.
+        once with the whole tables as additional inputs, and those that it uses are needed as a whole.
         """
-        candidates = {}
-        for index, layer in embedding_layers(self.model).items():
-            if reason := why_needed_whole(layer):
-                self.whole_tables[index] = reason
-            else:
-                candidates[index] = layer
+        layers = embedding_layers(self.model)
+        self.whole_tables = {index: reason for index, layer in layers.items() if (reason := why_needed_whole(layer))}
+        candidates = {index: layer for index, layer in layers.items() if index not in self.whole_tables}
         if not candidates:
             return
         readers: dict[int, list[Any]] = {}
-        hidden: dict[int, str] = {}
 
         def probe(tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> None:
             given = list(trainable)
@@ -201,7 +195,7 @@ class ReplicaStep:
             whole = dict(zip(candidates, tables))
             output, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
             self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
-            hidden.update(lookups.hidden)
+            self.whole_tables |= lookups.hidden
             readers.update((index, table.consumers()) for index, table in whole.items())
 
         tf.function(probe, autograph=False).get_concrete_function(
@@ -212,20 +206,14 @@ class ReplicaStep:
             tf.TensorSpec([len(self.seeds), 2], tf.uint32),
             batch_spec,
         )
-        for index, layer in candidates.items():
-            if index in hidden:
-                self.whole_tables[index] = hidden[index]
-            elif readers[index]:
-                self.whole_tables[index] = "another use of it in the model"
-            else:
-                self.tables[index] = layer
+        for index, reading in readers.items():
+            if reading:
+                self.whole_tables.setdefault(index, "another use of it in the model")
+        self.tables = {index: layer for index, layer in candidates.items() if index not in self.whole_tables}
 
 
 def check_model(model: keras.Model, strategy: str) -> None:
-    """Refuses a model that cannot be trained by a replica step.
-
-    Args:
-        strategy: the name of the strategy that will train it.
+    """Refuses a model that no replica step can train under the strategy of this name.
 
     Raises:
         ConfigError: says what to do instead.
@@ -242,8 +230,7 @@ def check_model(model: keras.Model, strategy: str) -> None:
             f"model {model.name}: {type(model).__name__} overrides train_step, which no strategy could spread over "
             "tasks; override compute_loss (and compute_metrics) instead"
         )
-    stateful = [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]
-    if stateful:
+    if stateful := [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]:
         raise ConfigError(
             f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
             "batches, and no state could follow them"

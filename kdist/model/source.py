@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -25,18 +26,15 @@ class ModelSource:
     def __init__(self, build_model: Callable[[], keras.Model] | keras.Model, strategy: str) -> None:
         self._build_model = build_model
         self._strategy = strategy
-        self._model: keras.Model | None = None
         if isinstance(build_model, keras.Model):
-            self._model = self._checked(build_model)
+            check_model(build_model, strategy)
 
-    @property
+    @cached_property
     def model(self) -> keras.Model:
         """The model of this process."""
-        if self._model is None:
-            self._model = self._checked(self._build_model())
-        return self._model
-
-    def _checked(self, model: Any) -> keras.Model:
+        if isinstance(self._build_model, keras.Model):
+            return self._build_model
+        model = self._build_model()
         if not isinstance(model, keras.Model):
             raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
         check_model(model, self._strategy)
@@ -44,4 +42,4 @@ class ModelSource:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process builds its own.
-        return {**vars(self), "_model": self._model if isinstance(self._build_model, keras.Model) else None}
+        return {name: value for name, value in vars(self).items() if name != "model"}

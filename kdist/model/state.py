@@ -17,12 +17,7 @@ def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None:
-    """Sets the model's weights, its optimizer's slots and its iteration count.
-
-    Args:
-        model: built and compiled.
-        values: as returned by `Strategy.read`, or in a checkpoint.
-    """
+    """Sets weights, optimizer slots and the iteration count of a built and compiled model to values of a checkpoint."""
     for name, variable in _named_variables(model).items():
         # The states of random seeds belong to each worker and are not stored.
         if name in values:

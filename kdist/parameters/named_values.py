@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -15,13 +16,7 @@ from kdist.parameters.transport import fuse
 
 @dataclass(frozen=True)
 class Part:
-    """A named value, or some rows of it, inside a variable.
-
-    Attributes:
-        variable: the variable that holds it.
-        start: its first element there.
-        shape: its shape.
-    """
+    """A named value, or some rows of it, from element `start` of a variable on."""
 
     variable: tf.Variable
     start: int
@@ -29,12 +24,10 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """The element after its last."""
         return self.start + prod(self.shape)
 
     @staticmethod
     def whole(variable: tf.Variable) -> Part:
-        """All of a variable."""
         return Part(variable, 0, tuple(variable.shape))
 
 
@@ -49,6 +42,10 @@ class NamedValues:
     def __init__(self, parts: Mapping[str, Sequence[Part]], copies: Mapping[str, Sequence[tf.Variable]]) -> None:
         self._parts = {name: list(found) for name, found in parts.items()}
         self._copies = copies
+        groups: dict[tuple[str, tf.DType], dict[int, tf.Variable]] = defaultdict(dict)
+        for part in chain.from_iterable(self._parts.values()):
+            groups[part.variable.device, part.variable.dtype][id(part.variable)] = part.variable
+        self._groups = [list(variables.values()) for variables in groups.values()]
         self._read_fused = tf.function(self._fuse_all).get_concrete_function()
 
     @property
@@ -66,7 +63,7 @@ class NamedValues:
     def read(self) -> dict[str, np.ndarray]:
         """Every value, by name. Reads one tensor per server and dtype."""
         flat: dict[int, np.ndarray] = {}
-        for variables, fused in zip(self._groups(), self._read_fused()):
+        for variables, fused in zip(self._groups, self._read_fused()):
             bounds = np.cumsum([variable.shape.num_elements() for variable in variables])[:-1]
             flat |= zip(map(id, variables), np.split(fused.numpy(), bounds))
 
@@ -83,12 +80,11 @@ class NamedValues:
         written: dict[int, list[tuple[Part, np.ndarray]]] = defaultdict(list)
         for name, value in values.items():
             parts = self._parts[name]
+            pieces = [np.asarray(value)]
             if name in self._copies:
                 parts = [Part(variable, 0, parts[0].shape) for variable in self._copies[name]]
-                pieces = [np.asarray(value)] * len(parts)
-            elif len(parts) == 1:
-                pieces = [np.asarray(value)]
-            else:
+                pieces *= len(parts)
+            elif len(parts) > 1:
                 pieces = np.split(value, np.cumsum([part.shape[0] for part in parts])[:-1])
             for part, piece in zip(parts, pieces):
                 written[id(part.variable)].append((part, piece))
@@ -103,16 +99,9 @@ class NamedValues:
                 flat[part.start : part.stop] = piece.ravel()
             variable.assign(tf.cast(flat.reshape(variable.shape), variable.dtype))
 
-    def _groups(self) -> list[list[tf.Variable]]:
-        groups: dict[tuple[str, tf.DType], dict[int, tf.Variable]] = defaultdict(dict)
-        for parts in self._parts.values():
-            for part in parts:
-                groups[part.variable.device, part.variable.dtype][id(part.variable)] = part.variable
-        return [list(variables.values()) for variables in groups.values()]
-
     def _fuse_all(self) -> list[tf.Tensor]:
         fused = []
-        for variables in self._groups():
+        for variables in self._groups:
             with tf.device(variables[0].device):
                 fused.append(fuse([variable.read_value() for variable in variables]))
         return fused

@@ -13,7 +13,7 @@ from kdist._compat.keras import PureUpdates, decays, learning_rate_variable, ope
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import optimizer_state
-from kdist.parameters.optimizer_kernels import by_kernel
+from kdist.parameters.optimizer_kernels import BY_KERNEL
 
 
 class ServerOptimizer:
@@ -52,14 +52,12 @@ class ServerOptimizer:
 
     def state(self, names: Sequence[str]) -> list[tuple[str, keras.Variable]]:
         """The optimizer's variables, named as by `optimizer_state`; the learning rate once for each copy of it."""
-        state = list(
-            optimizer_state(
-                self._optimizer, [self._variables[i] for i in self._dense], [names[i] for i in self._dense]
-            ).items()
-        )
-        for i, by_rows in self._by_rows.items():
-            state += optimizer_state(by_rows.optimizer, [self._variables[i]], [names[i]]).items()
-        return state
+        parts = [(self._optimizer, self._dense), *((rows.optimizer, [i]) for i, rows in self._by_rows.items())]
+        return [
+            item
+            for copy, own in parts
+            for item in optimizer_state(copy, [self._variables[i] for i in own], [names[i] for i in own]).items()
+        ]
 
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate after `step` updates, scalar int64: a scalar."""
@@ -100,10 +98,7 @@ class RowOptimizer:
     The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
     the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
 
-    Args:
-        optimizer: the optimizer of the model.
-        original: the model's variable.
-        variable: the server's variable for it, or for some of its rows.
+    Args: those of `ServerOptimizer`, for one variable.
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
@@ -144,14 +139,9 @@ class RowOptimizer:
 
 
 def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[keras.Variable]) -> None:
-    """Refuses optimizers with state that belongs to no single parameter and cannot live on a server.
-
-    Raises:
-        ConfigError: names the optimizer.
-    """
-    state = optimizer_state(optimizer, trainable, _numbers(trainable))
-    loose = [name for name in state if name.startswith("optimizer/") and name != LEARNING_RATE]
-    if loose:
+    """Refuses, with a `ConfigError`, optimizers with state of no single parameter, which cannot live on a server."""
+    state = optimizer_state(optimizer, trainable, [str(i) for i in range(len(trainable))])
+    if any(name.startswith("optimizer/") and name != LEARNING_RATE for name in state):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}: it keeps state that belongs to no single parameter, which "
             "asynchronous workers cannot share; choose another optimizer, or strategy=single"
@@ -163,7 +153,7 @@ def _copy_for(
 ) -> keras.optimizers.Optimizer:
     """A copy of `optimizer`, built for `variables` in place of `originals`; it does not clip."""
     try:
-        copy = by_kernel(type(optimizer)).from_config(optimizer.get_config())
+        copy = BY_KERNEL.get(type(optimizer), type(optimizer)).from_config(optimizer.get_config())
     except Exception as error:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "
@@ -182,7 +172,3 @@ def _with_shape(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(variable.shape)))
-
-
-def _numbers(variables: Sequence[keras.Variable]) -> list[str]:
-    return [str(i) for i in range(len(variables))]

@@ -71,14 +71,9 @@ class _AdamW(_Adam, keras.optimizers.AdamW):
     """Keras decays the weights before the update."""
 
 
-# Not their subclasses: those of users may compute something else.
-_BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimizer]] = {
+#: Classes of the same maths with updates by kernels. Not for subclasses: those of users may compute something else.
+BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimizer]] = {
     keras.optimizers.SGD: _SGD,
     keras.optimizers.Adam: _Adam,
     keras.optimizers.AdamW: _AdamW,
 }
-
-
-def by_kernel(optimizer: type[keras.optimizers.Optimizer]) -> type[keras.optimizers.Optimizer]:
-    """A class of the same maths with updates by kernels, or the class itself if there are none for it."""
-    return _BY_KERNEL.get(optimizer, optimizer)

@@ -1,7 +1,5 @@
 """How shards are stored: all shards that a server's optimizer updates in the same way, element by element, form one
-vector (`Block`).
-
-So a server reads and updates one variable, regardless of the number of layers.
+vector (`Block`), so that a server reads and updates one variable, regardless of the number of layers.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ class ModelVariables:
     """The variables of a model that training changes.
 
     Attributes:
-        parameters: trainable variables; their present values are the initial ones.
-        state: the other variables that training may change.
+        parameters, state: trainable variables, and the others that training may change, with their initial values.
         looked_up: indices of the parameters that a step looks up by rows and never sees whole.
         row_wise: of those, the ones whose optimizer touches looked-up rows only.
         dense: indices of the parameters that get a dense gradient in every step.
@@ -46,7 +43,6 @@ class ModelVariables:
         return [*self.parameters, *self.state]
 
     def is_parameter(self, variable: int) -> bool:
-        """Whether the index belongs to a parameter."""
         return variable < len(self.parameters)
 
 
@@ -55,12 +51,10 @@ class Block:
     """Shards of one server that are stored as one variable.
 
     Attributes:
-        server: index of the server.
-        shards: indices of the shards in the plan.
+        shards: their indices in the plan.
         is_flat: whether the variable is the concatenation of all of them; otherwise there is only one shard.
         is_parameter: whether they belong to trainable variables rather than to state.
-        is_table: whether it belongs to a parameter that is looked up by rows.
-        is_row_wise: whether it belongs to a parameter of which only looked-up rows are updated.
+        is_table, is_row_wise: whether it belongs to a parameter in `looked_up`, or in `row_wise`.
     """
 
     server: int
@@ -75,9 +69,6 @@ class Blocks(Sequence[Block]):
     """The blocks of all shards, and the conversion between values of blocks and values of shards.
 
     Args:
-        variables: the variables of the shards.
-        shards: all shards.
-        optimizer: updates the parameters.
         may_be_flat: False: one block per shard.
     """
 
@@ -130,7 +121,6 @@ class Blocks(Sequence[Block]):
         return unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in self._blocks[block].shards])
 
     def shape_of(self, shard: int) -> tuple[int, ...]:
-        """The shape of a shard."""
         whole = tuple(self._all_variables[self._shards[shard].variable].shape)
         return (self._shards[shard].stop - self._shards[shard].start, *whole[1:]) if whole else ()
 

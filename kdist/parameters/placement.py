@@ -14,7 +14,6 @@ class PlacementPolicy:
     """How variables are spread over servers; see `place`.
 
     Attributes:
-        name: `round_robin`, `greedy` or `partitioned`.
         partition_min_bytes: larger variables, slots not counted, are split under `partitioned`.
     """
 
@@ -23,7 +22,6 @@ class PlacementPolicy:
 
     @classmethod
     def of(cls, options: PlacementOptions) -> PlacementPolicy:
-        """The policy that the options of a strategy ask for."""
         return cls(options.placement, options.partition_min_bytes)
 
 
@@ -33,9 +31,7 @@ class Variable:
 
     Attributes:
         name: its name in checkpoints.
-        shape: its shape.
-        num_bytes: its size in bytes, optimizer slots included.
-        value_bytes: its size in bytes without slots.
+        num_bytes, value_bytes: its size with and without optimizer slots.
         can_be_cut: whether its rows may be on different servers.
         always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
         note: a remark in the plan, for example why a table is not looked up by rows.
@@ -60,8 +56,7 @@ class Shard:
     """Rows `start` to `stop` of a variable, on one server.
 
     Attributes:
-        variable: index of the variable in the plan.
-        server: index of the server.
+        variable, server: their indices in the plan.
         start, stop: the rows, `stop` excluded; all rows of a variable that is not split.
     """
 
@@ -73,12 +68,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The server of every variable.
+    """The server of every variable; some servers may hold nothing.
 
     Attributes:
-        variables: the variables, in the model's order.
-        shards: the parts of every variable, in the order of variables and rows.
-        num_servers: number of servers; some may hold nothing.
+        shards: the parts of every variable, in the order of `variables` and of rows.
     """
 
     variables: tuple[Variable, ...]
@@ -88,9 +81,7 @@ class PlacementPlan:
     def num_bytes(self, shard: Shard) -> int:
         """Bytes of a shard, slots included."""
         variable = self.variables[shard.variable]
-        if not variable.num_rows:
-            return 0
-        return variable.num_bytes * (shard.stop - shard.start) // variable.num_rows
+        return variable.num_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
 
     def name(self, shard: Shard) -> str:
         """The variable's name, with the rows if the shard is only a part of it: `embedding/embeddings[0:500]`."""
@@ -109,9 +100,8 @@ class PlacementPlan:
     @property
     def imbalance(self) -> float:
         """Bytes of the fullest server divided by the mean; 1.0 is even."""
-        totals = self.bytes_by_server
-        mean = sum(totals) / len(totals)
-        return max(totals) / mean if mean else 1.0
+        mean = sum(self.bytes_by_server) / self.num_servers
+        return max(self.bytes_by_server) / mean if mean else 1.0
 
     def table(self) -> str:
         """The plan as aligned text: one line per shard, the totals, then the remarks."""
@@ -153,10 +143,9 @@ def place(variables: Sequence[Variable], num_servers: int, policy: PlacementPoli
         for i, variable in enumerate(variables):
             if is_cut(variable):
                 emptiest_first = sorted(range(num_servers), key=load.__getitem__)
-                placed[i] = [
-                    Shard(i, server, *rows)
-                    for server, rows in zip(emptiest_first, _even_rows(variable.num_rows, num_servers))
-                ]
+                num_parts = min(num_servers, variable.num_rows)
+                bounds = pairwise(variable.num_rows * part // num_parts for part in range(num_parts + 1))
+                placed[i] = [Shard(i, server, *rows) for server, rows in zip(emptiest_first, bounds)]
                 for shard in placed[i]:
                     load[shard.server] += variable.num_bytes * (shard.stop - shard.start) // variable.num_rows
         for position, i in enumerate(i for i in order if not is_cut(variables[i])):
@@ -172,10 +161,3 @@ def place(variables: Sequence[Variable], num_servers: int, policy: PlacementPoli
     largest_first = sorted(range(len(variables)), key=lambda i: -variables[i].num_bytes)
     emptiest = plan(lambda _position, load: load.index(min(load)), largest_first)
     return min(emptiest, in_turn, key=lambda candidate: max(candidate.bytes_by_server))
-
-
-def _even_rows(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
-    """Splits rows into at most `num_parts` parts whose lengths differ by at most one."""
-    num_parts = min(num_parts, num_rows)
-    bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
-    return list(pairwise(bounds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -22,6 +22,8 @@ GLOBAL_STEP = "global_step"
 
 #: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
 Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+#: Changes by shard or by block; those without one are missing.
+Changes: TypeAlias = "dict[int, tf.Tensor | tf.IndexedSlices]"
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,7 @@ class Pulled:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Values on their servers, ready to be sent.
-
-    Attributes:
-        single: by block, in one process.
-        fused: by block, on servers.
-        global_step: scalar int64 on the first server, the updates that these values contain.
-    """
+    """Values on their servers, ready to be sent: by block in one process (`single`), fused on servers."""
 
     single: dict[int, tf.Tensor]
     fused: list[Fused]
@@ -164,9 +160,7 @@ class ParameterStore:
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step)
 
     def push(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> tf.Tensor:
-        """Applies gradients and state changes, and counts one step.
-
-        Every server counts the step when its part of it has arrived.
+        """Applies gradients and state changes; every server counts the step when its part of it has arrived.
 
         Args:
             gradients: one per trainable variable, a tensor, or `tf.IndexedSlices` of some of its rows; None where the
@@ -179,14 +173,18 @@ class ParameterStore:
             Scalar int64 on the first server: the global step of this update.
         """
         changes = self.changes(gradients, state, pulled)
-        return self.apply(self.transport(changes) if self.is_remote else changes)
+        if not self.is_remote:
+            return self.apply(changes)
+        arrived: Changes = {}
+        for fused in self.fuse(changes):
+            with tf.device(self.device_of(fused.layout)):
+                arrived |= fused.split()
+        return self.apply(arrived)
 
-    def changes(
-        self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled
-    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+    def changes(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> Changes:
         """The arguments of `push`, by block; blocks without a change are missing."""
-        by_shard: dict[int, tf.Tensor | tf.IndexedSlices] = {}
-        for index, change in enumerate([*gradients, *self._state_changes(state, pulled)]):
+        by_shard: Changes = {}
+        for index, change in enumerate([*gradients, *map(self._state_change, state, pulled.state)]):
             shards = self._shards_of[index]
             if change is None:
                 continue
@@ -197,7 +195,7 @@ class ParameterStore:
             else:
                 sizes = [self.shards[i].stop - self.shards[i].start for i in shards]
                 by_shard |= zip(shards, tf.split(change, sizes))
-        changes: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+        changes: Changes = {}
         for b, block in enumerate(self.blocks):
             if any(shard in by_shard for shard in block.shards):
                 # The difference of state that did not change is 0.
@@ -206,15 +204,7 @@ class ParameterStore:
                 changes[b] = self.blocks.join(b, by_shard)
         return changes
 
-    def transport(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> dict[int, tf.Tensor | tf.IndexedSlices]:
-        """Changes by block, sent to their servers."""
-        arrived: dict[int, tf.Tensor | tf.IndexedSlices] = {}
-        for fused in self.fuse(changes):
-            with tf.device(self.device_of(fused.layout)):
-                arrived |= fused.split()
-        return arrived
-
-    def fuse(self, changes: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> list[Fused]:
+    def fuse(self, changes: Changes) -> list[Fused]:
         """Changes by block, fused by server and dtype on the worker."""
         return fuse_by(changes, self._device, on_source=False, wire=self.wire)
 
@@ -222,12 +212,8 @@ class ParameterStore:
         """The server of fused changes."""
         return self._device(next(iter([*layout.row_shapes, *layout.shapes])))
 
-    def apply(self, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-        """Applies changes that have arrived at their servers, and counts one step.
-
-        Returns:
-            Scalar int64 on the first server, the global step of this update.
-        """
+    def apply(self, arrived: Changes) -> tf.Tensor:
+        """Applies changes that have arrived at their servers; counts one step, and returns it as `push` does."""
         steps = [self._apply_on(server, arrived) for server in range(len(self.devices))]
         return steps[0]
 
@@ -237,7 +223,6 @@ class ParameterStore:
             return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
 
     def _part(self, shard: int, variable: keras.Variable) -> Part:
-        """The place of a shard in a variable with the layout of its block."""
         return Part(variable.value, self.blocks.start_of(shard), self.blocks.shape_of(shard))
 
     def _make_optimizers(
@@ -275,8 +260,8 @@ class ParameterStore:
         for name, by_shard in slots.items():
             parts[name] = [by_shard[i] for i in sorted(by_shard)]
 
-    def _apply_on(self, server: int, arrived: Mapping[int, tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-        """Applies and counts what has arrived at one server; returns the number of its updates."""
+    def _apply_on(self, server: int, arrived: Changes) -> tf.Tensor:
+        """As `apply`, on one server; returns the number of its updates."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
         of_server = [arrived[b] for b in blocks if b in arrived]
         graph = tf.compat.v1.get_default_graph()
@@ -320,11 +305,10 @@ class ParameterStore:
         """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""
         return self.is_remote and dtype != tf.bool
 
-    def _state_changes(self, state: Sequence[Change], pulled: Pulled) -> list[Change]:
-        return [
-            new if new is None else tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
-            for new, old in zip(state, pulled.state)
-        ]
+    def _state_change(self, new: Change, old: tf.Tensor) -> Change:
+        if new is None:
+            return None
+        return tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
 
     def _device(self, block: int) -> str:
         return self.devices[self.blocks[block].server]

@@ -27,16 +27,11 @@ def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
 
 @dataclass(frozen=True)
 class Wire:
-    """The format of tensors in transit.
-
-    Attributes:
-        dtype: larger floating-point tensors are rounded to it, to nearest; None sends all unchanged.
-    """
+    """The format in transit: larger floating-point tensors are rounded to `dtype`, to nearest; None rounds nothing."""
 
     dtype: tf.DType | None = None
 
     def pack(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The tensor in transit."""
         if self.dtype is None or not tensor.dtype.is_floating or tensor.dtype.size <= self.dtype.size:
             return tensor
         return tf.cast(tensor, self.dtype)
@@ -93,7 +88,7 @@ class Fused:
     layout: Layout
 
     def split(self) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
-        """The tensors by their keys, on the device of the caller."""
+        """As `Layout.split`."""
         return self.layout.split(tf.identity(self.tensor))
 
 
@@ -127,19 +122,14 @@ def fuse_by(
             if sparse:
                 indices = [tf.cast(tensors[key].indices, tf.int64) for key in sparse]
                 whole = [tf.stack([tf.size(of_table, tf.int64) for of_table in indices]), *indices]
-                packed = tf.concat([_from_int64(tf.concat(whole, 0), packed.dtype), packed], 0)
+                packed = tf.concat([tf.reshape(tf.bitcast(tf.concat(whole, 0), packed.dtype), [-1]), packed], 0)
         row_shapes = {key: tensors[key].values.shape[1:] for key in sparse}
         fused.append(Fused(packed, Layout(row_shapes, {key: tensors[key].shape for key in dense}, dtype)))
     return fused
 
 
-def _from_int64(whole: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Bits of int64 `[n]` as those of a vector of another dtype of at most as many bits."""
-    return tf.reshape(tf.bitcast(whole, dtype), [-1])
-
-
 def _to_int64(words: tf.Tensor) -> tf.Tensor:
-    """Undoes `_from_int64`."""
+    """The int64 numbers `[n]` whose bits travelled as a vector of another dtype of at most as many bits."""
     per_word = tf.int64.size // words.dtype.size
     return tf.reshape(tf.bitcast(tf.reshape(words, [-1, per_word] if per_word > 1 else [-1]), tf.int64), [-1])
 
