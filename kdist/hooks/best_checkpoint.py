@@ -37,12 +37,11 @@ class BestCheckpoint(Hook):
     needs_validation = True
 
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
-        self._arguments = (metric, mode, 0.0, "BestCheckpoint")
-        self._monitor = Monitor(*self._arguments)
+        self._monitor = Monitor(metric, mode, 0.0, "BestCheckpoint")
         self._has_begun = False
 
     def begin(self, session: Session) -> None:
-        self._monitor = Monitor(*self._arguments)
+        self._monitor.best = None
         self._has_begun = False
 
     def after_create_session(self, session: Session) -> None:

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 from kdist.model.names import variable_names
 
-_PARAMETERS = "parameters/"
 
-
-class HistogramSaver(Hook):
+class HistogramSaver(TimedHook):
     """Writes histograms of each trainable variable to TensorBoard: `weights/<name>` and `gradients/<name>`.
 
     Workers push gradients to the servers without passing the chief. So the chief computes the gradients of one training
@@ -29,23 +27,18 @@ class HistogramSaver(Hook):
     def __init__(
         self, every_steps: int | None = None, every_secs: float | None = None, *, gradients: bool = True
     ) -> None:
-        if every_steps is None and every_secs is None:
-            every_steps = 500
-        self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="HistogramSaver")
+        super().__init__(every_steps, every_secs, "HistogramSaver", default_steps=500)
         self._gradients = gradients
         self._batches: Iterator[Any] | None = None
 
     def after_create_session(self, session: Session) -> None:
-        self._timer.start(session.global_step)
+        super().after_create_session(session)
         self._batches = None
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if self._timer.due(values.global_step):
             self._timer.restart(values.global_step)
             self._write(context.session)
-
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
 
     def idle_in(self, step: int) -> int | None:
         # Needs the values of exactly that step.
@@ -59,10 +52,9 @@ class HistogramSaver(Hook):
 
         values = session.read()
         for name, value in values.items():
-            if name.startswith(_PARAMETERS):
-                session.summaries.histogram(
-                    "train", f"weights/{name.removeprefix(_PARAMETERS)}", value, session.global_step
-                )
+            if name.startswith("parameters/"):
+                tag = name.replace("parameters/", "weights/", 1)
+                session.summaries.histogram("train", tag, value, session.global_step)
         if self._gradients:
             write_to_model(session.spec.model, values)
             for name, gradient in self._gradients_of_a_batch(session).items():
@@ -92,8 +84,8 @@ class HistogramSaver(Hook):
             _, loss = forward(model, x, y, sample_weight, training=True)
         gradients = tape.gradient(loss, values)
         names = variable_names(model, [*variables, *model.non_trainable_variables])
-        found: dict[str, np.ndarray] = {}
-        for name, gradient in zip(names, gradients):
-            if gradient is not None:
-                found[name] = (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).numpy()
-        return found
+        return {
+            name: (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).numpy()
+            for name, gradient in zip(names, gradients)
+            if gradient is not None
+        }

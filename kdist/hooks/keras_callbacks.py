@@ -19,12 +19,6 @@ from kdist.hooks.nan_tensor import NanTensor
 from kdist.model.state import read_from_model, write_to_model
 from kdist.parameters.store import GLOBAL_STEP
 
-#: Why a callback cannot be used.
-_REFUSED: dict[type[Callback], str] = {
-    keras.callbacks.BackupAndRestore: (
-        "kdist saves and resumes runs itself: hooks.checkpoint says when, the same run_dir goes on"
-    ),
-}
 #: Keras callbacks that only use logs, so that the values need not be sent to the chief.
 _LOGS_ONLY = (
     keras.callbacks.History,
@@ -34,8 +28,6 @@ _LOGS_ONLY = (
 )
 _BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
-#: Arguments by which Keras callbacks that could act on every batch are told not to.
-_FREQUENCIES = ("save_freq", "update_freq")
 
 
 class Callbacks:
@@ -99,10 +91,7 @@ class Callbacks:
         self._pull(session)
         self.list.on_epoch_end(epoch, logs)
         self._stop_if_asked(session)
-        if session.should_stop():
-            self._push(session)
-        else:
-            self._begin_epoch(session, epoch + 1)
+        self._begin_epoch(session, epoch + 1)
 
     def end(self, session: Session, logs: Mapping[str, float]) -> None:
         """Training has ended."""
@@ -146,18 +135,20 @@ def checked(callbacks: Sequence[Any]) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks: {type(callback).__name__} is no keras.callbacks.Callback")
-        for kind, why in _REFUSED.items():
-            if isinstance(callback, kind):
-                raise ConfigError(f"callbacks: {type(callback).__name__} cannot be used: {why}")
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ConfigError(
+                f"callbacks: {type(callback).__name__} cannot be used: kdist saves and resumes runs itself: "
+                "hooks.checkpoint says when, the same run_dir goes on"
+            )
     return list(callbacks)
 
 
 def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list[Callback], list[Hook]]:
     """Turns callbacks that have an equivalent hook into hooks; returns the other callbacks, and all hooks."""
-    if not any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks):
-        return list(callbacks), list(hooks)
     # The hook checks every run; the callback would make training return to the chief after every batch.
     others = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.TerminateOnNaN)]
+    if len(others) == len(callbacks):
+        return others, list(hooks)
     stop = NanTensor(fail_on_nan_loss=False)
     return others, [stop, *(hook for hook in hooks if not isinstance(hook, NanTensor))]
 
@@ -192,9 +183,9 @@ def _can_travel(value: Any) -> bool:
 
 
 def _acts_on_batches(callback: Callback) -> bool:
-    if any(getattr(callback, name, None) == "epoch" for name in _FREQUENCIES):
-        return False
-    return _overrides(callback, _BATCH_EVENTS)
+    # Keras callbacks that could act on every batch are told not to by these arguments.
+    acts_on_epochs = "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
+    return not acts_on_epochs and _overrides(callback, _BATCH_EVENTS)
 
 
 def _overrides(callback: Callback, events: Sequence[str]) -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 
 if TYPE_CHECKING:
     from kdist.cluster.spec import Task
@@ -22,7 +22,7 @@ _ANSWER_SECS = 30.0
 _SUFFIX = ".xplane.pb"
 
 
-class Profiler(Hook):
+class Profiler(TimedHook):
     """Traces the chief and every task of the cluster for a moment at intervals, with TensorFlow's profiler.
 
     TensorBoard shows each trace under Profile as a session with all tasks as its hosts, if its plugin
@@ -49,7 +49,7 @@ class Profiler(Hook):
     ) -> None:
         if duration_ms < 1:
             raise ConfigError(f"Profiler.duration_ms={duration_ms}: must be at least 1")
-        self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="Profiler", clock=clock)
+        super().__init__(every_steps, every_secs, "Profiler", clock=clock)
         self._output_dir = output_dir
         self._duration_ms = duration_ms
         self._clock = clock
@@ -58,7 +58,7 @@ class Profiler(Hook):
 
     def after_create_session(self, session: Session) -> None:
         self.close()
-        self._timer.start(session.global_step)
+        super().after_create_session(session)
 
     def before_run(self, context: RunContext) -> None:
         if self._trace is None and self._timer.due(context.global_step):
@@ -79,9 +79,6 @@ class Profiler(Hook):
         if self._trace is not None:
             self._trace.end()
             self._trace = None
-
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
 
 
 class _Trace:

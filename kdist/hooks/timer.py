@@ -8,6 +8,7 @@ from numbers import Real
 
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, Session
 
 
 class SecondOrStepTimer:
@@ -76,3 +77,34 @@ class SecondOrStepTimer:
         if self._next_step is not None:
             return max(1, self._next_step - step)
         return None if self._every_steps is None else self._every_steps - step % self._every_steps
+
+
+class TimedHook(Hook):
+    """A hook that acts when its timer is due, by `default_steps` if the user gives neither steps nor seconds.
+
+    The other arguments are those of `SecondOrStepTimer`.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_secs: float | None,
+        owner: str,
+        *,
+        default_steps: int | None = None,
+        from_first_step: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timer = SecondOrStepTimer(
+            every_steps=default_steps if every_steps is None and every_secs is None else every_steps,
+            every_secs=every_secs,
+            owner=owner,
+            from_first_step=from_first_step,
+            clock=clock,
+        )
+
+    def after_create_session(self, session: Session) -> None:
+        self._timer.start(session.global_step)
+
+    def due_in(self, step: int) -> int | None:
+        return self._timer.due_in(step)
