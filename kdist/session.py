@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _LONGEST_RUN_SECS = 1.0
 _FIRST_RUN_STEPS = 16
 _LONGEST_RUN_GROWTH = 4
-#: Why a session ends that its caller does not continue.
+#: Why a session ends that its caller leaves.
 _CALLER = "the caller"
 
 
@@ -184,10 +184,7 @@ class TrainSession:
         return values
 
     def save(self, *, keep: int) -> None:
-        """Saves a checkpoint of the present step, unless there is one already or training has diverged.
-
-        Args:
-            keep: how many checkpoints to keep.
+        """Saves a checkpoint of the present step, unless there is nothing to save; keeps the newest `keep`.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -301,23 +298,27 @@ class TrainSession:
             ClusterError: `error`, or the error of a later failure, when no restart is left.
         """
         while True:
+            newest = self.checkpoints.newest()
             cluster_is_there = isinstance(error, TornUpdateError)
-            if self._times_back >= self._max_restarts or self.interrupted:
+            if self._times_back >= self._max_restarts or self.interrupted or newest is None:
                 raise error
             if not (cluster_is_there or self._may_restart_tasks):
                 raise error
-            newest = max(self.checkpoints.steps(), default=-1)
-            # An older one belongs to an earlier fit: the values that this one began with were not saved.
-            if newest < self.first_step:
+            if self.checkpoints.steps()[-1] < self.first_step:
+                # It belongs to an earlier fit: the values that this one began with were not saved.
                 raise error
             self._times_back += 1
-            path, restarts = self.checkpoints.path(newest), (self._times_back, self._max_restarts)
-            warn(lines.again_line(error, path, *restarts, cluster_is_there=cluster_is_there))
+            restarts = (self._times_back, self._max_restarts)
+            warn(lines.again_line(error, newest, *restarts, cluster_is_there=cluster_is_there))
             self._went_on_since = None
             try:
                 with self._recovery_is_ours():
                     if not cluster_is_there:
-                        self._replace_cluster()
+                        self._cluster_restarts += 1
+                        self._worker_restarts_before += self.strategy.worker_restarts
+                        self.strategy.stop()
+                        self.strategy = self._make_strategy()
+                        self.strategy.start(self.spec)
                     self._restore_newest()
                     self.global_step = self.strategy.global_step()
                     for hook in self.hooks:
@@ -325,13 +326,6 @@ class TrainSession:
                 return
             except ClusterError as another:
                 error = another
-
-    def _replace_cluster(self) -> None:
-        self._cluster_restarts += 1
-        self._worker_restarts_before += self.strategy.worker_restarts
-        self.strategy.stop()
-        self.strategy = self._make_strategy()
-        self.strategy.start(self.spec)
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -348,8 +342,8 @@ class TrainSession:
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
-        # A call that was repeated after its worker was lost has counted its steps twice. The servers hold the exact
-        # count, which can be read when nothing is in flight.
+        # A call repeated after its worker was lost counted its steps twice. The servers know the exact count, which can
+        # be read when nothing is in flight.
         self.global_step = self.strategy.global_step() if self.strategy.is_idle else expected
         values = RunValues(
             global_step=self.global_step,

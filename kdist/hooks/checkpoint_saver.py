@@ -13,8 +13,7 @@ from kdist.hooks.timer import TimedHook
 
 
 class CheckpointSaverListener:
-    """Is notified of every checkpoint. After `tf.compat.v1.train.CheckpointSaverListener`; every method does
-    nothing."""
+    """Is notified of every checkpoint; every method does nothing. After TF1's class of that name."""
 
     def begin(self) -> None:
         """Called once, before anything is restored."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from kdist.cluster.process import end_children
@@ -129,11 +130,8 @@ class FillDisk(Drill):
                 "for run.dir, as a tmpfs"
             )
         self._file = folder.parent / "filled-by-drill"
-        with self._file.open("wb", buffering=0) as file:
-            try:
-                while file.write(_CHUNK):
-                    pass
-            except OSError:
+        with self._file.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(_CHUNK):
                 pass
         if self._secs is not None:
             self._timer = threading.Timer(self._secs, self.close)
@@ -147,11 +145,7 @@ class FillDisk(Drill):
 
 
 class DamageCheckpoint(Drill):
-    """Damages the newest checkpoint: inverts bytes in the middle of its data.
-
-    Args:
-        at_step: the global step.
-    """
+    """Damages the newest checkpoint: inverts bytes in the middle of its data."""
 
     def inject(self, session: Session) -> str:
         newest = session.checkpoints.newest()
@@ -161,7 +155,7 @@ class DamageCheckpoint(Drill):
         content = bytearray(data.read_bytes())
         middle = len(content) // 2
         content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
-        data.write_bytes(bytes(content))
+        data.write_bytes(content)
         return f"{data.name} is damaged"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,43 +89,32 @@ class _Trace:
 
         self._profiler = tf.profiler.experimental
         self._others: threading.Thread | None = None
-        self._is_on = True
+        self._is_on = False
         self._sessions = folder / "plugins" / "profile"
         self._earlier = set(self._sessions.glob("*"))
         # TensorFlow names its files after the machine and the addresses.
         self._names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
         self._names[socket.gethostname()] = "chief"
-        try:
+        # It fails if this process is being traced already.
+        with _failure_warns():
             self._profiler.start(str(folder))
-        except tf.errors.OpError as error:
-            # This process is being traced already.
-            self._is_on = False
-            _warn(error)
-            return
-        if addresses:
+            self._is_on = True
+        if self._is_on and addresses:
             services = ",".join(f"grpc://{address}" for address in addresses.values())
             self._others = threading.Thread(target=self._trace_others, args=[services, str(folder), duration_ms])
             self._others.daemon = True
             self._others.start()
 
     def _trace_others(self, services: str, folder: str, duration_ms: int) -> None:
-        import tensorflow as tf
-
-        try:
+        with _failure_warns():
             self._profiler.client.trace(services, folder, duration_ms)
-        except tf.errors.OpError as error:
-            _warn(error)
 
     def end(self) -> None:
-        import tensorflow as tf
-
         if self._others is not None:
             self._others.join(_ANSWER_SECS)
         if self._is_on:
-            try:
+            with _failure_warns():
                 self._profiler.stop()
-            except tf.errors.OpError as error:
-                _warn(error)
             # If that fails, they stay as TensorFlow has left them.
             with suppress(OSError):
                 self._bring_together()
@@ -143,5 +132,11 @@ class _Trace:
                 session.rmdir()
 
 
-def _warn(error: Exception) -> None:
-    warn(f"Profiler: no trace: {str(error).splitlines()[0]}")
+@contextmanager
+def _failure_warns() -> Iterator[None]:
+    import tensorflow as tf
+
+    try:
+        yield
+    except tf.errors.OpError as error:
+        warn(f"Profiler: no trace: {str(error).splitlines()[0]}")
