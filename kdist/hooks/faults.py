@@ -1,7 +1,7 @@
 """Fault injection: hooks that inject a fault, so that a cluster can be tested before it is trusted.
 
-They are for runs that have no other purpose, such as `python -m kdist +recipe=mnist cluster=2ps2w +drill=kill_worker
-drill.at_step=200`; the faults are real. After the practice known as game days or chaos engineering.
+The faults are real: use them in runs that have no other purpose, such as `python -m kdist +recipe=mnist cluster=2ps2w
++drill=kill_worker drill.at_step=200`. After the practice known as game days or chaos engineering.
 """
 
 from __future__ import annotations
@@ -162,6 +162,6 @@ class DamageCheckpoint(Drill):
 def _pid_of(session: Session, name: str) -> int:
     pids = {str(task): pid for task, pid in session.strategy.pids.items()}
     if name not in pids:
-        have = ", ".join(pids) if pids else "none: the tasks of this cluster are not started by the chief"
+        have = ", ".join(pids) or "none: the tasks of this cluster are not started by the chief"
         raise ConfigError(f"drill.task={name}: there is no such task to send a signal to; there are {have}")
     return pids[name]

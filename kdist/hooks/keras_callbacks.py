@@ -33,8 +33,8 @@ _TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
 class Callbacks:
     """The callbacks of one `fit`, called at its events.
 
-    Before an event, the chief's model gets the present values from the tasks. Changes that callbacks make to it
-    (learning rate, weights, slots) are sent back, and `model.stop_training` ends the session.
+    Before an event, the chief's model gets the tasks' values. What callbacks change in it (learning rate, weights,
+    slots) is sent back, and `model.stop_training` ends the session.
 
     Args:
         callbacks: called in this order.
@@ -69,8 +69,7 @@ class Callbacks:
         """Training resumes at `epoch` after a failure of the cluster."""
         self._pull(session)
         if self._has_ended:
-            # It failed before the end was saved: `on_train_begin` is called again, because callbacks have closed their
-            # files.
+            # It failed before the end was saved, and callbacks have closed their files.
             self.list.on_train_begin()
             self._has_ended = False
         self._begin_epoch(session, epoch)
@@ -116,8 +115,7 @@ class Callbacks:
             now = read_from_model(self._model)
             # The global step is that of the tasks, and they have random seeds of their own.
             kept = session.strategy.shapes.keys() - {GLOBAL_STEP}
-            changed = {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}
-            if changed:
+            if changed := {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}:
                 session.write(changed)
                 self._seen = now
 

@@ -34,11 +34,11 @@ class LoggingTensor(TimedHook):
         super().__init__(every_steps, every_secs, "hooks.logging", default_steps=100, clock=clock)
         self._print_line = print_line
         self._rate: float | None = None
-        self._restart()
 
-    def after_create_session(self, session: Session) -> None:
-        super().after_create_session(session)
-        self._restart()
+    def _forget(self) -> None:
+        self._totals: MetricTotals | None = None
+        self._num_steps = 0
+        self._seconds = 0.0
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
@@ -52,15 +52,10 @@ class LoggingTensor(TimedHook):
             line = lines.train_line(values.global_step, session.last_step, self._totals.logs, self._rate)
             self._print(session, line)
             self._timer.restart(values.global_step)
-            self._restart()
+            self._forget()
 
     def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
         self._print(session, lines.validation_line(session.global_step, session.last_step, logs))
 
     def _print(self, session: Session, line: str) -> None:
         (self._print_line or session.print_line)(line)
-
-    def _restart(self) -> None:
-        self._totals: MetricTotals | None = None
-        self._num_steps = 0
-        self._seconds = 0.0

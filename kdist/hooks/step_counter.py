@@ -29,11 +29,12 @@ class StepCounter(TimedHook):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(every_steps, every_secs, "hooks.step_counter", default_steps=100, clock=clock)
-        self._restart()
 
-    def after_create_session(self, session: Session) -> None:
-        super().after_create_session(session)
-        self._restart()
+    def _forget(self) -> None:
+        self._num_steps = 0
+        self._num_examples = 0
+        self._seconds = 0.0
+        self._gradient_counts: dict[int, GradientCounts] = {}
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if not values.warming_up:
@@ -46,7 +47,7 @@ class StepCounter(TimedHook):
                 self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
                 self._report_workers(context.session)
             self._timer.restart(values.global_step)
-            self._restart()
+            self._forget()
 
     def report(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
         """Reports the speed of training over all replicas; tracing does not count."""
@@ -63,9 +64,3 @@ class StepCounter(TimedHook):
                 f"perf/examples_per_sec/worker_{worker}": num_examples / self._seconds,
             }
             session.summaries.scalars("train", rates, session.global_step)
-
-    def _restart(self) -> None:
-        self._num_steps = 0
-        self._num_examples = 0
-        self._seconds = 0.0
-        self._gradient_counts: dict[int, GradientCounts] = {}

@@ -38,11 +38,11 @@ class SummarySaver(TimedHook):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(every_steps, every_secs, "hooks.summary", default_steps=100, from_first_step=True, clock=clock)
-        self._forget()
 
-    def after_create_session(self, session: Session) -> None:
-        super().after_create_session(session)
-        self._forget()
+    def _forget(self) -> None:
+        self._totals: MetricTotals | None = None
+        self._staleness: list[np.ndarray] = []
+        self._gradient_counts: dict[int, GradientCounts] = {}
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
@@ -70,8 +70,3 @@ class SummarySaver(TimedHook):
                 session.summaries.scalars("train", by_tag, step)
         self._forget()
         self._timer.restart(step)
-
-    def _forget(self) -> None:
-        self._totals: MetricTotals | None = None
-        self._staleness: list[np.ndarray] = []
-        self._gradient_counts: dict[int, GradientCounts] = {}

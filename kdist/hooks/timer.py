@@ -80,7 +80,7 @@ class SecondOrStepTimer:
 
 
 class TimedHook(Hook):
-    """A hook that acts when its timer is due, by `default_steps` if the user gives neither steps nor seconds.
+    """Acts when its timer is due: every `default_steps` if neither steps nor seconds are given.
 
     The other arguments are those of `SecondOrStepTimer`.
     """
@@ -102,9 +102,14 @@ class TimedHook(Hook):
             from_first_step=from_first_step,
             clock=clock,
         )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Discards what the hook has gathered since it acted."""
 
     def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
+        self._forget()
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)

@@ -60,8 +60,7 @@ class Checkpoints:
             NonFiniteError: a value is NaN or infinite; nothing is written.
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
         """
-        broken = [name for name, value in values.items() if not _is_finite(value)]
-        if broken:
+        if broken := [name for name, value in values.items() if not _is_finite(value)]:
             raise NonFiniteError(
                 f"step {step} is not saved: {', '.join(broken[:5])} {'is' if len(broken) == 1 else 'are'} not finite\n"
                 f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
@@ -149,10 +148,10 @@ class Checkpoints:
             for step in self._steps_of(_SAVED):
                 # TensorFlow writes the index last.
                 self._move_into_place(step)
-        complete = self.steps()
+        oldest = min(self.steps(), default=0)
         for step in self._steps_of(_FILE):
             # Old checkpoints are deleted index first. A newer one without an index is damaged.
-            if complete and step < complete[0]:
+            if step < oldest:
                 with suppress(OSError):
                     self._delete(step)
         self._remove_left_behind()
@@ -190,9 +189,9 @@ class Checkpoints:
 
     def _write_state(self, kept: list[str]) -> None:
         """Writes the `checkpoint` file, where TensorFlow's own tools look for the newest one."""
-        lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}"]
-        lines += [f"all_model_checkpoint_paths: {json.dumps(name)}" for name in kept]
-        write_whole(self.folder / "checkpoint", "\n".join(lines) + "\n")
+        lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}\n"]
+        lines += [f"all_model_checkpoint_paths: {json.dumps(name)}\n" for name in kept]
+        write_whole(self.folder / "checkpoint", "".join(lines))
 
     def _delete(self, step: int) -> None:
         # The index first: a half-deleted checkpoint no longer counts.
