@@ -15,8 +15,8 @@ from kdist.model.names import variable_names
 class HistogramSaver(TimedHook):
     """Writes histograms of each trainable variable to TensorBoard: `weights/<name>` and `gradients/<name>`.
 
-    Workers push gradients to the servers without passing the chief. So the chief computes the gradients of one training
-    batch from the present weights itself, without clipping; for an embedding, those of the rows in the batch.
+    Workers push gradients past the chief. So it computes those of one training batch from the present weights itself,
+    without clipping; for an embedding, those of the rows in the batch.
 
     Args:
         every_steps: steps between two histograms; 500 if neither is given, because all values are sent to the chief.
@@ -76,14 +76,14 @@ class HistogramSaver(TimedHook):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = spec.model
         # What else a step would change (statistics, seeds) stays as it is.
-        variables = model.trainable_variables
-        mapping = [(v, tf.convert_to_tensor(v.value)) for v in [*variables, *model.non_trainable_variables]]
-        values = [value for _, value in mapping[: len(variables)]]
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        mapping = [(variable, tf.convert_to_tensor(variable.value)) for variable in variables]
+        values = [value for _, value in mapping[: len(model.trainable_variables)]]
         with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True):
             tape.watch(values)
             _, loss = forward(model, x, y, sample_weight, training=True)
         gradients = tape.gradient(loss, values)
-        names = variable_names(model, [*variables, *model.non_trainable_variables])
+        names = variable_names(model, variables)
         return {
             name: (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).numpy()
             for name, gradient in zip(names, gradients)

@@ -101,8 +101,8 @@ class _Trace:
             self._is_on = True
         if self._is_on and addresses:
             services = ",".join(f"grpc://{address}" for address in addresses.values())
-            self._others = threading.Thread(target=self._trace_others, args=[services, str(folder), duration_ms])
-            self._others.daemon = True
+            arguments = [services, str(folder), duration_ms]
+            self._others = threading.Thread(target=self._trace_others, args=arguments, daemon=True)
             self._others.start()
 
     def _trace_others(self, services: str, folder: str, duration_ms: int) -> None:

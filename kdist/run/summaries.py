@@ -98,11 +98,7 @@ class Summaries:
         self._write("hparams", [hparams_pb(dict(hparams), start_time_secs=began), ended], 0)
 
     def keras_graph(self, model_json: str, step: int) -> None:
-        """Writes the conceptual graph of a Keras model: its layers, as the Graphs tab shows them.
-
-        Args:
-            model_json: of `keras.Model.to_json`.
-        """
+        """Writes the layers of a Keras model, given as `keras.Model.to_json`, for the Graphs tab."""
         tensor = TensorProto(dtype=DT_STRING, string_val=[model_json.encode()])
         plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
         self._write("train", [_summary("keras", SummaryMetadata(plugin_data=plugin), tensor)], step)
