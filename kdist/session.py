@@ -8,7 +8,7 @@ with TrainSession(make_strategy, spec, hooks, ...) as session:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import TracebackType
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
 
-# The loop returns at least this often, for hooks that act by the clock.
+# A run takes at most this long, for hooks that act by the clock.
 _LONGEST_RUN_SECS = 1.0
 _FIRST_RUN_STEPS = 16
 _LONGEST_RUN_GROWTH = 4
-#: Why a session ends that its caller does not continue.
+#: Why a session ends that its caller leaves.
 _CALLER = "the caller"
 
 
 class TrainSession:
-    """Runs a spec by a strategy, and its hooks around it.
+    """Trains by a strategy, and calls hooks around its steps.
 
     Entering it starts the strategy and restores the newest checkpoint; leaving it stops the strategy and closes the
-    hooks, whatever happened. When the cluster fails in between, training resumes from the newest checkpoint.
+    hooks, whatever happened. After a failure of the cluster in between, training resumes from the newest checkpoint.
 
     Args:
         make_strategy: makes a strategy, not started; called again for each new cluster.
@@ -58,9 +58,8 @@ class TrainSession:
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over and sets
             older checkpoints aside. None continues from the model as it is, and sets checkpoints of later steps aside.
-        max_restarts: how often training resumes from the newest checkpoint after a failure of the cluster.
-        may_restart_tasks: whether the strategy may restart the tasks; otherwise training recovers only from failures
-            that left them running.
+        max_restarts: how often training resumes after a failure of the cluster.
+        may_restart_tasks: whether it also resumes after failures that did not leave the tasks running.
         print_line: prints lines about saving and loading.
         clock: returns seconds; replaced in tests.
     """
@@ -98,7 +97,7 @@ class TrainSession:
         self._make_strategy = make_strategy
         self._max_restarts = max_restarts
         self._may_restart_tasks = may_restart_tasks
-        #: How often training resumed from the newest checkpoint, and how often on a new cluster.
+        #: How often training resumed, and how often of these on a new cluster.
         self._times_back = 0
         self._cluster_restarts = 0
         self._worker_restarts_before = 0
@@ -169,10 +168,13 @@ class TrainSession:
         return self._insist(lambda: self.strategy.read())  # noqa: PLW0108 - of the strategy that runs then
 
     def _run(self) -> RunValues | None:
-        context = RunContext(self, self.global_step, self._steps_until_due())
+        step = self.global_step
+        num_steps = max(1, _fewest(self._longest_run, (hook.due_in(step) for hook in self.hooks)))
+        context = RunContext(self, step, num_steps)
         for hook in self.hooks:
             hook.before_run(context)
-        return self._run_in(context, self._steps_until_idle(context.num_steps))
+        may_begin = _fewest(num_steps + self._longest_run, (hook.idle_in(step) for hook in self.hooks))
+        return self._run_in(context, max(num_steps, may_begin))
 
     def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
         values = self._run_steps(context.num_steps, may_begin)
@@ -182,10 +184,7 @@ class TrainSession:
         return values
 
     def save(self, *, keep: int) -> None:
-        """Saves a checkpoint of the present step, unless there is one already or training has diverged.
-
-        Args:
-            keep: how many checkpoints to keep.
+        """Saves a checkpoint of the present step, unless there is nothing to save; keeps the newest `keep`.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -309,14 +308,17 @@ class TrainSession:
                 # It belongs to an earlier fit: the values that this one began with were not saved.
                 raise error
             self._times_back += 1
-            warn(
-                lines.again_line(error, newest, self._times_back, self._max_restarts, cluster_is_there=cluster_is_there)
-            )
+            restarts = (self._times_back, self._max_restarts)
+            warn(lines.again_line(error, newest, *restarts, cluster_is_there=cluster_is_there))
             self._went_on_since = None
             try:
                 with self._recovery_is_ours():
                     if not cluster_is_there:
-                        self._replace_cluster()
+                        self._cluster_restarts += 1
+                        self._worker_restarts_before += self.strategy.worker_restarts
+                        self.strategy.stop()
+                        self.strategy = self._make_strategy()
+                        self.strategy.start(self.spec)
                     self._restore_newest()
                     self.global_step = self.strategy.global_step()
                     for hook in self.hooks:
@@ -325,27 +327,11 @@ class TrainSession:
             except ClusterError as another:
                 error = another
 
-    def _replace_cluster(self) -> None:
-        self._cluster_restarts += 1
-        self._worker_restarts_before += self.strategy.worker_restarts
-        self.strategy.stop()
-        self.strategy = self._make_strategy()
-        self.strategy.start(self.spec)
-
     @property
     def restarts(self) -> dict[str, int]:
         """How many workers were lost and returned, and how often the whole cluster was restarted."""
         workers = self._worker_restarts_before + self.strategy.worker_restarts
         return {"worker": workers, "cluster": self._cluster_restarts}
-
-    def _steps_until_due(self) -> int:
-        due = [steps for hook in self.hooks if (steps := hook.due_in(self.global_step)) is not None]
-        return max(1, min([self._longest_run, *due]))
-
-    def _steps_until_idle(self, num_steps: int) -> int:
-        """How many steps may be started in the next run: at least `num_steps`."""
-        idle = [steps for hook in self.hooks if (steps := hook.idle_in(self.global_step)) is not None]
-        return max(num_steps, min([num_steps + self._longest_run, *idle]))
 
     def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
         # While hooks ran, workers continued with steps that had been started: that time counts.
@@ -356,8 +342,8 @@ class TrainSession:
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
-        # A call that was repeated after its worker was lost has counted its steps twice. The servers hold the exact
-        # count, which can be read when nothing is in flight.
+        # A call repeated after its worker was lost counted its steps twice. The servers know the exact count, which can
+        # be read when nothing is in flight.
         self.global_step = self.strategy.global_step() if self.strategy.is_idle else expected
         values = RunValues(
             global_step=self.global_step,
@@ -391,12 +377,12 @@ class TrainSession:
     def _restore_newest(self) -> bool:
         """Restores the newest undamaged checkpoint; False if there is none."""
         self.checkpoints.tidy()
-        restored = self.checkpoints.restore(self.strategy.shapes)
-        if restored is None:
+        if (restored := self.checkpoints.restore(self.strategy.shapes)) is None:
             return False
         path, values = restored
         # The learning rate is that of this run, not of an earlier one.
-        self.strategy.write({name: value for name, value in values.items() if name != LEARNING_RATE})
+        values.pop(LEARNING_RATE, None)
+        self.strategy.write(values)
         self._saved_step = int(values["global_step"])
         self.print_line(lines.resume_line(self._saved_step, self.last_step, path))
         return True
@@ -404,7 +390,10 @@ class TrainSession:
     def _close(self) -> None:
         with ExitStack() as closing:
             # All are called even if one raises; the last one first.
-            closing.callback(self.strategy.stop)
-            closing.callback(self.summaries.close)
-            for hook in reversed(self.hooks):
-                closing.callback(hook.close)
+            for close in (self.strategy.stop, self.summaries.close, *(hook.close for hook in reversed(self.hooks))):
+                closing.callback(close)
+
+
+def _fewest(longest: int, steps: Iterable[int | None]) -> int:
+    """The fewest steps that all hooks allow; None allows any number."""
+    return min([longest, *(each for each in steps if each is not None)])

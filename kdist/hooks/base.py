@@ -27,8 +27,8 @@ A hook that prints the loss every 500 steps:
             return 500 - step % 500
 
 Asynchronous workers keep training while hooks run. `session.read`, `session.write` and `session.save` wait until no
-step is in flight, so what a hook reads is consistent; it may contain a few steps more than `values.global_step`. A hook
-that needs the values of exactly that step overrides `idle_in`.
+step is in flight, so what a hook reads is consistent, but may be a few steps past `values.global_step`. A hook that
+needs the values of exactly that step overrides `idle_in`.
 """
 
 from __future__ import annotations

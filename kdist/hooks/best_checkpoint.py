@@ -23,8 +23,7 @@ _FOLDER, _RECORD = "best", "validation.json"
 class BestCheckpoint(Hook):
     """Saves a checkpoint to `best/` in the run dir whenever a validation metric is the best so far.
 
-    A failed save costs a warning. A resumed run knows the best value of the earlier runs. After
-    Estimator's `BestExporter`.
+    A failed save costs a warning. A resumed run knows the best value of earlier runs. As Estimator's `BestExporter`.
 
     Args:
         metric: `loss`, or the name of a metric; a leading `val_` is ignored.
@@ -37,19 +36,24 @@ class BestCheckpoint(Hook):
     needs_validation = True
 
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
-        self._arguments = (metric, mode, 0.0, "BestCheckpoint")
-        self._monitor = Monitor(*self._arguments)
+        self._monitor = Monitor(metric, mode, 0.0, "BestCheckpoint")
         self._has_begun = False
 
     def begin(self, session: Session) -> None:
-        self._monitor = Monitor(*self._arguments)
+        self._monitor.best = None
         self._has_begun = False
 
     def after_create_session(self, session: Session) -> None:
+        record = session.run_dir / _FOLDER / _RECORD
         # After a failure of the cluster, the files are those of this run, even if training starts over.
-        if not self._has_begun:
-            self._has_begun = True
-            self._look_at_earlier_runs(session)
+        if not self._has_begun and record.exists():
+            if session.global_step:
+                known = json.loads(record.read_text())
+                self._monitor.best = self._monitor.value(known["validation"])
+            else:
+                # It belongs to another run in this folder.
+                _best(session).set_aside()
+        self._has_begun = True
 
     def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
         best_before = self._monitor.best
@@ -59,19 +63,7 @@ class BestCheckpoint(Hook):
             self._save(session, logs)
         except (CheckpointError, OSError) as error:
             self._monitor.best = best_before
-            what = str(error).replace("\n  ", "; ")
-            warn(f"BestCheckpoint: {what}; training continues")
-
-    def _look_at_earlier_runs(self, session: Session) -> None:
-        record = session.run_dir / _FOLDER / _RECORD
-        if not record.exists():
-            return
-        if session.global_step:
-            known = json.loads(record.read_text())
-            self._monitor.best = self._monitor.value(known["validation"])
-        else:
-            # It belongs to another run in this folder.
-            _best(session).set_aside()
+            warn("BestCheckpoint: " + str(error).replace("\n  ", "; ") + "; training continues")
 
     def _save(self, session: Session, logs: Mapping[str, float]) -> None:
         step, checkpoints = session.global_step, _best(session)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from kdist.config.checks import check_whole_number
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 
 
 class CheckpointSaverListener:
-    """Is notified of every checkpoint. After `tf.compat.v1.train.CheckpointSaverListener`; every method does
-    nothing."""
+    """Is notified of every checkpoint; every method does nothing. After TF1's class of that name."""
 
     def begin(self) -> None:
         """Called once, before anything is restored."""
@@ -29,7 +28,7 @@ class CheckpointSaverListener:
         """Called once at a clean end, after the last checkpoint."""
 
 
-class CheckpointSaver(Hook):
+class CheckpointSaver(TimedHook):
     """Saves at the start, at intervals, and at the end, into the session's checkpoint folder.
 
     A save that fails (a full disk) costs a warning, and the next one is attempted when it is due; if the last one
@@ -58,9 +57,7 @@ class CheckpointSaver(Hook):
         check_whole_number("hooks.checkpoint.keep", keep)
         if every_secs is None and every_steps is None:
             every_secs = 600.0
-        self._timer = SecondOrStepTimer(
-            every_steps=every_steps, every_secs=every_secs, owner="hooks.checkpoint", clock=clock
-        )
+        super().__init__(every_steps, every_secs, "hooks.checkpoint", clock=clock)
         self._keep = keep
         self._listeners = list(listeners)
 
@@ -80,12 +77,9 @@ class CheckpointSaver(Hook):
         for listener in self._listeners:
             listener.end(session, session.global_step)
 
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
-
     def idle_in(self, step: int) -> int | None:
         # Steps are exact. If the clock decides, saving itself waits for steps in flight.
-        return self._timer.due_in(step)
+        return self.due_in(step)
 
     def _try_to_save(self, session: Session) -> None:
         try:
@@ -93,8 +87,7 @@ class CheckpointSaver(Hook):
         except CheckpointError as error:
             # At the last step `end` tries again, and raises the error.
             if not session.should_stop():
-                what = str(error).replace("\n  ", "; ")
-                warn(f"{what}; training continues")
+                warn(str(error).replace("\n  ", "; ") + "; training continues")
         self._timer.restart(session.global_step)
 
     def _save(self, session: Session) -> None:

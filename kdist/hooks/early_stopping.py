@@ -26,13 +26,12 @@ class EarlyStopping(Hook):
 
     def __init__(self, metric: str = "loss", patience: int = 0, min_delta: float = 0.0, mode: str = "auto") -> None:
         check_whole_number("EarlyStopping.patience", patience, at_least=0)
-        self._arguments = (metric, mode, min_delta, "EarlyStopping")
-        self._monitor = Monitor(*self._arguments)
+        self._monitor = Monitor(metric, mode, min_delta, "EarlyStopping")
         self._patience = patience
         self._waited = 0
 
     def begin(self, session: Session) -> None:
-        self._monitor = Monitor(*self._arguments)
+        self._monitor.best = None
         self._waited = 0
 
     def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import keras
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kdist.run.best_values import BestValues
 
 
+@dataclass(eq=False)
 class EpochRecorder(Hook):
     """Fills a Keras `History` with the loss and metrics of each epoch, and validates.
 
@@ -30,32 +32,20 @@ class EpochRecorder(Hook):
         validation_every_steps: also validate at multiples of this step.
     """
 
-    def __init__(
-        self,
-        history: keras.callbacks.History,
-        callbacks: Callbacks,
-        *,
-        steps_per_epoch: int | None,
-        first_step: int = 0,
-        first_epoch: int = 0,
-        validate: Callable[[Session], Mapping[str, float]] | None,
-        best: BestValues,
-        validation_freq: int | Collection[int] = 1,
-        validation_every_steps: int | None = None,
-    ) -> None:
-        self._history = history
-        self._callbacks = callbacks
-        self._steps_per_epoch = steps_per_epoch
-        self._first_step = first_step
-        self._first_epoch = first_epoch
-        self._validate = validate
-        self._best = best
-        self._validation_freq = validation_freq
-        self._validation_every_steps = validation_every_steps
-        self._finished: list[tuple[int, dict[str, float]]] = []
-        self._has_begun = False
-        self.train_logs: dict[str, float] = {}
-        self.validation_logs: dict[str, float] = {}
+    history: keras.callbacks.History
+    callbacks: Callbacks
+    _: KW_ONLY
+    steps_per_epoch: int | None
+    first_step: int = 0
+    first_epoch: int = 0
+    validate: Callable[[Session], Mapping[str, float]] | None
+    best: BestValues
+    validation_freq: int | Collection[int] = 1
+    validation_every_steps: int | None = None
+    train_logs: dict[str, float] = field(default_factory=dict, init=False)
+    validation_logs: dict[str, float] = field(default_factory=dict, init=False)
+    _finished: list[tuple[int, dict[str, float]]] = field(default_factory=list, init=False)
+    _has_begun: bool = field(default=False, init=False)
 
     def after_create_session(self, session: Session) -> None:
         self._epoch = self._epoch_at(session.global_step)
@@ -63,25 +53,25 @@ class EpochRecorder(Hook):
         self._validated_step: int | None = None
         if not self._has_begun:
             self._has_begun = True
-            self._callbacks.begin(session, self._epoch)
+            self.callbacks.begin(session, self._epoch)
         else:
-            self._callbacks.begin_again(session, self._epoch)
+            self.callbacks.begin_again(session, self._epoch)
             self._forget_later_epochs()
 
     def before_run(self, context: RunContext) -> None:
-        if self._callbacks.wants_batches:
-            self._callbacks.begin_batch(context.session, self._batch_at(context.global_step))
+        if self.callbacks.wants_batches:
+            self.callbacks.begin_batch(context.session, self._batch_at(context.global_step))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
         step = values.global_step
-        if self._callbacks.wants_batches:
-            self._callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
+        if self.callbacks.wants_batches:
+            self.callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
         # A run never passes the end of an epoch, but repeated steps of a lost worker may.
         if self._epoch_at(step) > self._epoch:
             self._finish_epoch(context.session, validate=self._is_validation_epoch())
             self._epoch = self._epoch_at(step)
-        elif self._validation_every_steps and step % self._validation_every_steps == 0:
+        elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
 
     def end(self, session: Session) -> None:
@@ -89,69 +79,68 @@ class EpochRecorder(Hook):
             self._finish_epoch(session, validate=True)
         elif self._validated_step != session.global_step:
             self._run_validation(session)
-        self._callbacks.end(session, self._finished[-1][1] if self._finished else {})
+        self.callbacks.end(session, self._finished[-1][1] if self._finished else {})
 
     def due_in(self, step: int) -> int | None:
-        if self._callbacks.wants_batches:
+        if self.callbacks.wants_batches:
             return 1
         due = []
-        if self._steps_per_epoch:
-            due.append(self._steps_per_epoch - (step - self._first_step) % self._steps_per_epoch)
-        if self._validation_every_steps:
-            due.append(self._validation_every_steps - step % self._validation_every_steps)
+        if self.steps_per_epoch:
+            due.append(self.steps_per_epoch - (step - self.first_step) % self.steps_per_epoch)
+        if self.validation_every_steps:
+            due.append(self.validation_every_steps - step % self.validation_every_steps)
         return min(due, default=None)
 
     def idle_in(self, step: int) -> int | None:
-        looks_at_values = self._validate is not None or self._callbacks.looks_at_model
+        looks_at_values = self.validate is not None or self.callbacks.looks_at_model
         return self.due_in(step) if looks_at_values else None
 
     def _epoch_at(self, step: int) -> int:
-        if not self._steps_per_epoch:
-            return self._first_epoch
-        return self._first_epoch + (step - self._first_step) // self._steps_per_epoch
+        if not self.steps_per_epoch:
+            return self.first_epoch
+        return self.first_epoch + (step - self.first_step) // self.steps_per_epoch
 
     def _batch_at(self, step: int) -> int:
-        since = step - self._first_step
-        return since % self._steps_per_epoch if self._steps_per_epoch else since
+        since = step - self.first_step
+        return since % self.steps_per_epoch if self.steps_per_epoch else since
 
     def _is_validation_epoch(self) -> bool:
         epoch = self._epoch + 1
-        if isinstance(self._validation_freq, int):
-            return epoch % self._validation_freq == 0
-        return epoch in self._validation_freq
+        if isinstance(self.validation_freq, int):
+            return epoch % self.validation_freq == 0
+        return epoch in self.validation_freq
 
     def _finish_epoch(self, session: Session, *, validate: bool) -> None:
         if self._totals is None:
             return
-        self.train_logs = dict(self._totals.logs)
-        self._totals = None
+        self.train_logs, self._totals = dict(self._totals.logs), None
         logs = dict(self.train_logs)
         session.summaries.epoch("train", logs, session.global_step)
         if validate and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
         self._finished.append((self._epoch, logs))
-        self._callbacks.end_epoch(session, self._epoch, logs)
+        self.callbacks.end_epoch(session, self._epoch, logs)
 
     def _forget_later_epochs(self) -> None:
         """Removes the epochs that training will repeat after a failure of the cluster."""
         self._finished = [(epoch, logs) for epoch, logs in self._finished if epoch < self._epoch]
-        self._history.epoch, self._history.history = [], {}
+        self.history.epoch, self.history.history = [], {}
         for epoch, logs in self._finished:
-            self._history.on_epoch_end(epoch, logs)
+            self.history.on_epoch_end(epoch, logs)
 
     def _run_validation(self, session: Session) -> bool:
-        if self._validate is None or session.interrupted:
+        if self.validate is None or session.interrupted:
             return False
         if self._validated_step != session.global_step:
-            logs = dict(self._validate(session))
+            logs = dict(self.validate(session))
             if session.interrupted:
                 # It has not used all of the data.
                 return False
             self.validation_logs = logs
-            self._best.add(session.global_step, logs)
+            self.best.add(session.global_step, logs)
             self._validated_step = session.global_step
-            session.publish_validation(self.validation_logs)
-            session.summaries.epoch("validation", self.validation_logs, session.global_step)
+            session.publish_validation(logs)
+            session.summaries.epoch("validation", logs, session.global_step)
         return True
 
 

@@ -9,7 +9,6 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 
 _FORMATS = ("tf_saved_model", "onnx", "openvino")
-_UNFINISHED = ".unfinished-export"
 
 
 class Export(Hook):
@@ -40,7 +39,7 @@ class Export(Hook):
         model = session.spec.model
         write_to_model(model, session.read())
         finalize_ema(model)
-        unfinished, path = session.run_dir / _UNFINISHED, session.run_dir / self._folder
+        unfinished, path = session.run_dir / ".unfinished-export", session.run_dir / self._folder
         shutil.rmtree(unfinished, ignore_errors=True)
         model.export(unfinished, format=self._format, verbose=False)
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Fault injection: hooks that inject a fault, so that a cluster can be tested before it is trusted.
 
-They are for runs that have no other purpose, such as `python -m kdist +recipe=mnist cluster=2ps2w +drill=kill_worker
-drill.at_step=200`; the faults are real. After the practice known as game days or chaos engineering.
+The faults are real: use them in runs that have no other purpose, such as `python -m kdist +recipe=mnist cluster=2ps2w
++drill=kill_worker drill.at_step=200`. After the practice known as game days or chaos engineering.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from kdist.cluster.process import end_children
@@ -129,11 +130,8 @@ class FillDisk(Drill):
                 "for run.dir, as a tmpfs"
             )
         self._file = folder.parent / "filled-by-drill"
-        with self._file.open("wb", buffering=0) as file:
-            try:
-                while file.write(_CHUNK):
-                    pass
-            except OSError:
+        with self._file.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(_CHUNK):
                 pass
         if self._secs is not None:
             self._timer = threading.Timer(self._secs, self.close)
@@ -147,11 +145,7 @@ class FillDisk(Drill):
 
 
 class DamageCheckpoint(Drill):
-    """Damages the newest checkpoint: inverts bytes in the middle of its data.
-
-    Args:
-        at_step: the global step.
-    """
+    """Damages the newest checkpoint: inverts bytes in the middle of its data."""
 
     def inject(self, session: Session) -> str:
         newest = session.checkpoints.newest()
@@ -161,13 +155,13 @@ class DamageCheckpoint(Drill):
         content = bytearray(data.read_bytes())
         middle = len(content) // 2
         content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
-        data.write_bytes(bytes(content))
+        data.write_bytes(content)
         return f"{data.name} is damaged"
 
 
 def _pid_of(session: Session, name: str) -> int:
     pids = {str(task): pid for task, pid in session.strategy.pids.items()}
     if name not in pids:
-        have = ", ".join(pids) if pids else "none: the tasks of this cluster are not started by the chief"
+        have = ", ".join(pids) or "none: the tasks of this cluster are not started by the chief"
         raise ConfigError(f"drill.task={name}: there is no such task to send a signal to; there are {have}")
     return pids[name]

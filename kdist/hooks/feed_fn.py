@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist.config.checks import check_whole_number
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.hooks.base import Hook, RunContext, Session
 
 
 class FeedFn(Hook):
@@ -34,9 +34,6 @@ class FeedFn(Hook):
         if context.global_step >= self._next_step:
             context.session.write(self._feed_fn(context.global_step))
             self._next_step = context.global_step + self._every_steps
-
-    def after_run(self, context: RunContext, values: RunValues) -> None:
-        """Does nothing: the hook acts before the next run."""
 
     def due_in(self, step: int) -> int | None:
         # Also called before `before_run`: then it acts at once, and again after `every_steps`.

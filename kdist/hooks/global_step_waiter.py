@@ -34,10 +34,8 @@ class GlobalStepWaiter(Hook):
             self._set_active(context.session)
 
     def due_in(self, step: int) -> int | None:
-        return None if self._all_work_at(step) else self._every - step % self._every
-
-    def _all_work_at(self, step: int) -> bool:
-        return step // self._every >= self._num_workers - 1
+        all_work = step // self._every >= self._num_workers - 1
+        return None if all_work else self._every - step % self._every
 
     def _set_active(self, session: Session) -> None:
         session.strategy.set_active(range(min(self._num_workers, session.global_step // self._every + 1)))

@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 from kdist.model.names import variable_names
 
-_PARAMETERS = "parameters/"
 
-
-class HistogramSaver(Hook):
+class HistogramSaver(TimedHook):
     """Writes histograms of each trainable variable to TensorBoard: `weights/<name>` and `gradients/<name>`.
 
-    Workers push gradients to the servers without passing the chief. So the chief computes the gradients of one training
-    batch from the present weights itself, without clipping; for an embedding, those of the rows in the batch.
+    Workers push gradients past the chief. So it computes those of one training batch from the present weights itself,
+    without clipping; for an embedding, those of the rows in the batch.
 
     Args:
         every_steps: steps between two histograms; 500 if neither is given, because all values are sent to the chief.
@@ -29,23 +27,18 @@ class HistogramSaver(Hook):
     def __init__(
         self, every_steps: int | None = None, every_secs: float | None = None, *, gradients: bool = True
     ) -> None:
-        if every_steps is None and every_secs is None:
-            every_steps = 500
-        self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="HistogramSaver")
+        super().__init__(every_steps, every_secs, "HistogramSaver", default_steps=500)
         self._gradients = gradients
         self._batches: Iterator[Any] | None = None
 
     def after_create_session(self, session: Session) -> None:
-        self._timer.start(session.global_step)
+        super().after_create_session(session)
         self._batches = None
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if self._timer.due(values.global_step):
             self._timer.restart(values.global_step)
             self._write(context.session)
-
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
 
     def idle_in(self, step: int) -> int | None:
         # Needs the values of exactly that step.
@@ -59,10 +52,9 @@ class HistogramSaver(Hook):
 
         values = session.read()
         for name, value in values.items():
-            if name.startswith(_PARAMETERS):
-                session.summaries.histogram(
-                    "train", f"weights/{name.removeprefix(_PARAMETERS)}", value, session.global_step
-                )
+            if name.startswith("parameters/"):
+                tag = name.replace("parameters/", "weights/", 1)
+                session.summaries.histogram("train", tag, value, session.global_step)
         if self._gradients:
             write_to_model(session.spec.model, values)
             for name, gradient in self._gradients_of_a_batch(session).items():
@@ -84,16 +76,16 @@ class HistogramSaver(Hook):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = spec.model
         # What else a step would change (statistics, seeds) stays as it is.
-        variables = model.trainable_variables
-        mapping = [(v, tf.convert_to_tensor(v.value)) for v in [*variables, *model.non_trainable_variables]]
-        values = [value for _, value in mapping[: len(variables)]]
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        mapping = [(variable, tf.convert_to_tensor(variable.value)) for variable in variables]
+        values = [value for _, value in mapping[: len(model.trainable_variables)]]
         with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True):
             tape.watch(values)
             _, loss = forward(model, x, y, sample_weight, training=True)
         gradients = tape.gradient(loss, values)
-        names = variable_names(model, [*variables, *model.non_trainable_variables])
-        found: dict[str, np.ndarray] = {}
-        for name, gradient in zip(names, gradients):
-            if gradient is not None:
-                found[name] = (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).numpy()
-        return found
+        names = variable_names(model, variables)
+        return {
+            name: (gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient).numpy()
+            for name, gradient in zip(names, gradients)
+            if gradient is not None
+        }

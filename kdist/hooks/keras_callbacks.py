@@ -19,12 +19,6 @@ from kdist.hooks.nan_tensor import NanTensor
 from kdist.model.state import read_from_model, write_to_model
 from kdist.parameters.store import GLOBAL_STEP
 
-#: Why a callback cannot be used.
-_REFUSED: dict[type[Callback], str] = {
-    keras.callbacks.BackupAndRestore: (
-        "kdist saves and resumes runs itself: hooks.checkpoint says when, the same run_dir goes on"
-    ),
-}
 #: Keras callbacks that only use logs, so that the values need not be sent to the chief.
 _LOGS_ONLY = (
     keras.callbacks.History,
@@ -34,15 +28,13 @@ _LOGS_ONLY = (
 )
 _BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
-#: Arguments by which Keras callbacks that could act on every batch are told not to.
-_FREQUENCIES = ("save_freq", "update_freq")
 
 
 class Callbacks:
     """The callbacks of one `fit`, called at its events.
 
-    Before an event, the chief's model gets the present values from the tasks. Changes that callbacks make to it
-    (learning rate, weights, slots) are sent back, and `model.stop_training` ends the session.
+    Before an event, the chief's model gets the tasks' values. What callbacks change in it (learning rate, weights,
+    slots) is sent back, and `model.stop_training` ends the session.
 
     Args:
         callbacks: called in this order.
@@ -77,8 +69,7 @@ class Callbacks:
         """Training resumes at `epoch` after a failure of the cluster."""
         self._pull(session)
         if self._has_ended:
-            # It failed before the end was saved: `on_train_begin` is called again, because callbacks have closed their
-            # files.
+            # It failed before the end was saved, and callbacks have closed their files.
             self.list.on_train_begin()
             self._has_ended = False
         self._begin_epoch(session, epoch)
@@ -99,10 +90,7 @@ class Callbacks:
         self._pull(session)
         self.list.on_epoch_end(epoch, logs)
         self._stop_if_asked(session)
-        if session.should_stop():
-            self._push(session)
-        else:
-            self._begin_epoch(session, epoch + 1)
+        self._begin_epoch(session, epoch + 1)
 
     def end(self, session: Session, logs: Mapping[str, float]) -> None:
         """Training has ended."""
@@ -127,8 +115,7 @@ class Callbacks:
             now = read_from_model(self._model)
             # The global step is that of the tasks, and they have random seeds of their own.
             kept = session.strategy.shapes.keys() - {GLOBAL_STEP}
-            changed = {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}
-            if changed:
+            if changed := {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}:
                 session.write(changed)
                 self._seen = now
 
@@ -146,18 +133,20 @@ def checked(callbacks: Sequence[Any]) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks: {type(callback).__name__} is no keras.callbacks.Callback")
-        for kind, why in _REFUSED.items():
-            if isinstance(callback, kind):
-                raise ConfigError(f"callbacks: {type(callback).__name__} cannot be used: {why}")
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ConfigError(
+                f"callbacks: {type(callback).__name__} cannot be used: kdist saves and resumes runs itself: "
+                "hooks.checkpoint says when, the same run_dir goes on"
+            )
     return list(callbacks)
 
 
 def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list[Callback], list[Hook]]:
     """Turns callbacks that have an equivalent hook into hooks; returns the other callbacks, and all hooks."""
-    if not any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks):
-        return list(callbacks), list(hooks)
     # The hook checks every run; the callback would make training return to the chief after every batch.
     others = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.TerminateOnNaN)]
+    if len(others) == len(callbacks):
+        return others, list(hooks)
     stop = NanTensor(fail_on_nan_loss=False)
     return others, [stop, *(hook for hook in hooks if not isinstance(hook, NanTensor))]
 
@@ -192,9 +181,9 @@ def _can_travel(value: Any) -> bool:
 
 
 def _acts_on_batches(callback: Callback) -> bool:
-    if any(getattr(callback, name, None) == "epoch" for name in _FREQUENCIES):
-        return False
-    return _overrides(callback, _BATCH_EVENTS)
+    # Keras callbacks that could act on every batch are told not to by these arguments.
+    acts_on_epochs = "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
+    return not acts_on_epochs and _overrides(callback, _BATCH_EVENTS)
 
 
 def _overrides(callback: Callback, events: Sequence[str]) -> bool:

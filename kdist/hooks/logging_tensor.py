@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kdist.console import lines
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
 
 
-class LoggingTensor(Hook):
+class LoggingTensor(TimedHook):
     """Prints loss and metrics of the steps since the last line, the rate (without tracing) and the remaining time.
 
     Args:
@@ -31,19 +31,14 @@ class LoggingTensor(Hook):
         print_line: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_steps is None and every_secs is None:
-            every_steps = 100
-        self._timer = SecondOrStepTimer(
-            every_steps=every_steps, every_secs=every_secs, owner="hooks.logging", clock=clock
-        )
+        super().__init__(every_steps, every_secs, "hooks.logging", default_steps=100, clock=clock)
         self._print_line = print_line
-        self._totals: MetricTotals | None = None
         self._rate: float | None = None
-        self._restart()
 
-    def after_create_session(self, session: Session) -> None:
-        self._timer.start(session.global_step)
-        self._restart()
+    def _forget(self) -> None:
+        self._totals: MetricTotals | None = None
+        self._num_steps = 0
+        self._seconds = 0.0
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
@@ -57,18 +52,10 @@ class LoggingTensor(Hook):
             line = lines.train_line(values.global_step, session.last_step, self._totals.logs, self._rate)
             self._print(session, line)
             self._timer.restart(values.global_step)
-            self._restart()
+            self._forget()
 
     def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
         self._print(session, lines.validation_line(session.global_step, session.last_step, logs))
 
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
-
     def _print(self, session: Session, line: str) -> None:
         (self._print_line or session.print_line)(line)
-
-    def _restart(self) -> None:
-        self._totals = None
-        self._num_steps = 0
-        self._seconds = 0.0

@@ -50,20 +50,12 @@ class Monitor:
     def is_better(self, session: Session, logs: Mapping[str, float]) -> bool:
         """Whether the value improves the best one so far by more than `min_delta`; if so, it becomes the best one."""
         value = self.value(logs)
-        sign = self._sign(session)
+        mode = mode_of(session.spec.model, self._metric.removeprefix("val_")) if self._mode == "auto" else self._mode
+        if mode is None:
+            raise ConfigError(f"{self._owner}.metric={self._metric}: say which values are better: mode=min or mode=max")
+        sign = 1 if mode == "max" else -1
         is_gain = self.best is None or sign * (value - self.best) > self._min_delta
         if math.isnan(value) or not is_gain:
             return False
         self.best = value
         return True
-
-    def _sign(self, session: Session) -> int:
-        mode = self._mode
-        if mode == "auto":
-            found = mode_of(session.spec.model, self._metric.removeprefix("val_"))
-            if found is None:
-                raise ConfigError(
-                    f"{self._owner}.metric={self._metric}: say which values are better: mode=min or mode=max"
-                )
-            mode = found
-        return 1 if mode == "max" else -1

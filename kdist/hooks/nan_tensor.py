@@ -24,16 +24,14 @@ class NanTensor(Hook):
         self._fail = fail_on_nan_loss
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        loss = values.totals.loss
+        loss, session = values.totals.loss, context.session
         if math.isfinite(loss):
             return
         if not self._fail:
-            context.session.stop_diverged("NanTensor")
+            session.stop_diverged("NanTensor")
             return
-        session = context.session
-        good = session.checkpoints.newest()
         raise NonFiniteError(
             f"NanTensor: the loss became {loss} between step {context.global_step} and {values.global_step}\n"
-            f"  last good checkpoint, which is kept: {good if good is not None else 'none was saved'}\n"
+            f"  last good checkpoint, which is kept: {session.checkpoints.newest() or 'none was saved'}\n"
             "  a smaller optimizer.learning_rate or optimizer.clipnorm may help"
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 
 if TYPE_CHECKING:
     from kdist.cluster.spec import Task
@@ -22,7 +22,7 @@ _ANSWER_SECS = 30.0
 _SUFFIX = ".xplane.pb"
 
 
-class Profiler(Hook):
+class Profiler(TimedHook):
     """Traces the chief and every task of the cluster for a moment at intervals, with TensorFlow's profiler.
 
     TensorBoard shows each trace under Profile as a session with all tasks as its hosts, if its plugin
@@ -49,7 +49,7 @@ class Profiler(Hook):
     ) -> None:
         if duration_ms < 1:
             raise ConfigError(f"Profiler.duration_ms={duration_ms}: must be at least 1")
-        self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="Profiler", clock=clock)
+        super().__init__(every_steps, every_secs, "Profiler", clock=clock)
         self._output_dir = output_dir
         self._duration_ms = duration_ms
         self._clock = clock
@@ -58,7 +58,7 @@ class Profiler(Hook):
 
     def after_create_session(self, session: Session) -> None:
         self.close()
-        self._timer.start(session.global_step)
+        super().after_create_session(session)
 
     def before_run(self, context: RunContext) -> None:
         if self._trace is None and self._timer.due(context.global_step):
@@ -80,9 +80,6 @@ class Profiler(Hook):
             self._trace.end()
             self._trace = None
 
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
-
 
 class _Trace:
     """A trace that starts now."""
@@ -92,43 +89,32 @@ class _Trace:
 
         self._profiler = tf.profiler.experimental
         self._others: threading.Thread | None = None
-        self._is_on = True
+        self._is_on = False
         self._sessions = folder / "plugins" / "profile"
         self._earlier = set(self._sessions.glob("*"))
         # TensorFlow names its files after the machine and the addresses.
         self._names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
         self._names[socket.gethostname()] = "chief"
-        try:
+        # It fails if this process is being traced already.
+        with _failure_warns():
             self._profiler.start(str(folder))
-        except tf.errors.OpError as error:
-            # This process is being traced already.
-            self._is_on = False
-            _warn(error)
-            return
-        if addresses:
+            self._is_on = True
+        if self._is_on and addresses:
             services = ",".join(f"grpc://{address}" for address in addresses.values())
-            self._others = threading.Thread(target=self._trace_others, args=[services, str(folder), duration_ms])
-            self._others.daemon = True
+            arguments = [services, str(folder), duration_ms]
+            self._others = threading.Thread(target=self._trace_others, args=arguments, daemon=True)
             self._others.start()
 
     def _trace_others(self, services: str, folder: str, duration_ms: int) -> None:
-        import tensorflow as tf
-
-        try:
+        with _failure_warns():
             self._profiler.client.trace(services, folder, duration_ms)
-        except tf.errors.OpError as error:
-            _warn(error)
 
     def end(self) -> None:
-        import tensorflow as tf
-
         if self._others is not None:
             self._others.join(_ANSWER_SECS)
         if self._is_on:
-            try:
+            with _failure_warns():
                 self._profiler.stop()
-            except tf.errors.OpError as error:
-                _warn(error)
             # If that fails, they stay as TensorFlow has left them.
             with suppress(OSError):
                 self._bring_together()
@@ -146,5 +132,11 @@ class _Trace:
                 session.rmdir()
 
 
-def _warn(error: Exception) -> None:
-    warn(f"Profiler: no trace: {str(error).splitlines()[0]}")
+@contextmanager
+def _failure_warns() -> Iterator[None]:
+    import tensorflow as tf
+
+    try:
+        yield
+    except tf.errors.OpError as error:
+        warn(f"Profiler: no trace: {str(error).splitlines()[0]}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 from kdist.strategies.gradient_counts import GradientCounts, add_counts
 
 
-class StepCounter(Hook):
+class StepCounter(TimedHook):
     """Writes `perf/steps_per_sec` and `perf/examples_per_sec` to TensorBoard.
 
     With parameter servers also `perf/steps_per_sec/worker_0` and so on: the rates of each worker's gradients that were
@@ -28,17 +28,13 @@ class StepCounter(Hook):
         every_secs: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_steps is None and every_secs is None:
-            every_steps = 100
-        self._timer = SecondOrStepTimer(
-            every_steps=every_steps, every_secs=every_secs, owner="hooks.step_counter", clock=clock
-        )
-        self._gradient_counts: dict[int, GradientCounts] = {}
-        self._restart()
+        super().__init__(every_steps, every_secs, "hooks.step_counter", default_steps=100, clock=clock)
 
-    def after_create_session(self, session: Session) -> None:
-        self._timer.start(session.global_step)
-        self._restart()
+    def _forget(self) -> None:
+        self._num_steps = 0
+        self._num_examples = 0
+        self._seconds = 0.0
+        self._gradient_counts: dict[int, GradientCounts] = {}
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if not values.warming_up:
@@ -51,7 +47,7 @@ class StepCounter(Hook):
                 self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
                 self._report_workers(context.session)
             self._timer.restart(values.global_step)
-            self._restart()
+            self._forget()
 
     def report(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
         """Reports the speed of training over all replicas; tracing does not count."""
@@ -62,20 +58,9 @@ class StepCounter(Hook):
         num_all = max(1, sum(counts.accepted for counts in self._gradient_counts.values()))
         for worker, counts in self._gradient_counts.items():
             # All batches are full and have the same size.
+            num_examples = self._num_examples * counts.accepted / num_all
             rates = {
                 f"perf/steps_per_sec/worker_{worker}": counts.accepted / self._seconds,
-                f"perf/examples_per_sec/worker_{worker}": self._num_examples
-                * counts.accepted
-                / num_all
-                / self._seconds,
+                f"perf/examples_per_sec/worker_{worker}": num_examples / self._seconds,
             }
             session.summaries.scalars("train", rates, session.global_step)
-
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
-
-    def _restart(self) -> None:
-        self._num_steps = 0
-        self._num_examples = 0
-        self._seconds = 0.0
-        self._gradient_counts = {}

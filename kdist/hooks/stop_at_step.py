@@ -26,7 +26,7 @@ class StopAtStep(Hook):
         self._num_steps = num_steps
         self._configured_last_step = last_step
         self.follows_fit = num_steps is None and last_step is None
-        self.last_step: int | None = last_step
+        self.last_step = last_step
 
     def begin(self, session: Session) -> None:
         self.last_step = self._configured_last_step

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.timer import TimedHook
 from kdist.strategies.gradient_counts import GradientCounts, add_counts
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
 
 
-class SummarySaver(Hook):
+class SummarySaver(TimedHook):
     """Writes `loss` and metrics of the steps since the last time, and `learning_rate`, to `tb/train`.
 
     With asynchronous workers it also writes a histogram `async/staleness`; with synchronous ones the number of
@@ -37,18 +37,12 @@ class SummarySaver(Hook):
         every_secs: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_steps is None and every_secs is None:
-            every_steps = 100
-        self._timer = SecondOrStepTimer(
-            every_steps=every_steps, every_secs=every_secs, owner="hooks.summary", from_first_step=True, clock=clock
-        )
+        super().__init__(every_steps, every_secs, "hooks.summary", default_steps=100, from_first_step=True, clock=clock)
+
+    def _forget(self) -> None:
         self._totals: MetricTotals | None = None
         self._staleness: list[np.ndarray] = []
         self._gradient_counts: dict[int, GradientCounts] = {}
-
-    def after_create_session(self, session: Session) -> None:
-        self._timer.start(session.global_step)
-        self._totals, self._staleness, self._gradient_counts = None, [], {}
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
@@ -61,11 +55,7 @@ class SummarySaver(Hook):
         session.summaries.scalars("validation", logs, session.global_step)
 
     def end(self, session: Session) -> None:
-        if self._totals is not None:
-            self._write(session)
-
-    def due_in(self, step: int) -> int | None:
-        return self._timer.due_in(step)
+        self._write(session)
 
     def _write(self, session: Session) -> None:
         if self._totals is None:
@@ -78,5 +68,5 @@ class SummarySaver(Hook):
             for worker, counts in self._gradient_counts.items():
                 by_tag = {f"sync/{what}/worker_{worker}": count for what, count in asdict(counts).items()}
                 session.summaries.scalars("train", by_tag, step)
-        self._totals, self._staleness, self._gradient_counts = None, [], {}
+        self._forget()
         self._timer.restart(step)

@@ -8,6 +8,7 @@ from numbers import Real
 
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
+from kdist.hooks.base import Hook, Session
 
 
 class SecondOrStepTimer:
@@ -76,3 +77,39 @@ class SecondOrStepTimer:
         if self._next_step is not None:
             return max(1, self._next_step - step)
         return None if self._every_steps is None else self._every_steps - step % self._every_steps
+
+
+class TimedHook(Hook):
+    """Acts when its timer is due: every `default_steps` if neither steps nor seconds are given.
+
+    The other arguments are those of `SecondOrStepTimer`.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_secs: float | None,
+        owner: str,
+        *,
+        default_steps: int | None = None,
+        from_first_step: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timer = SecondOrStepTimer(
+            every_steps=default_steps if every_steps is None and every_secs is None else every_steps,
+            every_secs=every_secs,
+            owner=owner,
+            from_first_step=from_first_step,
+            clock=clock,
+        )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Discards what the hook has gathered since it acted."""
+
+    def after_create_session(self, session: Session) -> None:
+        self._timer.start(session.global_step)
+        self._forget()
+
+    def due_in(self, step: int) -> int | None:
+        return self._timer.due_in(step)

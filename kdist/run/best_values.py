@@ -39,14 +39,16 @@ class BestValues:
         self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None, up_to: int = 0
     ) -> None:
         self._model = model
-        known = {name: Best(**best) for name, best in (earlier or {}).items() if best["value"] is not None}
-        self.by_name = {name: best for name, best in known.items() if best.step <= up_to}
+        self.by_name = {
+            name: Best(**best)
+            for name, best in (earlier or {}).items()
+            if best["value"] is not None and best["step"] <= up_to
+        }
 
     def add(self, step: int, logs: Mapping[str, float]) -> None:
         """Adds the validation values of a step, by name."""
         for name, value in logs.items():
-            mode = mode_of(self._model, name)
-            best = self.by_name.get(name)
+            mode, best = mode_of(self._model, name), self.by_name.get(name)
             if best is None or mode is None or is_better(value, best.value, mode):
                 self.by_name[name] = Best(value, step, mode)
 

@@ -6,6 +6,7 @@ Every value is one named tensor, whatever strategy and however many servers wrot
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -59,8 +60,7 @@ class Checkpoints:
             NonFiniteError: a value is NaN or infinite; nothing is written.
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
         """
-        broken = [name for name, value in values.items() if not _is_finite(value)]
-        if broken:
+        if broken := [name for name, value in values.items() if not _is_finite(value)]:
             raise NonFiniteError(
                 f"step {step} is not saved: {', '.join(broken[:5])} {'is' if len(broken) == 1 else 'are'} not finite\n"
                 f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
@@ -148,10 +148,10 @@ class Checkpoints:
             for step in self._steps_of(_SAVED):
                 # TensorFlow writes the index last.
                 self._move_into_place(step)
-        complete = self.steps()
+        oldest = min(self.steps(), default=0)
         for step in self._steps_of(_FILE):
             # Old checkpoints are deleted index first. A newer one without an index is damaged.
-            if complete and step < complete[0]:
+            if step < oldest:
                 with suppress(OSError):
                     self._delete(step)
         self._remove_left_behind()
@@ -159,16 +159,15 @@ class Checkpoints:
     def set_aside(self) -> None:
         """Renames the folder, so that a run can start over and nothing is lost."""
         if self._steps_of(_FILE):
-            number = 1
-            while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
-                number += 1
-            self.folder.rename(aside)
+            names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
+            self.folder.rename(next(path for name in names if not (path := self.folder.with_name(name)).exists()))
 
     def _steps_of(self, pattern: re.Pattern[str]) -> list[int]:
         """The steps in the names of the files that match, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted({int(match[1]) for path in self.folder.iterdir() if (match := pattern.fullmatch(path.name))})
+        return sorted({int(match[1]) for path in self._files() if (match := pattern.fullmatch(path.name))})
+
+    def _files(self) -> list[Path]:
+        return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"unfinished-{step}"
@@ -183,19 +182,16 @@ class Checkpoints:
         Path(f"{unfinished}{_INDEX_SUFFIX}").replace(f"{target}{_INDEX_SUFFIX}")
 
     def _remove_left_behind(self) -> None:
-        if not self.folder.is_dir():
-            return
-        for path in self.folder.iterdir():
+        for path in self._files():
             if _LEFT_BEHIND.fullmatch(path.name):
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _write_state(self, kept: list[str]) -> None:
-        """Writes the `checkpoint` file, where TensorFlow's own tools look for the newest one; kdist does not need
-        it."""
-        lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}"]
-        lines += [f"all_model_checkpoint_paths: {json.dumps(name)}" for name in kept]
-        write_whole(self.folder / "checkpoint", "\n".join(lines) + "\n")
+        """Writes the `checkpoint` file, where TensorFlow's own tools look for the newest one."""
+        lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}\n"]
+        lines += [f"all_model_checkpoint_paths: {json.dumps(name)}\n" for name in kept]
+        write_whole(self.folder / "checkpoint", "".join(lines))
 
     def _delete(self, step: int) -> None:
         # The index first: a half-deleted checkpoint no longer counts.
@@ -220,17 +216,18 @@ def _is_finite(value: np.ndarray) -> bool:
 
 
 def _check_fits(path: Path, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    missing = sorted(set(shapes) - set(values))
-    unexpected = sorted(set(values) - set(shapes))
-    other_shape = [
-        f"{name} {values[name].shape} (the model has {shapes[name]})"
-        for name in sorted(set(shapes) & set(values))
-        if values[name].shape != tuple(shapes[name])
-    ]
-    parts = (("missing", missing), ("unexpected", unexpected), ("of another shape", other_shape))
-    lines = [f"  {what}: {', '.join(names)}" for what, names in parts if names]
+    differences = {
+        "missing": sorted(shapes.keys() - values.keys()),
+        "unexpected": sorted(values.keys() - shapes.keys()),
+        "of another shape": [
+            f"{name} {values[name].shape} (the model has {shapes[name]})"
+            for name in sorted(shapes.keys() & values.keys())
+            if values[name].shape != tuple(shapes[name])
+        ],
+    }
+    lines = [f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names]
     if lines:
         raise CheckpointError(
-            "\n".join([f"{path} is of another model or optimizer:", *lines])
-            + "\n  use another run.dir, or run.resume=never to start anew"
+            f"{path} is of another model or optimizer:\n{''.join(lines)}"
+            "  use another run.dir, or run.resume=never to start anew"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -78,10 +79,10 @@ class RunDir:
 
     def write_plan(self, plan: PlacementPlan | None) -> None:
         """Writes `placement.txt` and `placement.png`; without a plan, removes those of an earlier run."""
-        table, picture = self.path / "placement.txt", self.path / "placement.png"
+        table, picture = files = self.path / "placement.txt", self.path / "placement.png"
         if plan is None:
-            table.unlink(missing_ok=True)
-            picture.unlink(missing_ok=True)
+            for path in files:
+                path.unlink(missing_ok=True)
             return
         try:
             make_private(self.path)
@@ -89,7 +90,7 @@ class RunDir:
             draw_plan(plan, picture)
         except OSError as error:
             # Training does not need them.
-            for path in (table, picture):
+            for path in files:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
             warn(f"{table}: cannot be written: {error.strerror or error}")
@@ -134,17 +135,15 @@ class RunDir:
             warn(f"model.keras could not be written ({error}); the weights are in {self.path / 'checkpoints'}")
 
     def has_result_since(self, time: float) -> bool:
-        """Whether `result.json` was written at `time` or later, in seconds since the epoch."""
+        """Whether `result.json` was written at `time`, in seconds since the epoch, or later."""
         written = self.result_written_at()
         return written is not None and written >= time
 
     def result_written_at(self) -> float | None:
-        """When `result.json` was written, in seconds since the epoch by the clock of the file system; None without
-        one."""
-        try:
+        """When `result.json` was written, in seconds since the epoch by the file system's clock; None without one."""
+        with suppress(FileNotFoundError):
             return (self.path / "result.json").stat().st_mtime
-        except FileNotFoundError:
-            return None
+        return None
 
     def read_result(self) -> dict[str, Any]:
         """The content of `result.json`; empty if it is missing or unreadable."""
@@ -178,8 +177,7 @@ class RunDir:
 
 
 def _name_layers_as_keras_does(path: Path) -> None:
-    """Replaces the `kdist.layers.Embedding`s of a saved model by Keras's own, which read the same config and
-    weights."""
+    """Replaces `kdist.layers.Embedding`s in a saved model by Keras's own, which read the same config and weights."""
 
     def renamed(node: Any) -> Any:
         if isinstance(node, list):
@@ -211,13 +209,10 @@ def name_of_program() -> str:
 
 def _make_new(parent: Path) -> Path:
     """Creates `<parent>/<date_time>`, with a number if another run started in the same second."""
-    base = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    number = 1
-    path = base
-    while True:
-        try:
+    base = path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(2):
+        with suppress(FileExistsError):
             path.mkdir(OWNER_ONLY, parents=True)
-            return path
-        except FileExistsError:
-            number += 1
-            path = base.with_name(f"{base.name}_{number}")
+            break
+        path = base.with_name(f"{base.name}_{number}")
+    return path

@@ -1,9 +1,8 @@
 """`RunLock`: one chief for each run dir.
 
-The file `.lock` names the process that holds it. On the same machine, the operating system knows whether that process
-still runs. A chief on another machine, or in another container, shows that it runs by touching the file every few
-seconds: its heartbeat. The lock of a killed process blocks no other chief: on the same machine not at all, elsewhere
-for at most a minute.
+The file `.lock` names the process that holds it. On the same machine, the operating system tells whether that process
+still runs. Elsewhere, its heartbeat does: it touches the file every few seconds. So the lock of a killed process blocks
+a chief on the same machine not at all, and others for at most a minute.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ class Holder:
 
     Attributes:
         pid, host: which process it is.
-        started: when it started, in clock ticks since the machine booted; a later process with the same number has
-            another value. None if the system does not tell.
+        started: in clock ticks since boot; a later process with the same number has another value.
         since: when it took the lock, for people to read.
-        boot: identifies the boot of its machine; None if the system does not tell.
-        namespace: the container in which its process id is valid; None if the system does not tell.
-        job: the Slurm job that it is part of, if any.
-        job_restarts: how often that job had been requeued.
+        boot, namespace: the boot of its machine and the container in which its process id is valid.
+        job, job_restarts: the Slurm job that it is part of, and how often that had been requeued.
+
+    What the system does not tell is None.
     """
 
     pid: int
@@ -78,12 +76,11 @@ class Holder:
             job, job_restarts = _slurm_job()
             return self.job is not None and self.job == job and self.job_restarts < job_restarts
         try:
-            os.kill(self.pid, 0)
+            # A process of another user exists, too.
+            with suppress(PermissionError):
+                os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:
-            # It exists and belongs to another user.
-            pass
         start = _start_of(self.pid)
         return None not in (start, self.started) and start != self.started
 
@@ -112,11 +109,7 @@ class RunLock:
         self._released = threading.Event()
 
     def check(self) -> None:
-        """Refuses what entering would refuse, without changing anything.
-
-        Raises:
-            ConfigError: another process is the chief.
-        """
+        """Raises the `ConfigError` that entering would raise for another chief, without changing anything."""
         self._wait_for_heartbeat()
 
     @property
@@ -126,11 +119,12 @@ class RunLock:
 
     def living_holder(self) -> Holder | None:
         """The process that holds the lock, as far as is known; None if there is none, or it has exited."""
-        found = _read(self._path)
-        if found is None or found[0].has_ended:
+        if (found := _read(self._path)) is None:
             return None
         holder, heartbeat_at = found
-        return None if holder.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs else holder
+        if holder.has_ended or (holder.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs):
+            return None
+        return holder
 
     def __enter__(self) -> RunLock:
         self._wait_for_heartbeat()
@@ -159,11 +153,7 @@ class RunLock:
                 self._path.unlink()
 
     def _wait_for_heartbeat(self) -> None:
-        """Returns when no chief holds the lock; for a chief on another machine, its heartbeat decides.
-
-        Raises:
-            ConfigError: a chief holds it.
-        """
+        """Returns when no chief holds the lock, else raises ConfigError; elsewhere, the heartbeat decides."""
         if (holder := self.living_holder()) is None:
             return
         if not holder.is_elsewhere:
@@ -198,17 +188,14 @@ class RunLock:
                 os.utime(file.fileno())
 
     def _age(self, heartbeat_at: float) -> float:
-        """Seconds since a heartbeat."""
         return time.time() + self._clock_is_behind - heartbeat_at
 
     @cached_property
     def _clock_is_behind(self) -> float:
         """Seconds by which this machine's clock is behind that of the file system, which may be another machine's."""
-        try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NAME) as file:
-                return os.fstat(file.fileno()).st_mtime - time.time()
-        except OSError:
-            return 0.0
+        with suppress(OSError), tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NAME) as file:
+            return os.fstat(file.fileno()).st_mtime - time.time()
+        return 0.0
 
 
 def check_not_taken_over(folder: Path) -> None:
@@ -217,8 +204,7 @@ def check_not_taken_over(folder: Path) -> None:
     Raises:
         ConfigError: names that chief.
     """
-    found = _read(folder / _NAME)
-    if found is None:
+    if (found := _read(folder / _NAME)) is None:
         return
     holder, _ = found
     here = (_boot_id(), _pid_namespace())
@@ -232,21 +218,18 @@ def check_not_taken_over(folder: Path) -> None:
 
 def _read(path: Path) -> tuple[Holder, float] | None:
     """The process that a lock file names, and when it was last touched; None without a file or a name."""
-    try:
-        # Opened each time: network file systems show changes to a process that opens a file.
-        with path.open("rb") as file:
-            holder = _holder(file.read(4096).decode(errors="replace"))
-            return None if holder is None else (holder, os.fstat(file.fileno()).st_mtime)
-    except OSError:
-        return None
+    # Opened each time: network file systems show changes to a process that opens a file.
+    with suppress(OSError), path.open("rb") as file:
+        if (holder := _holder(file.read(4096).decode(errors="replace"))) is not None:
+            return holder, os.fstat(file.fileno()).st_mtime
+    return None
 
 
 def _holder(content: str) -> Holder | None:
     """The process that a lock file names; None if its process was killed before it had written its name."""
-    try:
+    with suppress(ValueError, TypeError):
         return Holder(**json.loads(content))
-    except (ValueError, TypeError):
-        return None
+    return None
 
 
 @contextmanager
@@ -274,7 +257,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot, -1 if it has exited; None if the system does not tell."""
+    """When a process started, in clock ticks since boot; -1 if it has exited."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -290,14 +273,12 @@ def _slurm_job() -> tuple[str | None, int]:
 
 
 def _boot_id() -> str | None:
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+    return None
 
 
 def _pid_namespace() -> str | None:
-    try:
+    with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
+    return None

@@ -75,7 +75,6 @@ class RunStatistics:
 
     @property
     def gradients(self) -> Gradients:
-        """What happened to the gradients."""
         return Gradients(
             applied=self.applied,
             dropped=sum(counts.dropped for counts in self._gradient_counts.values()),
@@ -91,5 +90,5 @@ class RunStatistics:
 
     @property
     def examples_per_second(self) -> float | None:
-        """The rate of the runs in which nothing was traced; None without such a run."""
+        """As `steps_per_second`."""
         return self._steady_examples / self._steady_seconds if self._steady_seconds else None

@@ -36,7 +36,7 @@ class Summaries:
     """Writers that open with their first value, so that no empty event file remains.
 
     They do not use TensorFlow: an op for each value would slow down training. If they cannot be written (a full disk),
-        that is one warning, and training continues.
+    that is one warning, and training continues.
 
     Args:
         folder: the run's `tb` folder.
@@ -75,10 +75,8 @@ class Summaries:
         size = [str(number).encode() for number in struct.unpack(">II", content[16:24])]
         tensor = TensorProto(dtype=DT_STRING, string_val=[*size, content])
         tensor.tensor_shape.dim.add(size=3)
-        summary = Summary()
         metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
-        summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
-        self._write(split, [summary], step)
+        self._write(split, [_summary(tag, metadata, tensor)], step)
 
     def hparams(
         self, hparams: Mapping[str, bool | int | float | str], metrics: Mapping[str, float], *, began: float, ok: bool
@@ -95,26 +93,15 @@ class Summaries:
         status = Status.STATUS_SUCCESS if ok else Status.STATUS_FAILURE
         end = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=time.time()))
         # TensorBoard's own function for it creates TensorFlow's message type.
-        ended = Summary()
         metadata = hparams_metadata.create_summary_metadata(end)
-        ended.value.add(
-            tag=hparams_metadata.SESSION_END_INFO_TAG, metadata=metadata, tensor=hparams_metadata.NULL_TENSOR
-        )
+        ended = _summary(hparams_metadata.SESSION_END_INFO_TAG, metadata, hparams_metadata.NULL_TENSOR)
         self._write("hparams", [hparams_pb(dict(hparams), start_time_secs=began), ended], 0)
 
     def keras_graph(self, model_json: str, step: int) -> None:
-        """Writes the conceptual graph of a Keras model: its layers, as the Graphs tab shows them.
-
-        Args:
-            model_json: of `keras.Model.to_json`.
-        """
+        """Writes the layers of a Keras model, given as `keras.Model.to_json`, for the Graphs tab."""
         tensor = TensorProto(dtype=DT_STRING, string_val=[model_json.encode()])
-        summary = Summary()
-        metadata = SummaryMetadata(
-            plugin_data=SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
-        )
-        summary.value.add(tag="keras", metadata=metadata, tensor=tensor)
-        self._write("train", [summary], step)
+        plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
+        self._write("train", [_summary("keras", SummaryMetadata(plugin_data=plugin), tensor)], step)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -134,10 +121,12 @@ class Summaries:
                 self._files.pop(split).close()
             if not self._warned:
                 self._warned = True
-                reason = error.strerror or error
-                warn(
-                    f"{self._folder}: TensorBoard's files cannot be written: {reason}; training continues without them"
-                )
+                why = error.strerror or error
+                warn(f"{self._folder}: TensorBoard's files cannot be written: {why}; training continues without them")
+
+
+def _summary(tag: str, metadata: SummaryMetadata, tensor: TensorProto) -> Summary:
+    return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
 
 
 class _EventFile:
