@@ -26,6 +26,7 @@ _LAST_WORD_SECS = 1.0
 #: A task that has lost its chief can only exit; it should have exited when `patience` is over.
 _EXIT_SECS = 1.5
 _DONE, _NOTED = "kdist_done", "kdist_noted"
+_MAX_TASKS = 1 << 20
 
 
 def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
@@ -153,7 +154,7 @@ def _session(address: str, task: Task) -> tuple[_Session, tf.queue.FIFOQueue, tf
     device = f"/job:{task.job}/replica:0/task:{task.index}"
     graph = tf.Graph()
     with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
-        done, noted = (tf.queue.FIFOQueue(1 << 20, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED))
+        done, noted = (tf.queue.FIFOQueue(_MAX_TASKS, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED))
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
     return _Session(f"grpc://{address}", graph=graph, config=config), done, noted

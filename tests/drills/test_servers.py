@@ -62,6 +62,6 @@ def test_a_stopped_server_is_found_and_the_cluster_started_again(drill: Drill) -
     run.signal_task("ps:1", signal.SIGSTOP)
     ended = run.end(90)
     assert (ended.code, ended.step) == (0, 4000)
-    assert re.search(r"ps:1 (did not respond .* ; killing it|was stopped)", ended.console)
+    assert re.search(r"ps:1 (did not respond .*; killing it|was stopped)", ended.console)
     assert ended.result["restarts"] == {"worker": 0, "cluster": 1}
     drill.report(13, "SIGSTOP of a ps", "found after cluster.step_timeout, named; started again", ended)
