@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from concurrent.futures import wait
+from functools import cache, partial
 
+from kdist.cluster.bounded import in_thread
 from kdist.errors import ConfigError
 
 _LOOKUP_SECS = 3.0
@@ -53,22 +53,14 @@ def check_private(addresses: Mapping[str, str], lookup: Lookup | None = None) ->
 @cache
 def look_up(hosts: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
     """The IP addresses of those names that resolve within a few seconds."""
-    found: dict[str, tuple[str, ...]] = {}
 
-    def look(host: str) -> None:
-        try:
-            found[host] = tuple(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
-        except OSError:
-            return
+    def look(host: str) -> tuple[str, ...]:
+        return tuple(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
 
     # The system offers no timeout for it.
-    threads = [threading.Thread(target=look, args=[host], daemon=True) for host in sorted(hosts)]
-    deadline = time.monotonic() + _LOOKUP_SECS
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    found = {host: in_thread(partial(look, host)) for host in sorted(hosts)}
+    in_time = wait(found.values(), _LOOKUP_SECS).done
+    return {host: of.result() for host, of in found.items() if of in in_time and of.exception() is None}
 
 
 def _is_ip(host: str) -> bool:

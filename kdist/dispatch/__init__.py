@@ -1,5 +1,6 @@
 """How the chief calls the workers, and how it notices that one does not respond.
 
 `coordinator` sends calls and hands out results; each worker has a thread of its own. `health` watches the tasks, and
-every wait has a limit. Strategies use `Coordinator`, `Supervisor`, `fetch` and the errors that these raise.
+every wait has a limit. Strategies may catch `CallsCancelled`, TensorFlow's `OutOfRangeError` (a worker has no more
+data), and the errors that `may_be_lost` recognizes (a task does not respond); all others pass through.
 """

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import gc
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Hashable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
+from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
 from kdist.console.warn import warn
 from kdist.dispatch.connection import connect, disconnect, reconnect
@@ -114,9 +114,6 @@ class Coordinator:
 
         A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost` is true for
         it.
-
-        Raises:
-            ClusterError: see the class.
         """
         while True:
             call, finished = self._wait(self._take_finished)
@@ -159,23 +156,14 @@ class Coordinator:
 
         Args:
             kind: identifies the TensorFlow functions that it calls; see `FirstCalls`.
-
-        Raises:
-            ClusterError: see the class.
         """
-        outcome: Future[T] = Future()
-        ended = threading.Event()
 
-        def work() -> None:
-            try:
-                with first_calls.call(kind), executor_scope(QuietExecutor()):
-                    outcome.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
-                outcome.set_exception(error)
-            ended.set()
+        def work() -> T:
+            with first_calls.call(kind), executor_scope(QuietExecutor()):
+                return function()
 
-        threading.Thread(target=work, daemon=True).start()
-        self._wait(ended.wait)
+        outcome = in_thread(work)
+        self._wait(lambda timeout: wait([outcome], timeout).done)
         return outcome.result()
 
     def before_tracing(self) -> None:
@@ -198,9 +186,6 @@ class Coordinator:
         """Waits while connected tasks (of one job, if given) are silent: each returns, or counts as lost.
 
         A run that is ending waits for no worker.
-
-        Raises:
-            ClusterError: see `check_tasks`.
         """
         while silent := {t for t in self._supervisor.silent() if job in (None, t.job)} & self._connected():
             if self.interrupted() and (workers := [task.index for task in silent if task.job == "worker"]):
@@ -272,10 +257,7 @@ class Coordinator:
         return False
 
     def stop(self) -> None:
-        """Ends the threads and the connection.
-
-        Handles to objects on the tasks (variables, functions, iterators) must have been deleted before.
-        """
+        """Ends the threads and the connection; handles to objects on the tasks must have been deleted before."""
         self._calls.stop()
         self._finished = queue.SimpleQueue()
         gc.collect()

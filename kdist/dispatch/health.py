@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from concurrent.futures import wait
+from functools import partial
 
 import tensorflow as tf
 
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.cluster.base import Cluster
+from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.console.warn import warn
 from kdist.errors import ClusterError
@@ -133,22 +133,16 @@ def ask(tasks: Collection[Task], timeout: float) -> tuple[set[Task], set[Task]]:
     Returns:
         The tasks that do not respond in time, and those that are lost or were replaced by other processes.
     """
-    answers: queue.SimpleQueue[tuple[Task, bool]] = queue.SimpleQueue()
 
-    def wait_for(task: Task) -> None:
+    def is_well(task: Task) -> bool:
         try:
             with executor_scope(QuietExecutor()), tf.device(task.device):
                 tf.identity(0).numpy()
-            answers.put((task, True))
+            return True
         except tf.errors.OpError:
-            answers.put((task, False))
+            return False
 
-    for task in tasks:
-        threading.Thread(target=wait_for, args=[task], daemon=True).start()
-    deadline = time.monotonic() + timeout
-    answered: dict[Task, bool] = {}
-    with suppress(queue.Empty):
-        while len(answered) < len(tasks):
-            task, is_well = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            answered[task] = is_well
-    return set(tasks) - set(answered), {task for task, is_well in answered.items() if not is_well}
+    answers = {task: in_thread(partial(is_well, task)) for task in tasks}
+    in_time = wait(answers.values(), timeout).done
+    silent = {task for task, answer in answers.items() if answer not in in_time}
+    return silent, {task for task in answers.keys() - silent if not answers[task].result()}

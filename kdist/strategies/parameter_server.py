@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -132,5 +133,8 @@ class ParameterServer(PsStrategy):
     def _in_call(self) -> bool:
         return self._in_flight.total() > 0
 
-    def _held_on_tasks(self) -> tuple[str, ...]:
-        return ("_calls", "_iterators")
+    def _let_go(self) -> None:
+        self._iterators.clear()
+        with suppress(AttributeError):
+            del self._calls
+        super()._let_go()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
 
-#: Handles to objects on unresponsive tasks that this process may not kill; deleting them would block.
+#: Strategies, with their coordinators, whose tasks do not respond, and which this process may not kill: to delete a
+#: handle to an object on a task, TensorFlow waits for the task.
 _abandoned: list[Any] = []
 
 _WORKER_IN_MESSAGE = re.compile(r"/job:(ps|worker)/replica:0/task:(\d+)")
@@ -147,14 +148,10 @@ class PsStrategy(StoreBackedStrategy):
             # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
             # an error at once.
             is_dead = self._cluster.kill()
-        # Whatever stands for something on the tasks goes first, while they are there.
-        names = ("_prepared", "_store", "_make_dataset", *self._held_on_tasks())
-        held = [vars(self).pop(name, None) for name in names] + [list(self._evaluations.values())]
-        self._evaluations.clear()
         if not is_dead:
-            _abandoned.append((held, self._coordinator))
+            _abandoned.append((self, self._coordinator))
         elif self._coordinator is not None:
-            del held
+            self._let_go()
             self._coordinator.stop()
         self._coordinator = None
         self._cluster.stop()
@@ -228,9 +225,12 @@ class PsStrategy(StoreBackedStrategy):
     def _forget_in_flight(self) -> None:
         """Treats the calls in flight as lost."""
 
-    def _held_on_tasks(self) -> tuple[str, ...]:
-        """Names of the attributes that hold handles to objects on the tasks."""
-        return ()
+    def _let_go(self) -> None:
+        """Deletes the handles to objects on the tasks, while the tasks are there. A start may have failed before all
+        of them were made."""
+        self._evaluations.clear()
+        with suppress(AttributeError):
+            del self._prepared, self._store, self._make_dataset
 
     @property
     def _in_call(self) -> bool:

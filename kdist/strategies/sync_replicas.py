@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -369,5 +370,10 @@ class SyncReplicas(PsStrategy):
     def _in_call(self) -> bool:
         return bool(self._busy) or self._in_lockstep
 
-    def _held_on_tasks(self) -> tuple[str, ...]:
-        return ("_lockstep", "_gradient", "_applies", "_iterators", "_aggregator")
+    def _let_go(self) -> None:
+        self._lockstep = self._gradient = None
+        self._applies.clear()
+        self._iterators.clear()
+        with suppress(AttributeError):
+            del self._aggregator
+        super()._let_go()
