@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.config.checks import STOP_SIGNALS
@@ -19,6 +19,8 @@ from kdist.console.warn import warn
 
 if TYPE_CHECKING:
     import subprocess
+
+    from typing_extensions import Self
 
     from kdist.cluster.spec import Task
     from kdist.session import TrainSession
@@ -61,40 +63,66 @@ class _Arrivals:
         return False
 
 
-class _Handlers:
-    """While entered, calls `handle(number)` on signals; restores the previous handlers on exit.
+class _Signals:
+    """While entered, passes the first signal to `_stop`; a second one ends the process at once.
 
     Does nothing outside the main thread, where Python receives no signals. Signals that the process ignores stay
     ignored, as in a task that the chief has started, and a program that handles SIGUSR1 or the like itself keeps its
-    handler.
+    handler. The previous handlers are restored on exit.
 
     Args:
         names: of signals, in addition to SIGINT.
     """
 
-    def __init__(self, names: Iterable[str], handle: Callable[[int], None]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self._numbers = [signal.SIGINT, *(signal.Signals[name] for name in names)]
-        self._handle = handle
         self._before: dict[int, Any] = {}
+        self._arrivals = _Arrivals()
+        self._ended = threading.Event()
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in self._numbers:
-            before = signal.getsignal(number)
-            is_ours = number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early)
-            is_free = before != signal.SIG_IGN and not (before == signal.SIG_DFL and _is_caught(number))
-            if is_ours and is_free:
-                self._before[number] = before
-                signal.signal(number, self._handler)
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                before = signal.getsignal(number)
+                is_ours = number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early)
+                is_free = before != signal.SIG_IGN and not (before == signal.SIG_DFL and _is_caught(number))
+                if is_ours and is_free:
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
+        return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
 
-    def _handler(self, number: int, _frame: FrameType | None) -> None:
-        self._handle(number)
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal; None if there is none."""
+        return self._arrivals.first
+
+    def _handle(self, number: int, _frame: FrameType | None = None) -> None:
+        is_first = self.received is None
+        if self._arrivals.add(number):
+            leave(signal.Signals(number))
+        if is_first and self.received is not None:
+            self._stop(self.received)
+
+    def _stop(self, received: signal.Signals) -> None:
+        """What the first signal does."""
+
+    def _leave_after(self, secs: float, received: signal.Signals, message: Callable[[], str]) -> None:
+        """Ends the process with a message if it has not left this context after `secs` seconds."""
+
+        def watch() -> None:
+            if not self._ended.wait(secs):
+                warn(message())
+                if exit_at_once is not None:
+                    exit_at_once(exit_code_of(received))
+                signal.raise_signal(received)
+
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _is_caught(number: int) -> bool:
@@ -133,7 +161,7 @@ def asked_to_exit() -> SystemExit | None:
     return None if _early.first is None else SystemExit(exit_code_of(_early.first))
 
 
-class StopSignals:
+class StopSignals(_Signals):
     """While entered, Ctrl-C and stop signals interrupt `session`, which then saves and ends.
 
     Before the session has started there is nothing to save, and they raise an exception at once. So does a second
@@ -141,61 +169,43 @@ class StopSignals:
     """
 
     def __init__(self, session: TrainSession, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
+        super().__init__(names)
         self._session = session
         self._grace_secs = grace_secs
-        self._handlers = _Handlers(names, self._interrupt)
-        self._arrivals = _Arrivals()
-        self._ended = threading.Event()
 
-    def __enter__(self) -> StopSignals:
-        self._handlers.__enter__()
+    def __enter__(self) -> Self:
+        super().__enter__()
         if (asked := asked_to_exit()) is not None:
-            self._handlers.__exit__()
+            super().__exit__()
             raise asked
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._handlers.__exit__()
-        if isinstance(error, Exception) and not self._session.is_started:
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
+        if len(raised) > 1 and isinstance(raised[1], Exception) and not self._session.is_started:
             self.raise_received()
-
-    @property
-    def received(self) -> signal.Signals | None:
-        """The first signal; None if there is none."""
-        return self._arrivals.first
 
     def raise_received(self) -> None:
         """Raises the exception of the signal: KeyboardInterrupt, or SystemExit(143)."""
         if self.received is not None:
             _raise(self.received)
 
-    def _interrupt(self, number: int) -> None:
-        is_first = self.received is None
-        if self._arrivals.add(number):
-            leave(signal.Signals(number))
-        if not is_first or self.received is None:
-            return
+    def _stop(self, received: signal.Signals) -> None:
         if not self._session.is_started:
-            self._session.request_stop(self.received.name)
-            self.raise_received()
-        self._session.interrupt(self.received.name)
-        threading.Thread(target=self._watch, args=[self.received], daemon=True).start()
-
-    def _watch(self, received: signal.Signals) -> None:
-        if not self._ended.wait(self._grace_secs):
-            warn(
+            self._session.request_stop(received.name)
+            _raise(received)
+        self._session.interrupt(received.name)
+        self._leave_after(
+            self._grace_secs,
+            received,
+            lambda: (
                 f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs); the run is left as "
                 f"it stands; last checkpoint: {self._session.checkpoints.newest()}"
-            )
-            if exit_at_once is not None:
-                exit_at_once(exit_code_of(received))
-            signal.raise_signal(received)
+            ),
+        )
 
 
-class TaskSignals:
+class TaskSignals(_Signals):
     """While entered, signals do not end a task that the chief needs in order to save.
 
     Before it serves, the first signal ends it by SystemExit(0): it was told to stop and has nothing to lose. From then
@@ -208,21 +218,14 @@ class TaskSignals:
     """
 
     def __init__(self, task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
+        super().__init__(names)
         self._task = task
         self._grace_secs = grace_secs
-        self._handlers = _Handlers(names, self._stop)
-        self._arrivals = _Arrivals()
         self._is_serving = False
-        self._ended = threading.Event()
 
-    def __enter__(self) -> TaskSignals:
-        self._handlers.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._ended.set()
-        self._handlers.__exit__()
-        if kind is not None and issubclass(kind, Exception):
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
+        if len(raised) > 1 and isinstance(raised[1], Exception):
             self._exit_if_stopped()
 
     def begin_to_serve(self) -> None:
@@ -232,28 +235,16 @@ class TaskSignals:
 
     def _exit_if_stopped(self) -> None:
         """Exits if a signal arrived before the chief did; `asked_to_exit` says why its exception may have been lost."""
-        if self._arrivals.first is not None and not self._is_serving:
+        if self.received is not None and not self._is_serving:
             raise SystemExit(0)
 
-    def _stop(self, number: int) -> None:
-        is_first = self._arrivals.first is None
-        if self._arrivals.add(number):
-            leave(signal.Signals(number))
-        if not is_first:
-            return
-        name = signal.Signals(number).name
+    def _stop(self, received: signal.Signals) -> None:
         if not self._is_serving:
-            print(f"done  | {self._task} | stopped by {name} before the chief started", flush=True)
+            print(f"done  | {self._task} | stopped by {received.name} before the chief started", flush=True)
             raise SystemExit(0)
-        warn(f"{self._task}: {name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
-        threading.Thread(target=self._watch, args=[signal.Signals(number)], daemon=True).start()
-
-    def _watch(self, received: signal.Signals) -> None:
-        if not self._ended.wait(self._grace_secs):
-            warn(f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)")
-            if exit_at_once is not None:
-                exit_at_once(exit_code_of(received))
-            signal.raise_signal(received)
+        warn(f"{self._task}: {received.name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
+        late = f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)"
+        self._leave_after(self._grace_secs, received, lambda: late)
 
 
 _of_task: list[TaskSignals] = []
@@ -273,7 +264,7 @@ def task_signals(task: Task, grace_secs: float, names: Collection[str] = STOP_SI
             _of_task.clear()
 
 
-class ForwardedSignals:
+class ForwardedSignals(_Signals):
     """While entered, forwards signals to the process that runs the session; a second one ends it at once.
 
     Args:
@@ -282,17 +273,10 @@ class ForwardedSignals:
     """
 
     def __init__(self, chief: subprocess.Popen[Any], names: Collection[str] = STOP_SIGNALS) -> None:
+        super().__init__(names)
         self._chief = chief
-        self._handlers = _Handlers(names, self._forward)
-        self._arrivals = _Arrivals()
 
-    def __enter__(self) -> None:
-        self._handlers.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._handlers.__exit__()
-
-    def _forward(self, number: int) -> None:
+    def _handle(self, number: int, _frame: FrameType | None = None) -> None:
         if self._arrivals.add(number):
             self._chief.kill()
             leave(signal.Signals(number))
