@@ -1,1 +1,5 @@
-"""What the user reads: `lines` that a run prints, the `live` line of a terminal, and `warn`, open to every room."""
+"""What the user reads.
+
+`lines` holds the lines that a run prints, and `live` the last line of a terminal. `warn` reports events such as the loss
+of a worker; every room may use it, the other modules are for the rooms above the strategies.
+"""
