@@ -297,7 +297,7 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
 
             way_on = "there is no checkpoint yet"
             if (newest := RunDir(run_dir, "").checkpoints().newest()) is not None:
-                way_on = f"the same command with run.dir={run_dir} goes on from {newest.parent.name}/{newest.name}"
+                way_on = f"the same command with run.dir={run_dir} resumes from {newest.parent.name}/{newest.name}"
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise

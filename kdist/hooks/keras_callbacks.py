@@ -136,7 +136,7 @@ def checked(callbacks: Sequence[Any]) -> list[Callback]:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ConfigError(
                 f"callbacks: {type(callback).__name__} cannot be used: kdist saves and resumes runs itself: "
-                "hooks.checkpoint says when, the same run_dir goes on"
+                "hooks.checkpoint says when, the same run_dir resumes"
             )
     return list(callbacks)
 

@@ -38,7 +38,7 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["worker-0.log", "worker-1.log"]
     # This process is as it was.
     assert own(np.zeros((1, 6), np.float32)).shape == (1, 2)
-    # A second fit goes on from the model, another trainer from the checkpoint; on another number of workers, too.
+    # A second fit resumes from the model, another trainer from the checkpoint; on another number of workers, too.
     trainer.fit(x, y, batch_size=8, steps=50, verbose=0)
     assert result_of(run_dir)["gradients"]["applied"] == 2
     kdist.Trainer(models.mlp, run_dir=run_dir).fit(x, y, batch_size=8, steps=60, verbose=0)

@@ -304,7 +304,7 @@ def test_a_server_that_is_killed_or_stopped_ends_the_run(blow: signal.Signals, s
     assert time.monotonic() - started < 30
     assert result_of(run_dir)["status"] == "failed"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
-    # The process is whole: the next fit goes on from the last checkpoint, on a new cluster.
+    # The process is whole: the next fit resumes from the last checkpoint, on a new cluster.
     trainer.fit(x, y, steps=10, verbose=0)
     assert result_of(run_dir)["gradients"]["applied"] == 10
 

@@ -17,4 +17,4 @@ def test_a_killed_worker_starts_all_again_from_the_newest_checkpoint(drill: Dril
     assert ended.console.count(again) == 1
     assert int(ended.console.split(again)[1].split()[0]) >= 1000
     assert ended.result["restarts"] == {"worker": 0, "cluster": 1}
-    drill.report(26, "multi_worker_mirrored: a worker killed", "all started again from the newest checkpoint", ended)
+    drill.report(26, "multi_worker_mirrored: a worker killed", "all resumed from the newest checkpoint", ended)

@@ -119,7 +119,7 @@ def test_a_full_disk_costs_warnings_and_at_the_last_save_the_run(drill: Drill, d
     done = drill.start(*arguments).end()
     assert lines(done, "load ", "checkpoints/ckpt-10")
     assert (done.code, done.step) == (0, 40)
-    drill.report(19, "the same command with more disk", "went on from step 10", done)
+    drill.report(19, "the same command with more disk", "resumed from step 10", done)
 
 
 @pytest.mark.long
@@ -146,7 +146,9 @@ def test_a_disk_that_is_full_to_the_last_byte_for_a_while(drill: Drill, disk: Di
     assert "Traceback" not in ended.console
     folder = run.run_dir / "checkpoints"
     disk.empty()
-    drill.report(19, "disk full to the last byte, twice", "trained on; the last save failed, said so", ended)
+    drill.report(
+        19, "disk full to the last byte, twice", "training continued; the failed last save was reported", ended
+    )
     newest = steps_saved(folder)[-1]
     done = drill.start(*MINE, f"train.steps={newest + 5}").end()
     assert lines(done, "load ", f"ckpt-{newest}")
@@ -187,7 +189,7 @@ def test_a_folder_that_becomes_read_only_costs_warnings_until_it_can_be_written(
     assert "Traceback" not in ended.console
     assert (ended.code, ended.result["status"]) == (1, "failed")
     assert names(checkpoint_disk.path) == whole(checkpoint_disk.path)
-    drill.report(19, "checkpoints/ read-only, twice", "trained on; the last save failed, said so", ended)
+    drill.report(19, "checkpoints/ read-only, twice", "training continued; the failed last save was reported", ended)
 
 
 def _becomes(disk: Disk, option: str) -> bool:
@@ -259,7 +261,7 @@ def test_damaged_checkpoints_cost_a_warning_each_and_never_the_way_back_to_step_
     ]
     assert lines(done, "load ", "step     20")
     assert (done.code, done.step) == (0, 50)
-    drill.report(21, "two damaged, no state file", "a warning each; went on from step 20", done)
+    drill.report(21, "two damaged, no state file", "a warning each; resumed from step 20", done)
     before = {}
     for step in steps_saved(folder):
         os.truncate(folder / f"ckpt-{step}{DATA}", 7)

@@ -54,7 +54,7 @@ def test_a_signal_ends_the_run_in_good_order(drill: Drill, number: signal.Signal
     assert newest_step(run) == ended.step
     assert "Traceback" not in ended.console
     fault = "SIGTERM" if number is signal.SIGTERM else "Ctrl-C"
-    drill.report(10 if number is signal.SIGTERM else 11, fault, "saved and ended", ended)
+    drill.report(10 if number is signal.SIGTERM else 11, fault, "saved and exited", ended)
 
 
 def signal_all(run: DrillRun, number: signal.Signals) -> None:
@@ -90,7 +90,7 @@ def test_a_signal_to_every_process_of_a_run_saves_the_step_that_was_reached(
     assert ended.step >= 300
     assert "is lost" not in ended.console
     assert " died " not in ended.console
-    drill.report(10, f"{number.name} to all processes, {' '.join(arguments)}", "saved and ended", ended)
+    drill.report(10, f"{number.name} to all processes, {' '.join(arguments)}", "saved and exited", ended)
 
 
 @pytest.mark.long
@@ -118,7 +118,7 @@ def test_a_signal_to_every_process_before_training(drill: Drill, secs: float) ->
     ended = run.end(30)
     assert ended.code == 143, ended.console
     assert "kdist: error" not in ended.console
-    drill.report(10, f"SIGTERM to all processes {secs:g} s after the start", "ended in order", ended)
+    drill.report(10, f"SIGTERM to all processes {secs:g} s after the start", "exited in order", ended)
 
 
 @pytest.mark.long
@@ -135,7 +135,9 @@ def test_a_signal_while_a_worker_does_not_answer_ends_the_run_in_time(
     assert ended.code == code
     assert newest_step(run) == ended.step
     assert "calls in flight did not end in time (run.grace_secs); discarding them" in ended.console
-    drill.report(10, f"{number.name} while a worker is stopped", "its call given up, saved, ended in time", ended)
+    drill.report(
+        10, f"{number.name} while a worker is stopped", "its call was cancelled; saved and exited in time", ended
+    )
 
 
 @pytest.mark.long
@@ -151,7 +153,7 @@ def test_a_second_signal_ends_the_run_at_once(drill: Drill, number: signal.Signa
     run.process.send_signal(number)
     assert run.process.wait(3) == code
     ended = run.end()
-    drill.report(10 if number is signal.SIGTERM else 11, f"{number.name} twice", "ended at once", ended)
+    drill.report(10 if number is signal.SIGTERM else 11, f"{number.name} twice", "exited at once", ended)
 
 
 @pytest.mark.long
@@ -163,7 +165,7 @@ def test_two_runs_at_once_on_one_machine_do_not_meet(drill: Drill) -> None:
     for run in runs:
         ended = run.end(90)
         assert (ended.code, ended.step) == (0, 2000)
-    drill.report(24, "two runs at once on one machine", "both as if alone", ended)
+    drill.report(24, "two runs at once on one machine", "neither affected the other", ended)
 
 
 @pytest.mark.long

@@ -75,7 +75,7 @@ def test_a_worker_that_is_started_again_by_hand_is_taken_back(drill: Drill) -> N
     assert ended.result["restarts"] == {"worker": 1, "cluster": 0}
     assert ended.result["extra_steps"] <= 16
     assert (server.end(30).code, again.end(30).code) == (0, 0)
-    drill.report(2, "kill -9 of a worker on another machine, started by hand after 5 s", "taken back", ended)
+    drill.report(2, "kill -9 of a worker on another machine, started by hand after 5 s", "readmitted", ended)
 
 
 @pytest.mark.long
@@ -89,9 +89,12 @@ def test_a_server_that_is_killed_and_started_at_once_on_its_port_is_not_taken_fo
     ended = chief.end(30)
     assert ended.code == 75
     assert "kdist: error: ps:0 is lost" in ended.console
-    assert "goes on from checkpoints/ckpt-" in ended.console
+    assert "resumes from checkpoints/ckpt-" in ended.console
     again.process.send_signal(signal.SIGTERM)
     again.end(30)
     drill.report(
-        8, "a ps killed and restarted at once on its port", "its values are gone: ended, with the way on", ended
+        8,
+        "a ps killed and restarted at once on its port",
+        "its values are lost: exited, naming the checkpoint to resume",
+        ended,
     )

@@ -22,7 +22,7 @@ def test_a_killed_server_starts_the_cluster_again_from_the_newest_checkpoint(dri
     assert ended.console.count(again) == 1
     assert int(ended.console.split(again)[1].split()[0]) >= saved
     assert "(1 of 3)" in ended.console
-    drill.report(6, "a ps killed", "started again from the newest checkpoint", ended)
+    drill.report(6, "a ps killed", "resumed from the newest checkpoint", ended)
 
 
 @pytest.mark.long
@@ -39,7 +39,7 @@ def test_a_server_that_is_killed_too_often_ends_the_run(drill: Drill) -> None:
     assert ended.code == 75
     assert "kdist: error: ps:0 died (signal 9, SIGKILL)" in ended.console
     assert (ended.result["status"], ended.result["restarts"]["cluster"]) == ("failed", 1)
-    drill.report(6, "a ps killed more often than train.max_restarts", "ended with the way on", ended)
+    drill.report(6, "a ps killed more often than train.max_restarts", "exited, naming the checkpoint to resume", ended)
 
 
 @pytest.mark.long
@@ -52,7 +52,7 @@ def test_a_server_that_is_killed_while_a_worker_comes_back(drill: Drill) -> None
     ended = run.end(90)
     assert (ended.code, ended.step) == (0, 5000)
     assert ended.result["restarts"]["cluster"] == 1
-    drill.report(7, "a ps killed while a worker comes back", "started again from the newest checkpoint", ended)
+    drill.report(7, "a ps killed while a worker comes back", "resumed from the newest checkpoint", ended)
 
 
 @pytest.mark.long
@@ -64,4 +64,4 @@ def test_a_stopped_server_is_found_and_the_cluster_started_again(drill: Drill) -
     assert (ended.code, ended.step) == (0, 4000)
     assert re.search(r"ps:1 (did not respond .*; killing it|was stopped)", ended.console)
     assert ended.result["restarts"] == {"worker": 0, "cluster": 1}
-    drill.report(13, "SIGSTOP of a ps", "found after cluster.step_timeout, named; started again", ended)
+    drill.report(13, "SIGSTOP of a ps", "named and replaced after cluster.step_timeout; resumed", ended)

@@ -52,7 +52,9 @@ def test_with_fewer_workers_than_gradients_the_run_fails_if_told_so(drill: Drill
         "kdist: error: worker:1 did not come back within 2 s (strategy.worker_timeout); 2 gradients make an update "
         "(strategy.on_lost_worker=fail)"
     ) in ended.console
-    drill.report(15, "sync, fewer workers than gradients, fail", "ended with the name and the way on", ended)
+    drill.report(
+        15, "sync, fewer workers than gradients, fail", "exited, naming it and the checkpoint to resume", ended
+    )
 
 
 @pytest.mark.long
@@ -73,7 +75,7 @@ def test_a_worker_that_dies_between_token_and_push_comes_back(drill: Drill, back
     assert ended.result["gradients"]["applied"] == 150
     assert ended.result["restarts"] == {"worker": 1, "cluster": 0}
     what = "with a backup" if backup_workers else "all needed"
-    drill.report(16, f"sync, {what}: a worker dies in the middle of a step", "it came back; no step lost", ended)
+    drill.report(16, f"sync, {what}: a worker dies in the middle of a step", "it returned; no step was lost", ended)
 
 
 @pytest.mark.long

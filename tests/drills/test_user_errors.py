@@ -42,4 +42,4 @@ def test_an_error_of_the_users_ends_the_run_once(drill: Drill, fault: str, overr
     if "hook" in fault:
         # The lines of the user's code that led to it.
         assert "in after_run" in ended.console
-    drill.report(18, fault, "ended once, with what was raised", ended)
+    drill.report(18, fault, "exited once, with the error that was raised", ended)

@@ -23,7 +23,7 @@ def test_a_killed_worker_that_is_not_started_again_is_done_without(drill: Drill)
     said = "worker:1 died (signal 9, SIGKILL); training continues without it and its share of the data"
     assert ended.console.count(said) == 1
     assert "Traceback" not in ended.console
-    drill.report(1, "kill -9 of an async worker, not restarted", "the others went on without it", ended)
+    drill.report(1, "kill -9 of an async worker, not restarted", "the others continued", ended)
 
 
 @pytest.mark.long
@@ -46,8 +46,8 @@ def test_a_killed_worker_is_started_again_on_its_port(drill: Drill) -> None:
     assert ended.result["restarts"] == {"worker": 4, "cluster": 0}
     assert ended.result["extra_steps"] <= 4 * 16
     assert "train | step" in ended.console[at_return:]
-    drill.report(2, "kill -9 of an async worker, restarted at once", "the other went on meanwhile", ended)
-    drill.report(3, "an async worker killed three times", "started again each time", ended)
+    drill.report(2, "kill -9 of an async worker, restarted at once", "the other continued meanwhile", ended)
+    drill.report(3, "an async worker killed three times", "restarted each time", ended)
 
 
 @pytest.mark.long
@@ -60,7 +60,7 @@ def test_all_workers_killed_come_back(drill: Drill) -> None:
     assert ended.code == 0
     assert 3000 <= ended.step <= 3000 + 2 * 16
     assert ended.result["restarts"] == {"worker": 2, "cluster": 0}
-    drill.report(5, "all workers killed", "all started again; training went on where it was", ended)
+    drill.report(5, "all workers killed", "all restarted; training continued", ended)
 
 
 @pytest.mark.long
@@ -74,8 +74,8 @@ def test_all_workers_killed_and_not_started_again_fail_the_run(drill: Drill) -> 
     ended = run.end(20)
     assert ended.code == 75
     assert "kdist: error: no worker is left: worker:0 died (signal 9, SIGKILL), worker:1" in ended.console
-    assert "goes on from checkpoints/ckpt-" in ended.console
-    drill.report(5, "all workers killed, restarts forbidden", "ended with the names and the way on", ended)
+    assert "resumes from checkpoints/ckpt-" in ended.console
+    drill.report(5, "all workers killed, restarts forbidden", "exited, naming them and the checkpoint to resume", ended)
 
 
 @pytest.mark.long
@@ -91,7 +91,7 @@ def test_a_stopped_worker_is_found_and_replaced(drill: Drill) -> None:
     ended = run.end()
     assert ended.code == 143
     assert ended.result["restarts"] == {"worker": 1, "cluster": 0}
-    drill.report(12, "SIGSTOP of an async worker", "found after cluster.step_timeout, named, replaced", ended)
+    drill.report(12, "SIGSTOP of an async worker", "named and replaced after cluster.step_timeout", ended)
 
 
 @pytest.mark.long
@@ -104,7 +104,7 @@ def test_a_slow_worker_holds_up_nobody(drill: Drill) -> None:
     assert (ended.code, ended.step) == (0, 6000)
     assert "drill | step    500 | worker:1 is 5 times slower" in ended.console
     assert ended.result["restarts"] == {"worker": 0, "cluster": 0}
-    drill.report(14, "an async worker 5 times slower", "the other did more; nobody was replaced", ended)
+    drill.report(14, "an async worker 5 times slower", "the other took more steps; none was replaced", ended)
 
 
 @pytest.mark.long
@@ -120,4 +120,4 @@ def test_data_of_one_worker_that_ends_early_is_said(drill: Drill) -> None:
     ended = run.end()
     assert (ended.code, ended.step) == (0, 600)
     assert ended.console.count("kdist: worker:1 has no data; training continues without it") == 1
-    drill.report(17, "one async worker has no data", "the other went on without it", ended)
+    drill.report(17, "one async worker has no data", "the other continued", ended)

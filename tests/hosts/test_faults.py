@@ -94,7 +94,7 @@ def test_a_worker_that_is_away_for_a_minute_is_lost_and_taken_back(hosts: Hosts)
     assert ended.codes == {**dict.fromkeys(tasks, 0), "worker:0": 143}, cluster.all_said()
     assert ended.result["restarts"] == {"worker": 1, "cluster": 0}
     assert ended.result["extra_steps"] <= 32
-    hosts.report(41, "a worker's host away for 60 s", "trained on without it; taken back", ended)
+    hosts.report(41, "a worker's host away for 60 s", "training continued without it; readmitted", ended)
 
 
 def test_a_server_that_is_away_for_8_seconds_is_waited_for(hosts: Hosts) -> None:
@@ -125,10 +125,10 @@ def test_a_server_that_is_away_for_ever_ends_the_run_with_the_way_on(hosts: Host
     assert "kdist: error: ps:1 is lost (host3:2222 has not responded for 15 s, cluster.patience)" in cluster.said(
         "worker:0"
     )
-    assert "goes on from checkpoints/ckpt-" in cluster.said("worker:0")
+    assert "resumes from checkpoints/ckpt-" in cluster.said("worker:0")
     ended = cluster.end(30)
     assert set(ended.codes.values()) == {75}, cluster.all_said()
-    hosts.report(42, "a server's host silent for ever", "ended with the name and the way on", ended)
+    hosts.report(42, "a server's host silent for ever", "exited, naming it and the checkpoint to resume", ended)
 
 
 @pytest.mark.alone
@@ -150,7 +150,7 @@ def test_training_goes_on_without_a_worker_whose_host_is_silent_for_ever(hosts: 
     ended = cluster.end()
     assert ended.codes == {"worker:0": 143, "worker:1": 75, "ps:0": 0, "ps:1": 0}, cluster.all_said()
     where = "behind a router, " if routed else ""
-    happened = f"trained on without it, {2 * after / before:.1f} times the rate of one worker before"
+    happened = f"training continued without it, at {2 * after / before:.1f} times the rate of one worker before"
     hosts.report(43, f"a worker's host {where}silent for ever", happened, ended)
 
 
@@ -189,7 +189,7 @@ def test_all_reduce_workers_end_when_one_of_their_hosts_is_silent(hosts: Hosts, 
     assert all("is lost" in cluster.said(task) for task in others)
     cluster.kill(silent)
     ended = cluster.end(10)
-    hosts.report(43, f"all-reduce, the host of {silent} silent for ever", "the others end", ended, code=75)
+    hosts.report(43, f"all-reduce, the host of {silent} silent for ever", "the others exit", ended, code=75)
 
 
 def test_when_the_chiefs_host_dies_the_others_end(hosts: Hosts) -> None:
@@ -209,7 +209,7 @@ def test_when_the_chiefs_host_dies_the_others_end(hosts: Hosts) -> None:
         assert f"kdist: error: {task}: the chief (chief at host4:2222) is lost" in cluster.said(task)
     cluster.kill("chief")
     ended = cluster.end(10)
-    hosts.report(44, "the chief's host dies", f"the others ended after {took:.0f} s", ended, code=75)
+    hosts.report(44, "the chief's host dies", f"the others exited after {took:.0f} s", ended, code=75)
 
 
 def test_a_worker_that_comes_back_under_its_name_at_another_address(hosts: Hosts) -> None:
@@ -232,7 +232,7 @@ def test_a_worker_that_comes_back_under_its_name_at_another_address(hosts: Hosts
     ended = cluster.end()
     assert ended.codes == {**dict.fromkeys(tasks, 0), "worker:0": 143}, cluster.all_said()
     assert ended.result["restarts"] == {"worker": 1, "cluster": 0}
-    hosts.report(45, "a worker comes back under its name at another address", "taken back", ended)
+    hosts.report(45, "a worker comes back under its name at another address", "readmitted", ended)
 
 
 def test_a_chief_that_was_killed_is_started_on_another_host(hosts: Hosts) -> None:

@@ -41,7 +41,7 @@ def test_a_signal_to_all_tasks_saves_the_step_that_was_reached(
         assert re.search(rf"{task}: {number.name}; it serves until the chief has saved, at most 30 s", said), said
         assert f"done  | {task} | the chief has finished" in said
     if not repetition:
-        hosts.report(47, f"{number.name} twice to all processes of all tasks", "saved and ended", ended)
+        hosts.report(47, f"{number.name} twice to all processes of all tasks", "saved and exited", ended)
 
 
 @pytest.mark.parametrize("secs", [0.5, 2.0, 4.0])
@@ -58,7 +58,7 @@ def test_a_signal_before_training_ends_all_tasks_in_order(hosts: Hosts, secs: fl
     assert set(ended.codes.values()) <= {0, 143}, cluster.all_said()
     for task in cluster.tasks:
         assert "kdist: error" not in cluster.said(task), cluster.all_said()
-    hosts.report(48, f"SIGTERM to all {secs:g} s after the start", "ended in order", ended)
+    hosts.report(48, f"SIGTERM to all {secs:g} s after the start", "exited in order", ended)
 
 
 def test_all_reduce_workers_save_and_end(hosts: Hosts) -> None:
@@ -72,7 +72,7 @@ def test_all_reduce_workers_save_and_end(hosts: Hosts) -> None:
     ended = cluster.end(40)
     assert ended.codes == {"worker:0": 143, "worker:1": 0, "worker:2": 0}, cluster.all_said()
     assert newest_checkpoint(cluster) == ended.step
-    hosts.report(47, "SIGTERM twice to all-reduce workers", "saved and ended", ended)
+    hosts.report(47, "SIGTERM twice to all-reduce workers", "saved and exited", ended)
 
 
 def test_a_server_that_is_told_to_stop_alone_serves_for_the_grace_period(hosts: Hosts) -> None:
@@ -85,4 +85,4 @@ def test_a_server_that_is_told_to_stop_alone_serves_for_the_grace_period(hosts: 
     assert "the chief has not ended 6 s after SIGTERM (run.grace_secs)" in cluster.said("ps:1")
     assert cluster.code_of("worker:0", 30) == 75
     ended = cluster.end(20)
-    hosts.report(49, "SIGTERM to a server alone", "it serves for run.grace_secs; then the run ends", ended)
+    hosts.report(49, "SIGTERM to a server alone", "it served for run.grace_secs; then the run ended", ended)

@@ -98,7 +98,7 @@ def test_hosts_without_a_common_disk(hosts: Hosts) -> None:
     # The chief's host has the run; the others have nothing.
     assert [host.name for host in network.hosts if list(host.disk.iterdir())] == ["host0"]
     assert result_of(network.hosts[0].disk / "D")["status"] == "done"
-    hosts.report(37, "no common disk", "trained; the chief's host has the run", ended)
+    hosts.report(37, "no shared disk", "trained; the chief's host has the run", ended)
 
 
 @_LONG
