@@ -9,7 +9,7 @@ READY := $(VENV)/ready
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
-	@echo "make drills  every fault that kdist is to survive, injected for real, about 20 minutes; prints a table"
+	@echo "make drills  every fault that kdist is to survive, injected for real, about 15 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, 20 minutes"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
