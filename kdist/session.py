@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -225,7 +225,7 @@ class TrainSession:
         self.strategy.check_values(arrays)
         self.strategy.write(arrays)
 
-    def publish_validation(self, logs: Mapping[str, float]) -> None:
+    def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
         for hook in self.hooks:
             hook.after_validation(self, logs)

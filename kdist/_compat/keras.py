@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import keras
@@ -42,10 +43,9 @@ def track_loss(model: keras.Model, loss: tf.Tensor, num_examples: Any) -> None:
     model._loss_tracker.update_state(loss, sample_weight=num_examples)
 
 
-def loss_variables(model: keras.Model) -> tuple[keras.Variable, keras.Variable]:
-    """The total and the count of that metric."""
-    total, count = model._loss_tracker.variables
-    return total, count
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """That metric; its variables are the total and the count."""
+    return model._loss_tracker
 
 
 def metrics_are_built(model: keras.Model) -> bool:
@@ -68,6 +68,27 @@ def better_is(metric: Any) -> str | None:
 def layers_of(model: keras.Model, *, include_self: bool = True) -> list[keras.layers.Layer]:
     """Every layer of a model, also inside other layers; `Model.layers` has only the outermost."""
     return list(model._flatten_layers(include_self=include_self))
+
+
+def custom_objects_of(model: keras.Model) -> dict[str, Any]:
+    """The classes and functions of a model that are not Keras's, by the names under which Keras looks for them."""
+    owners = [*layers_of(model), *_items(compile_arguments(model))]
+    parts = [part for owner in owners if hasattr(owner, "__dict__") for part in _items(vars(owner))]
+    found = {}
+    for item in (*owners, *parts):
+        custom = item if isinstance(item, FunctionType) else type(item)
+        if hasattr(item, "get_config") or custom is item:
+            found[keras.saving.get_registered_name(custom)] = custom
+    return {name: item for name, item in found.items() if not (item.__module__ or "").startswith("keras.")}
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts in each other hold."""
+    if not isinstance(value, (list, tuple, dict)):
+        yield value
+        return
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _items(item)
 
 
 def table_of(layer: keras.layers.Embedding) -> keras.Variable:
@@ -101,6 +122,36 @@ def copy_decay_exclusions(source: keras.optimizers.Optimizer, target: keras.opti
     """Copies what `exclude_from_weight_decay` has set, which is not part of an optimizer's config."""
     kept = {key: value for key, value in vars(source).items() if key.startswith("_exclude_from_weight_decay")}
     vars(target).update({**kept, "_exclude_from_weight_decay_cache": {}})
+
+
+def unbuilt_copy(
+    optimizer: keras.optimizers.Optimizer, kind: type[keras.optimizers.Optimizer]
+) -> keras.optimizers.Optimizer:
+    """An optimizer of class `kind` with the settings of another one, but none of its variables.
+
+    Takes the attributes as they are, since a config need not exist: schedules and callables may have none, and neither
+    may an optimizer of the user's own.
+    """
+    rate = learning_rate_variable(optimizer)
+    copy: Any = object.__new__(kind)
+    keras.optimizers.Optimizer.__init__(
+        copy, optimizer._learning_rate if rate is None else float(rate.numpy()), name=optimizer.name
+    )
+    for key, value in vars(optimizer).items():
+        is_setting = isinstance(value, (type(None), bool, int, float, str)) and key not in ("built", "_lock")
+        is_own = key not in vars(copy) and not key.startswith(("_self_", "_exclude_from_weight_decay"))
+        if is_setting or (is_own and not _holds_variables(value)):
+            vars(copy)[key] = value
+    return copy
+
+
+def missing_variables(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """The attributes with variables that a built copy lacks, because `build` does not create them."""
+    return [key for key, value in vars(optimizer).items() if _holds_variables(value) and key not in vars(copy)]
+
+
+def _holds_variables(value: Any) -> bool:
+    return any(isinstance(item, keras.Variable) for item in _items(value))
 
 
 def set_path(variable: keras.Variable, path: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdist.strategies.gradient_counts import GradientCounts
+
+_MAX_ITEMS = 5
 
 
 def print_line(line: str) -> None:
@@ -24,13 +26,13 @@ def event_line(event: str, step: int, last_step: int | None, *columns: str) -> s
     return _line(event, _step(step, last_step), *columns)
 
 
-def train_line(step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None) -> str:
+def train_line(step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None) -> str:
     """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
     return _line("train", *train_columns(step, last_step, logs, steps_per_second))
 
 
 def train_columns(
-    step: int, last_step: int | None, logs: Mapping[str, float], steps_per_second: float | None
+    step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None
 ) -> list[str]:
     """The step, metrics, rate and remaining time of training."""
     columns = [_step(step, last_step), *_metrics(logs)]
@@ -41,12 +43,12 @@ def train_columns(
     return columns
 
 
-def validation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
+def validation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> str:
     """`valid | step    500/2000 | loss 0.1902 | accuracy 0.9431`"""
     return event_line("valid", step, last_step, *_metrics(logs))
 
 
-def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, float]) -> str:
+def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> str:
     """`eval  | step    500/2000 | loss 0.1902 | accuracy 0.9431`, of a checkpoint, by the evaluator."""
     return event_line("eval", step, last_step, *_metrics(logs))
 
@@ -91,7 +93,7 @@ def last_lines(
     return [*shown, done]
 
 
-def done_line(step: int, last_step: int | None, logs: Mapping[str, float], stopped_by: str, seconds: float) -> str:
+def done_line(step: int, last_step: int | None, logs: Mapping[str, Any], stopped_by: str, seconds: float) -> str:
     """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | stopped by StopAtStep | 6.1s`"""
     return event_line("done", step, last_step, *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s")
 
@@ -119,5 +121,13 @@ def _step(step: int, last_step: int | None = None) -> str:
     return f"step {step:>6}" + (f"/{last_step}" if last_step is not None else "")
 
 
-def _metrics(logs: Mapping[str, float]) -> list[str]:
-    return [f"{name} {value:.4f}" if abs(value) < 1e6 else f"{name} {value:.3e}" for name, value in logs.items()]
+def _metrics(logs: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {_value(value)}" for name, value in logs.items()]
+
+
+def _value(value: Any) -> str:
+    """`0.4213`; `[0.4213 0.0012 ...]` for a metric whose result has dimensions."""
+    if isinstance(value, list):
+        shown = [_value(item) for item in value[:_MAX_ITEMS]]
+        return f"[{' '.join([*shown, *['...'] * (len(value) > _MAX_ITEMS)])}]"
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3e}"

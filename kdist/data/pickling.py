@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -13,12 +14,19 @@ from kdist.errors import ConfigError, KdistError
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        import keras
         import tensorflow as tf
+
+        from kdist._compat.keras import custom_objects_of
 
         if isinstance(obj, tf.data.Dataset):
             from kdist.data.serialization import dataset_graph
 
             return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
+        if isinstance(obj, keras.Model):
+            # Keras saves a class by its name, which another process does not know if it is of the user's own script.
+            check_lambdas(obj)
+            return _model, (custom_objects_of(obj), *obj.__reduce__())
         return super().reducer_override(obj)
 
 
@@ -28,6 +36,35 @@ def _dataset(graph: bytes, element_spec: Any) -> Any:
     from kdist.data.serialization import dataset_of_graph
 
     return dataset_of_graph(tf.constant(graph), element_spec)
+
+
+def _model(custom_objects: dict[str, Any], load: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import keras
+
+    with keras.saving.custom_object_scope(custom_objects):
+        return load(*arguments)
+
+
+def check_lambdas(model: Any) -> None:
+    """Refuses a model, rather than the function that builds it, with lambdas that read names of the user's program.
+
+    Keras saves the code of a lambda, and nothing that it reads.
+
+    Raises:
+        ConfigError: names the layer.
+    """
+    import keras
+
+    from kdist._compat.keras import layers_of
+
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.Lambda) and layer.function.__name__ == "<lambda>":
+            code = layer.function.__code__
+            if unknown := [name for name in code.co_names if name in layer.function.__globals__] + [*code.co_freevars]:
+                raise ConfigError(
+                    f"model {model.name}: the lambda of layer {layer.name} reads {', '.join(unknown)}, which a saved "
+                    "model does not contain; give the function that builds the model"
+                )
 
 
 def pickled(program: Any) -> bytes:

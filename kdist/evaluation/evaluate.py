@@ -14,6 +14,7 @@ import tensorflow as tf
 from kdist.data.sources import TrainingData, has_labels, read_locally, training_data
 from kdist.errors import ConfigError
 from kdist.evaluation.on_workers import MetricsOnWorkers, OutputsOnWorkers, can_evaluate, can_predict, parts_of
+from kdist.model.logs import Logs, as_logs
 from kdist.model.state import finalize_ema, read_from_model, write_to_model
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def evaluate(
     sample_weight: object = None,
     steps: int | None = None,
     callbacks: object = None,
-) -> dict[str, float]:
+) -> Logs:
     """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
     logs = model.evaluate(
         read_locally(x, batch_size),
@@ -44,7 +45,8 @@ def evaluate(
         callbacks=callbacks,
         return_dict=True,
     )
-    return {"loss": logs.pop("loss"), **logs}
+    # A `test_step` of the user's may report no loss.
+    return as_logs({**({"loss": logs["loss"]} if "loss" in logs else {}), **logs})
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,7 @@ class WorkerPool:
     log_dir: Path
     grace_secs: float
 
-    def evaluate(
-        self, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None
-    ) -> dict[str, float] | None:
+    def evaluate(self, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> Logs | None:
         """The same as `evaluate`; None if the workers cannot do it."""
         parts = parts_of(x, y, sample_weight, batch_size, self.num_workers) if can_evaluate(model) else None
         if parts is None:
@@ -152,7 +152,7 @@ class Validator:
     def has_data(self) -> bool:
         return self._arguments.data is not None
 
-    def __call__(self, session: Session) -> dict[str, float]:
+    def __call__(self, session: Session) -> Logs:
         """Loss and metrics of a session's present parameters, or of their averages if `with_ema`.
 
         With several workers, they compute it.
@@ -160,12 +160,12 @@ class Validator:
         self._set(session.read())
         return self._by_workers(session.strategy) or self.evaluate()
 
-    def of_values(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def of_values(self, values: Mapping[str, np.ndarray]) -> Logs:
         """Loss and metrics of other values, by their names in a checkpoint; computed in this process."""
         self._set(values)
         return self.evaluate()
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Logs:
         """Loss and metrics of the model as it is; none without validation data."""
         arguments = self._arguments
         if arguments.data is None:
@@ -186,7 +186,7 @@ class Validator:
         if self._arguments.with_ema:
             finalize_ema(self._model)
 
-    def _by_workers(self, strategy: Strategy) -> dict[str, float] | None:
+    def _by_workers(self, strategy: Strategy) -> Logs | None:
         """What the workers found; None if they cannot evaluate."""
         if not strategy.has_workers:
             return None

@@ -19,10 +19,11 @@ from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
 from kdist.dispatch.first_call_lock import fetch
 from kdist.errors import ConfigError
-from kdist.model.metrics import MetricReader
+from kdist.model.logs import Logs
+from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.replica_step import batch_size_of, forward, update_metrics
-from kdist.model.state import parameter_names
+from kdist.model.state import parameter_names, variables_of
 
 _SUMMED = ("sum", "none")
 
@@ -107,7 +108,7 @@ class _OnWorkers(abc.ABC):
         self._parts = parts
         self._names = parameter_names(model)
         self._variables = list(self._names.values())
-        self._seeds = [*filter(is_seed, model.non_trainable_variables), global_seed()]
+        self._seeds = [*filter(is_seed, variables_of(model)[1]), global_seed()]
 
     def trace(self) -> tuple[Any, Any]:
         """The functions for the workers: one creates a part's dataset, one iterates over it."""
@@ -146,7 +147,7 @@ class MetricsOnWorkers(_OnWorkers):
         super().__init__(model, parts, num_parts)
         self._reader = MetricReader(model)
 
-    def logs(self, results: Sequence[np.ndarray]) -> dict[str, float]:
+    def logs(self, results: Sequence[np.ndarray]) -> Logs:
         """Loss and metrics of the whole, loss first."""
         rows = np.stack(results)
         sizes = np.cumsum([initial.size for initial in self._reader.initial_values])
@@ -155,10 +156,10 @@ class MetricsOnWorkers(_OnWorkers):
         logs = self._reader.logs(
             self._reader.total([part.reshape(len(rows), *shape) for part, shape in zip(split, shapes)])
         )
-        return {"loss": logs.pop("loss"), **logs}
+        return {"loss": logs["loss"], **logs}
 
     def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        metrics = self._model.metrics_variables
+        metrics = metric_variables(self._model)
         iterator = iter(dataset)
 
         def step(optional: Any, *totals: tf.Tensor) -> Any:
@@ -211,7 +212,7 @@ def can_evaluate(model: keras.Model) -> bool:
     """Whether workers can evaluate a model: it is built, does not override `test_step`, and its metrics add up."""
     if not model.built or not metrics_are_built(model):
         return False
-    adds_up = all(variable.aggregation in _SUMMED for variable in model.metrics_variables)
+    adds_up = all(variable.aggregation in _SUMMED for variable in metric_variables(model))
     return type(model).test_step is keras.Model.test_step and adds_up
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Session(Protocol):
     def save(self, *, keep: int) -> None:
         """Saves a checkpoint of the present step and keeps the newest `keep`."""
 
-    def publish_validation(self, logs: Mapping[str, float]) -> None:
+    def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
 
     def learning_rate(self) -> float:
@@ -157,7 +157,7 @@ class Hook:
     def after_run(self, context: RunContext, values: RunValues) -> None:
         """Called after every run."""
 
-    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Called with the validation loss and metrics when the model was validated at `session.global_step`."""
 
     def end(self, session: Session) -> None:

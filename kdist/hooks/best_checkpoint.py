@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdist.console import lines
 from kdist.console.warn import warn
@@ -55,7 +55,7 @@ class BestCheckpoint(Hook):
                 _best(session).set_aside()
         self._has_begun = True
 
-    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         best_before = self._monitor.best
         if not self._monitor.is_better(session, logs):
             return
@@ -65,7 +65,7 @@ class BestCheckpoint(Hook):
             self._monitor.best = best_before
             warn("BestCheckpoint: " + str(error).replace("\n  ", "; ") + "; training continues")
 
-    def _save(self, session: Session, logs: Mapping[str, float]) -> None:
+    def _save(self, session: Session, logs: Mapping[str, Any]) -> None:
         step, checkpoints = session.global_step, _best(session)
         check_not_taken_over(session.run_dir)
         path = checkpoints.save(step, session.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kdist.config.checks import check_whole_number
 from kdist.hooks.base import Hook, Session
@@ -34,7 +35,7 @@ class EarlyStopping(Hook):
         self._monitor.best = None
         self._waited = 0
 
-    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         if self._monitor.is_better(session, logs):
             self._waited = 0
             return

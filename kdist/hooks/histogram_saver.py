@@ -67,6 +67,7 @@ class HistogramSaver(TimedHook):
 
         from kdist.data.worker_dataset import worker_arguments, worker_dataset
         from kdist.model.replica_step import forward
+        from kdist.model.state import variables_of
 
         spec = session.spec
         if self._batches is None:
@@ -76,9 +77,10 @@ class HistogramSaver(TimedHook):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = spec.model
         # What else a step would change (statistics, seeds) stays as it is.
-        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        trainable, others = variables_of(model)
+        variables = [*trainable, *others]
         mapping = [(variable, tf.convert_to_tensor(variable.value)) for variable in variables]
-        values = [value for _, value in mapping[: len(model.trainable_variables)]]
+        values = [value for _, value in mapping[: len(trainable)]]
         with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True):
             tape.watch(values)
             _, loss = forward(model, x, y, sample_weight, training=True)

@@ -79,7 +79,7 @@ class Callbacks:
         self.list.on_train_batch_begin(batch)
         self._push(session)
 
-    def end_batch(self, session: Session, batch: int, logs: Mapping[str, float]) -> None:
+    def end_batch(self, session: Session, batch: int, logs: Mapping[str, Any]) -> None:
         """A step has ended; `logs` are over its epoch so far."""
         self._pull(session)
         self.list.on_train_batch_end(batch, dict(logs))
@@ -92,7 +92,7 @@ class Callbacks:
         self._stop_if_asked(session)
         self._begin_epoch(session, epoch + 1)
 
-    def end(self, session: Session, logs: Mapping[str, float]) -> None:
+    def end(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Training has ended."""
         self._pull(session)
         self.list.on_train_end(dict(logs))

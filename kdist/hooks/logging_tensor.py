@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdist.console import lines
 from kdist.hooks.base import RunContext, RunValues, Session
@@ -54,7 +54,7 @@ class LoggingTensor(TimedHook):
             self._timer.restart(values.global_step)
             self._forget()
 
-    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         self._print(session, lines.validation_line(session.global_step, session.last_step, logs))
 
     def _print(self, session: Session, line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from kdist.errors import ConfigError
 from kdist.hooks.base import Session
@@ -40,14 +41,16 @@ class Monitor:
         self._owner = owner
         self.best: float | None = None
 
-    def value(self, logs: Mapping[str, float]) -> float:
+    def value(self, logs: Mapping[str, Any]) -> float:
         """The metric's value in validation logs."""
         name = self._metric.removeprefix("val_")
         if name not in logs:
             raise ConfigError(f"{self._owner}.metric={self._metric}: validation reports {', '.join(logs)}")
-        return logs[name]
+        if isinstance(value := logs[name], list):
+            raise ConfigError(f"{self._owner}.metric={self._metric}: has {len(value)} values; choose a metric with one")
+        return value
 
-    def is_better(self, session: Session, logs: Mapping[str, float]) -> bool:
+    def is_better(self, session: Session, logs: Mapping[str, Any]) -> bool:
         """Whether the value improves the best one so far by more than `min_delta`; if so, it becomes the best one."""
         value = self.value(logs)
         mode = mode_of(session.spec.model, self._metric.removeprefix("val_")) if self._mode == "auto" else self._mode

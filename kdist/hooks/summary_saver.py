@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class SummarySaver(TimedHook):
         if self._timer.due(values.global_step):
             self._write(context.session)
 
-    def after_validation(self, session: Session, logs: Mapping[str, float]) -> None:
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         session.summaries.scalars("validation", logs, session.global_step)
 
     def end(self, session: Session) -> None:

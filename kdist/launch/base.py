@@ -115,8 +115,8 @@ class FitRequest:
             log_dir=self.files.logs if self.strategy.is_chief else Path(),
             last_step=last_step,
             grace_secs=self.grace_secs,
-            # A run that resumes began at step 0, a later fit begins at the model's own.
-            data_begins_at=int(model.optimizer.iterations) if self.resume is None else 0,
+            # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
+            data_begins_at=int(model.optimizer.iterations),
         )
 
 

@@ -107,10 +107,14 @@ class LocalFit:
             steps_per_epoch = math.ceil(data.steps_per_epoch / request.strategy.make().batches_per_step)
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
-        # A resumed run counts from its beginning; any other from the model as it is.
-        first_step = 0 if resumes else int(model.optimizer.iterations)
+        # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
+        first_step = int(model.optimizer.iterations)
         first_epoch = 0 if resumes else arguments.initial_epoch
         earlier = request.files.read_result().get("best") if resumes else None
+        if arguments.steps is not None and 0 < arguments.steps <= first_step:
+            raise ConfigError(
+                f"steps={arguments.steps}: the model has had {first_step} updates; steps is the global step to stop at"
+            )
         self._best = BestValues(model, earlier, checkpoints.steps()[-1] if resumes else 0)
         last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
         others, hooks = as_hooks(arguments.callbacks, request.hooks)

@@ -10,7 +10,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import loss_variables
+from kdist._compat.keras import loss_tracker
+from kdist.model.logs import Logs, as_logs
+
+
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a built model's metrics, and of its loss, which an overridden `metrics` may leave out."""
+    variables = model.metrics_variables
+    known = {id(variable) for variable in variables}
+    return [*variables, *(variable for variable in loss_tracker(model).variables if id(variable) not in known)]
 
 
 class MetricReader:
@@ -22,11 +30,13 @@ class MetricReader:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        model.reset_metrics()
-        self.initial_values = [variable.numpy() for variable in model.metrics_variables]
-        self.aggregations = [variable.aggregation for variable in model.metrics_variables]
-        index_of = {id(variable): i for i, variable in enumerate(model.metrics_variables)}
-        self._loss_total, self._loss_count = (index_of[id(v)] for v in loss_variables(model))
+        self._variables = metric_variables(model)
+        for metric in [*model.metrics, loss_tracker(model)]:
+            metric.reset_state()
+        self.initial_values = [variable.numpy() for variable in self._variables]
+        self.aggregations = [variable.aggregation for variable in self._variables]
+        index_of = {id(variable): i for i, variable in enumerate(self._variables)}
+        self._loss_total, self._loss_count = (index_of[id(v)] for v in loss_tracker(model).variables)
 
     def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges the values of two replicas that counted separately."""
@@ -36,16 +46,17 @@ class MetricReader:
         """Merges any number of them: `[n, ...]` for each variable."""
         return tuple(_total(*parts) for parts in zip(rows, self.initial_values, self.aggregations))
 
-    def logs(self, values: Sequence[np.ndarray]) -> dict[str, float]:
-        """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables."""
+    def logs(self, values: Sequence[np.ndarray]) -> Logs:
+        """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables; the loss is always there."""
         # Assigning the variables would take several times longer than the arithmetic.
-        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._model.metrics_variables, values)]
+        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
         with keras.StatelessScope(mapping):
-            results = self._model.get_metrics_result()
-        return {name: float(np.asarray(value).mean()) for name, value in results.items()}
+            # A result may be a variable, which has its value in this scope only.
+            logs = as_logs(self._model.get_metrics_result())
+        return logs if "loss" in logs else {"loss": self.loss(values), **logs}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
-        """`logs(values)["loss"]` without TensorFlow: cheap enough for every run."""
+        """The loss without TensorFlow: cheap enough for every run."""
         count = float(values[self._loss_count])
         return float(values[self._loss_total]) / count if count else 0.0
 
@@ -91,7 +102,7 @@ class MetricTotals:
         return MetricTotals(self.reader, self.reader.merge(self.values, other.values))
 
     @cached_property
-    def logs(self) -> dict[str, float]:
+    def logs(self) -> Logs:
         """Loss and metrics, as named and computed by Keras."""
         return self.reader.logs(self.values)
 

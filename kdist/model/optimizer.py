@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -78,6 +79,20 @@ def optimizer_state(
             # Keras numbers their names per process.
             state[f"optimizer/state_{len(state)}"] = variable
     return state
+
+
+def unscaled(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
+) -> list[Any]:
+    """The gradients of the loss, from those of `optimizer.scale_loss(loss)`."""
+    factor = optimizer.loss_scale_factor
+    return [g if g is None or factor is None else _divided(g, factor) for g in gradients]
+
+
+def _divided(gradient: tf.Tensor | tf.IndexedSlices, factor: float) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / factor, gradient.indices)
+    return gradient / factor
 
 
 def clip_gradients(

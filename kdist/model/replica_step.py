@@ -17,8 +17,10 @@ from kdist._compat.keras import build, call, compute_loss, global_seed, layers_o
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.model.metrics import metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import check_optimizer, is_elementwise
+from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
+from kdist.model.state import choose_variables
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,11 @@ class ReplicaStep:
     def __init__(self, model: keras.Model, batch_spec: Any) -> None:
         build(model, batch_spec)
         self.model = model
-        self.trainable: list[keras.Variable] = model.trainable_variables
-        others = model.non_trainable_variables
+        self.trainable, others = choose_variables(model)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
-        self.metrics: list[keras.Variable] = model.metrics_variables
+        self.metrics = metric_variables(model)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
         self._has_dense: frozenset[int] = frozenset()
@@ -144,14 +145,16 @@ class ReplicaStep:
             lookups = RowLookups(tables, {i: trainable[i] for i in tables}, scope, tape)
             with lookups.active():
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
-        if loss is None:
-            raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
-        dense, of_rows = tape.gradient(loss, ([trainable[i] for i in whole], lookups.rows))
+            if loss is None:
+                raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
+            scaled_loss = model.optimizer.scale_loss(loss)
+        dense, of_rows = tape.gradient(scaled_loss, ([trainable[i] for i in whole], lookups.rows))
         gradients: list[Any] = [None] * len(trainable)
         for i, gradient in zip(whole, dense):
             gradients[i] = gradient
         for i in tables:
             gradients[i] = lookups.gradient(i, of_rows[i], add_up=i in self.row_wise)
+        gradients = unscaled(model.optimizer, gradients)
         # A variable that the step did not assign still maps to the tensor that was passed in.
         assigned = [
             self.trainable[i].path for i in whole if scope.get_current_value(self.trainable[i]) is not trainable[i]

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
 from kdist.model.names import is_seed, variable_names
 from kdist.model.optimizer import optimizer_state
+
+#: The parameters and the other variables of each model that has been trained here.
+_variables: WeakKeyDictionary[keras.Model, tuple[list[keras.Variable], list[keras.Variable]]] = WeakKeyDictionary()
+
+
+def choose_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """The parameters to train, and the other variables, as the model has them now; `variables_of` returns them from now
+    on.
+
+    A layer that a callback freezes during training is trained all the same, as by Keras's own compiled step.
+    """
+    _variables[model] = model.trainable_variables, model.non_trainable_variables
+    return _variables[model]
+
+
+def variables_of(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """The parameters and the other variables that the last training of a model has chosen, or would choose now."""
+    return _variables.get(model) or (model.trainable_variables, model.non_trainable_variables)
 
 
 def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:
@@ -27,7 +46,7 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
 def finalize_ema(model: keras.Model) -> None:
     """Gives the model the moving averages of its parameters, as Keras does at the end of `fit`, if it keeps any."""
     if model.optimizer.use_ema:
-        model.optimizer.finalize_variable_values(model.trainable_variables)
+        model.optimizer.finalize_variable_values(variables_of(model)[0])
 
 
 def parameter_names(model: keras.Model) -> dict[str, keras.Variable]:
@@ -37,8 +56,8 @@ def parameter_names(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
-    trainable = model.trainable_variables
-    variables = [*trainable, *model.non_trainable_variables]
+    trainable, others = variables_of(model)
+    variables = [*trainable, *others]
     names = variable_names(model, variables)
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}

@@ -9,7 +9,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import PureUpdates, decays, learning_rate_variable, open_rows, set_path, step_counter
+from kdist._compat.keras import (
+    PureUpdates,
+    decays,
+    learning_rate_variable,
+    missing_variables,
+    open_rows,
+    set_path,
+    step_counter,
+    unbuilt_copy,
+)
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import optimizer_state
@@ -109,7 +118,7 @@ class RowOptimizer:
     ) -> None:
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
-        self._pure = pure.from_config(self.optimizer.get_config())
+        self._pure = unbuilt_copy(self.optimizer, pure)
         with tf.device("CPU:0"):
             self._stand_in = keras.Variable(np.zeros((1, *variable.shape[1:])), dtype=variable.dtype)
             set_path(self._stand_in, variable.path)
@@ -151,19 +160,19 @@ def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[
 def _copy_for(
     optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
-    """A copy of `optimizer`, built for `variables` in place of `originals`; it does not clip."""
-    try:
-        copy = BY_KERNEL.get(type(optimizer), type(optimizer)).from_config(optimizer.get_config())
-    except Exception as error:
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} cannot be copied to the servers: from_config(get_config()) raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    copy.clipnorm = copy.clipvalue = copy.global_clipnorm = None
+    """A copy of `optimizer`, built for `variables` in place of `originals`, that takes gradients as they are."""
+    copy = unbuilt_copy(optimizer, BY_KERNEL.get(type(optimizer), type(optimizer)))
+    # The worker has clipped, and divided by the factor of the loss.
+    copy.clipnorm = copy.clipvalue = copy.global_clipnorm = copy.loss_scale_factor = None
     excluded = [variable for original, variable in zip(originals, variables) if not decays(optimizer, original)]
     if excluded:
         copy.exclude_from_weight_decay(var_list=excluded)
     copy.build(list(variables))
+    if missing := missing_variables(copy, optimizer):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} cannot be copied to the servers: it creates {', '.join(missing)} "
+            "elsewhere than in `build`"
+        )
     return copy
 
 

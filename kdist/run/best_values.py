@@ -45,9 +45,11 @@ class BestValues:
             if best["value"] is not None and best["step"] <= up_to
         }
 
-    def add(self, step: int, logs: Mapping[str, float]) -> None:
-        """Adds the validation values of a step, by name."""
+    def add(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Adds the validation values of a step, by name; a list has no best value."""
         for name, value in logs.items():
+            if isinstance(value, list):
+                continue
             mode, best = mode_of(self._model, name), self.by_name.get(name)
             if best is None or mode is None or is_better(value, best.value, mode):
                 self.by_name[name] = Best(value, step, mode)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kdist.model.logs import Logs, scalars
 from kdist.strategies.gradient_counts import GradientCounts
 
 
@@ -85,7 +86,7 @@ class Result:
     examples_per_second: float | None = None
     seconds: float = 0.0
     examples: int = 0
-    metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"train": {}, "validation": {}})
+    metrics: dict[str, Logs] = field(default_factory=lambda: {"train": {}, "validation": {}})
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=Gradients)
     restarts: dict[str, int] = field(default_factory=lambda: {"worker": 0, "cluster": 0})
@@ -101,6 +102,8 @@ class Result:
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -111,7 +114,7 @@ def final_metrics(result: Result) -> dict[str, float]:
     found = {
         f"final/{split}_{name}": value
         for split, logs in sorted(result.metrics.items(), reverse=True)
-        for name, value in logs.items()
+        for name, value in scalars(logs)
     }
     found["final/examples_per_sec"] = result.examples_per_second or math.nan
     return {tag: value for tag, value in found.items() if math.isfinite(value)}

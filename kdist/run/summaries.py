@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
@@ -28,6 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kdist.cluster.spec import EVALUATOR
 from kdist.console.warn import warn
+from kdist.model.logs import scalars
 
 _numbers = itertools.count()
 
@@ -47,15 +49,15 @@ class Summaries:
         self._files: dict[str, _EventFile] = {}
         self._warned = False
 
-    def scalars(self, split: str, values: Mapping[str, float], step: int) -> None:
-        """Writes `values` by their tags to `split`, `train` or `validation`."""
-        self._write(split, [scalar_pb(tag, np.float32(value)) for tag, value in values.items()], step)
+    def scalars(self, split: str, values: Mapping[str, Any], step: int) -> None:
+        """Writes `values` by their tags to `split`, `train` or `validation`; of a list, each item."""
+        self._write(split, [scalar_pb(tag, np.float32(value)) for tag, value in scalars(values)], step)
 
-    def epoch(self, split: str, logs: Mapping[str, float], step: int) -> None:
+    def epoch(self, split: str, logs: Mapping[str, Any], step: int) -> None:
         """Writes loss and metrics under the names of Keras's own callback, `epoch_<name>`."""
         self.scalars(split, {f"epoch_{name}": value for name, value in logs.items()}, step)
 
-    def evaluation(self, logs: Mapping[str, float], step: int) -> None:
+    def evaluation(self, logs: Mapping[str, Any], step: int) -> None:
         """Writes the results of an evaluator to `evaluator`."""
         self.scalars(EVALUATOR.job, logs, step)
         self.epoch(EVALUATOR.job, logs, step)

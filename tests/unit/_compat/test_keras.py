@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_fit_and_is_tracked() -> None:
     assert float(loss) == pytest.approx(made.evaluate(x, y, verbose=0)[0], rel=1e-5)
     made.reset_metrics()
     compat.track_loss(made, loss, 4)
-    total, count = compat.loss_variables(made)
+    total, count = compat.loss_tracker(made).variables
     assert float(total.numpy()) == pytest.approx(4 * float(loss), rel=1e-5)
     assert float(count.numpy()) == 4
     assert float(made.get_metrics_result()["loss"]) == pytest.approx(float(loss), rel=1e-5)
@@ -160,3 +160,28 @@ def test_updates_can_be_collected_by_a_scope() -> None:
         optimizer.apply([tf.constant([1.0])], [variable])
     assert float(variable.numpy()[0]) == 1.0
     assert float(np.asarray(scope.get_current_value(variable))[0]) == 0.5
+
+
+def test_a_copy_of_an_optimizer_has_its_settings_and_none_of_its_variables() -> None:
+    made = built_model(beta_1=0.7, weight_decay=0.01)
+    made.fit(*BATCH, verbose=0)
+    copy = compat.unbuilt_copy(made.optimizer, keras.optimizers.Adam)
+    assert (copy.beta_1, copy.weight_decay, copy.name) == (0.7, 0.01, made.optimizer.name)
+    assert not copy.built
+    assert [variable.name for variable in copy.variables] == ["iteration", "learning_rate"]
+    assert int(copy.iterations) == 0
+    copy.build(made.trainable_variables)
+    assert [v.path for v in copy.variables] == [v.path for v in made.optimizer.variables]
+    assert compat.missing_variables(copy, made.optimizer) == []
+
+
+def test_custom_objects_are_found_by_the_names_that_keras_looks_for() -> None:
+    class Own(keras.layers.Layer):
+        pass
+
+    def own_loss(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(y_pred - y_true)
+
+    made = keras.Sequential([Own(), keras.layers.Dense(1, kernel_initializer=own_loss)])
+    made.compile("sgd", own_loss, metrics=["mae"])
+    assert compat.custom_objects_of(made) == {"Own": Own, "own_loss": own_loss}

@@ -1,0 +1,283 @@
+"""What users write around a model, as Keras's own documentation shows it: metrics, schedules, optimizers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+from helpers import environment, toy_data
+from keras import ops
+from test_keras_parity import BATCH, STEPS, assert_same_as_keras
+
+import kdist
+
+
+class TruePositives(keras.metrics.Metric):
+    """The result is the variable itself, as in the example of Keras's documentation."""
+
+    def __init__(self, name: str = "true_positives", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.count = self.add_variable(shape=(), initializer="zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        chosen = ops.equal(ops.cast(ops.argmax(y_pred, -1), "int64"), ops.cast(ops.reshape(y_true, [-1]), "int64"))
+        self.count.assign_add(ops.sum(ops.cast(chosen, "float32")))
+
+    def result(self) -> Any:
+        return self.count
+
+
+class Counts(TruePositives):
+    """The result is a dict."""
+
+    def result(self) -> Any:
+        return {"hits": self.count, "half": self.count / 2}
+
+
+def one_hot_data() -> tuple[np.ndarray, np.ndarray]:
+    x, y = toy_data(BATCH * STEPS)
+    return x, np.eye(3, dtype=np.float32)[np.reshape(y, [-1])]
+
+
+def no_loss_metric(optimizer: Any = "adam") -> keras.Model:
+    """Overrides `metrics` without the tracker of the loss."""
+
+    class OwnMetrics(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3, activation="softmax")
+            self.mean_score = keras.metrics.Mean(name="mean_score")
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+            self.mean_score.update_state(ops.max(y_pred, -1))
+            return self.get_metrics_result()
+
+        @property
+        def metrics(self) -> list[keras.metrics.Metric]:
+            return [self.mean_score]
+
+    model = OwnMetrics()
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]] = {
+    "a metric whose result is its variable": (
+        lambda: models.mlp(metrics=[TruePositives()]),
+        lambda: toy_data(BATCH * STEPS),
+    ),
+    "a metric whose result is a dict": (lambda: models.mlp(metrics=[Counts()]), lambda: toy_data(BATCH * STEPS)),
+    "metrics with several values": (
+        lambda: models.mlp(
+            loss="categorical_crossentropy",
+            metrics=[keras.metrics.F1Score(), keras.metrics.Recall(thresholds=[0.2, 0.5], name="recall")],
+        ),
+        one_hot_data,
+    ),
+    "loss_scale_factor": (
+        lambda: models.mlp(keras.optimizers.SGD(0.1, loss_scale_factor=64.0, clipnorm=0.1)),
+        lambda: toy_data(BATCH * STEPS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_in_keras(name: str, run_dir: Path) -> None:
+    build, data = CASES[name]
+    assert_same_as_keras(build, *data(), run_dir, "local", epochs=2)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_in_keras_on_servers(name: str, run_dir: Path) -> None:
+    build, data = CASES[name]
+    assert_same_as_keras(build, *data(), run_dir, "2ps1w", epochs=2)
+
+
+def test_metrics_with_several_values_are_written_as_such(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build, _ = CASES["metrics with several values"]
+    x, y = one_hot_data()
+    trainer = kdist.Trainer(build, run_dir=run_dir)
+    trainer.fit(x, y, batch_size=BATCH, steps=STEPS, validation_data=(x, y), verbose=2)
+    expected = trainer.model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    found = json.loads((run_dir / "result.json").read_text())["metrics"]["validation"]
+    np.testing.assert_allclose(found["f1_score"], expected["f1_score"], rtol=1e-5)
+    np.testing.assert_allclose(trainer.evaluate(x, y)["f1_score"], expected["f1_score"], rtol=1e-5)
+    shown = " ".join(f"{value:.4f}" for value in expected["f1_score"])
+    assert f"f1_score [{shown}]" in capsys.readouterr().out
+
+
+def test_a_metric_with_several_values_cannot_be_the_best(run_dir: Path) -> None:
+    build, _ = CASES["metrics with several values"]
+    trainer = kdist.Trainer(build, run_dir=run_dir, hooks=[kdist.hooks.BestCheckpoint(metric="f1_score", mode="max")])
+    with pytest.raises(kdist.ConfigError, match=r"BestCheckpoint\.metric=f1_score: has 3 values"):
+        trainer.fit(*one_hot_data(), steps=2, validation_data=one_hot_data(), verbose=0)
+
+
+def test_the_loss_is_reported_if_metrics_leaves_it_out(run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    trainer = kdist.Trainer(no_loss_metric, run_dir=run_dir)
+    history = trainer.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    assert set(history.history) == {"loss", "mean_score"}
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+class Halves(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule without a config."""
+
+    def __init__(self, first: float, every: int) -> None:
+        self.first, self.every = first, every
+
+    def __call__(self, step: Any) -> Any:
+        return self.first * 0.5 ** ops.cast(step // self.every, "float32")
+
+
+class Signed(keras.optimizers.Optimizer):
+    """An optimizer without `get_config`, with an argument and a slot of its own."""
+
+    def __init__(self, learning_rate: float, keep: float) -> None:
+        super().__init__(learning_rate)
+        self.keep = keep
+
+    def build(self, variables: list[keras.Variable]) -> None:
+        if not self.built:
+            super().build(variables)
+            self.means = self.add_optimizer_variables(variables, "mean")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        mean = self.means[self._get_variable_index(variable)]
+        self.assign(mean, self.keep * mean + (1 - self.keep) * gradient)
+        self.assign_sub(variable, ops.cast(learning_rate, variable.dtype) * ops.sign(mean))
+
+
+RATES: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "a schedule without a config": lambda: keras.optimizers.Adam(Halves(0.02, 4)),
+    "an optimizer without a config": lambda: Signed(0.01, keep=0.8),
+}
+
+
+@pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.usefixtures("tasks_prepared")
+def test_optimizers_and_schedules_need_no_config(name: str, cluster: str, run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    assert_same_as_keras(lambda: models.mlp(RATES[name]()), x, y, run_dir, cluster, epochs=2)
+
+
+def test_a_callable_learning_rate_needs_no_config(run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    rate = 0.05
+    assert_same_as_keras(lambda: models.mlp(keras.optimizers.SGD(lambda: rate)), x, y, run_dir, "local", epochs=2)
+
+
+def test_an_optimizer_that_creates_slots_elsewhere_is_refused(run_dir: Path) -> None:
+    class Early(keras.optimizers.SGD):
+        def __init__(self) -> None:
+            super().__init__(0.1)
+            self.calls = self.add_variable((), name="calls")
+
+    x, y = toy_data(BATCH)
+    with pytest.raises(kdist.ConfigError, match="optimizer Early cannot be copied to the servers: it creates calls "):
+        kdist.Trainer(lambda: models.mlp(Early()), run_dir=run_dir).fit(x, y, steps=1, verbose=0)
+
+
+class FreezesAfterTheFirstEpoch(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.layers[0].trainable = False
+
+
+@pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
+@pytest.mark.usefixtures("tasks_prepared")
+def test_a_layer_that_a_callback_freezes_is_trained_as_by_keras(cluster: str, run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    callbacks = [FreezesAfterTheFirstEpoch()]
+    assert_same_as_keras(lambda: models.mlp("adam"), x, y, run_dir, cluster, epochs=3, callbacks=callbacks)
+
+
+def test_a_loaded_model_begins_with_the_first_batch(run_dir: Path, tmp_path: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    before = models.mlp("sgd")
+    before.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    before.save(tmp_path / "before.keras")
+    assert_same_as_keras(
+        lambda: keras.saving.load_model(tmp_path / "before.keras"), x[: 5 * BATCH], y[: 5 * BATCH], run_dir, "local"
+    )
+
+
+def test_a_fit_that_would_train_nothing_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    before = models.mlp("sgd")
+    before.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    before.save(tmp_path / "before.keras")
+    trainer = kdist.Trainer(lambda: keras.saving.load_model(tmp_path / "before.keras"), run_dir=run_dir)
+    with pytest.raises(kdist.ConfigError, match=r"steps=12: the model has had 12 updates; steps is the global step"):
+        trainer.fit(x, y, steps=STEPS, verbose=0)
+
+
+SCRIPT = """
+import keras
+import numpy as np
+from keras import ops
+
+import kdist
+
+
+class Scale(keras.layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+
+class Hits(keras.metrics.Mean):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(ops.equal(ops.argmax(y_pred, -1), ops.cast(ops.reshape(y_true, [-1]), "int64")))
+
+
+def own_loss(y_true, y_pred):
+    return ops.sparse_categorical_crossentropy(y_true, y_pred)
+
+
+FACTOR = 2.0
+last = keras.layers.Lambda(lambda x: {last})
+model = keras.Sequential([keras.layers.Input((6,)), Scale(), keras.layers.Dense(3, activation="softmax"), last])
+model.compile("sgd", own_loss, metrics=[Hits(name="hits")])
+x = np.random.default_rng(1).normal(size=(64, 6)).astype("float32")
+trainer = kdist.Trainer(model, cluster="2w", run_dir="D")
+history = trainer.fit(x, (x.sum(1) > 0).astype("int64"), batch_size=16, epochs=2, verbose=0)
+print(trainer.result.global_step, sorted(history.history), type(trainer.model.layers[0]).__name__)
+"""
+
+
+def _run_script(folder: Path, last: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT.replace("{last}", last))
+    command, env = [sys.executable, "script.py"], environment()
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.cluster
+def test_a_model_with_classes_of_a_script_reaches_the_processes_that_train(tmp_path: Path) -> None:
+    done = _run_script(tmp_path, "x / 1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4 ['hits', 'loss'] Scale"
+
+
+@pytest.mark.cluster
+def test_a_model_with_a_lambda_that_reads_the_script_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = _run_script(tmp_path, "x / FACTOR")
+    assert done.returncode == 1
+    assert "reads FACTOR, which a saved model does not contain; give the function that builds the model" in done.stderr
+    assert not (tmp_path / "D" / "logs").exists()
