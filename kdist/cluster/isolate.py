@@ -27,6 +27,7 @@ _LOOPBACK = "lo"
 
 _IN_PYTHON = "a Python process cannot do it by itself; start it by `unshare -rn python ...`, or use the command line"
 _why_not = _IN_PYTHON
+_has_entered = False
 _has_warned = False
 
 
@@ -40,20 +41,23 @@ def is_isolated() -> bool:
 def enter(mode: str) -> None:
     """Moves this process, and its future children, to a network namespace of its own.
 
+    It does so on a machine without a network as well, where other processes share the loopback device.
+
     Args:
         mode: of `MODES`: `never` does nothing; `auto` leaves it to `require` to say that it did not work.
 
     Raises:
         ConfigError: it did not work, and `must`.
     """
-    global _why_not  # noqa: PLW0603 - a process is in one namespace
-    if mode == "never" or is_isolated():
+    global _why_not, _has_entered  # noqa: PLW0603 - a process is in one namespace
+    if mode == "never" or _has_entered:
         return
     if _why_not is _IN_PYTHON:
         # Once: the obstacle remains, and threads are added to it.
         try:
             _try_in_a_child()
             _unshare()
+            _has_entered = True
             return
         except OSError as error:
             _why_not = str(error)

@@ -96,9 +96,15 @@ ENTERED = """
 import os, socket
 from pathlib import Path
 from kdist.cluster import isolate
-user = os.getuid(), os.getgid()
+
+def namespace():
+    return os.stat("/proc/self/ns/net").st_ino
+
+user, before = (os.getuid(), os.getgid()), namespace()
 isolate.enter("must")
+entered = namespace()
 isolate.enter("must")
+assert before != entered == namespace()
 assert isolate.is_isolated()
 assert (os.getuid(), os.getgid()) == user
 Path("file").write_text("mine")
@@ -113,8 +119,10 @@ print("done")
 
 
 @needs_namespaces
-def test_a_process_enters_with_its_loopback_and_its_user(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", ENTERED], cwd=tmp_path, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("outside", [[], ["unshare", "-rn"]], ids=["with a network", "without"])
+def test_a_process_enters_with_its_loopback_and_its_user(tmp_path: Path, outside: list[str]) -> None:
+    command = [*outside, sys.executable, "-c", ENTERED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
     assert (tmp_path / "file").stat().st_uid == os.getuid()
 
