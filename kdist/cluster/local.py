@@ -32,8 +32,8 @@ from kdist.errors import ClusterError
 
 _START_ATTEMPTS = 3
 _STOP_SECS = 2.0
-# The chief finds most stopped tasks itself, and says so.
-_GUARD_EXTRA_SECS = 10.0
+# The chief finds most stopped tasks itself, within 10 s after `cluster.step_timeout` at most, and says so.
+_GUARD_EXTRA_SECS = 20.0
 
 
 def available_cores() -> int:

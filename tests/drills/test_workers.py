@@ -84,7 +84,7 @@ def test_a_stopped_worker_is_found_and_replaced(drill: Drill) -> None:
     run.wait_for(r"train \| step +500")
     stopped = run.signal_task("worker:1", signal.SIGSTOP)
     # By time, before something is traced, or by the guard if it happened in the middle of that.
-    run.wait_for(r"worker:1 (did not respond .*; killing it|was stopped for 13 s and killed)", 40)
+    run.wait_for(r"worker:1 (did not respond .*; killing it|was stopped for 23 s and killed)", 40)
     run.wait_for(r"worker:1 is back after")
     assert run.wait_for_task("worker:1") != stopped
     run.process.terminate()
