@@ -96,6 +96,22 @@ def table_of(layer: keras.layers.Embedding) -> keras.Variable:
     return layer._embeddings
 
 
+def as_fit_passes_it(batch: tuple[Any, ...]) -> Any:
+    """A batch as `fit` passes it to `train_step`: inputs alone are not in a tuple."""
+    return keras.utils.pack_x_y_sample_weight(*batch)
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizer that a model was compiled with, and those in its attributes."""
+    found = [model.optimizer, *_items(list(vars(model).values()))]
+    return list({id(item): item for item in found if isinstance(item, keras.optimizers.Optimizer)}.values())
+
+
+def built_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables that an optimizer was built for; none before that."""
+    return list(getattr(optimizer, "_trainable_variables", None) or ())
+
+
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """The variable behind `iterations`, which is what a scope has to map: the property may return another tensor."""
     return optimizer._iterations

@@ -8,12 +8,14 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
+from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.eager.executor import Executor
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "session_config",
     "set_server_def",
     "update_server_def",
+    "watch_in_every_tape",
 ]
 
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
@@ -46,6 +49,15 @@ def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
 def allow_many_next(iterator: Any) -> None:
     """Lets a function call `next` again: TensorFlow rejects more than 32 calls, assuming an unrolled Python loop."""
     iterator._get_next_call_count = 0
+
+
+def watch_in_every_tape(value: tf.Tensor) -> None:
+    """Makes a tensor of a graph behave as a trainable variable that was read: every recording tape watches it.
+
+    `tape.gradient` of a Keras variable asks for the `handle` of its value, which a tensor does not have.
+    """
+    value.handle = value
+    tape_lib.variable_accessed(SimpleNamespace(handle=value, trainable=True))
 
 
 class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):

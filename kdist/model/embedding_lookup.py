@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,9 @@ from kdist.layers import Embedding
 FetchRows = Callable[[tf.Tensor], tf.Tensor]
 
 
-def embedding_layers(model: keras.Model) -> dict[int, keras.layers.Embedding]:
-    """The embedding layers of `model` by the index of their table in `model.trainable_variables`."""
-    index_of = {id(variable): i for i, variable in enumerate(model.trainable_variables)}
+def embedding_layers(model: keras.Model, trainable: Sequence[keras.Variable]) -> dict[int, keras.layers.Embedding]:
+    """The embedding layers of `model` by the index of their table in `trainable`."""
+    index_of = {id(variable): i for i, variable in enumerate(trainable)}
     layers = [v for v in layers_of(model) if type(v) in (keras.layers.Embedding, Embedding) and v.built]
     return {index_of[id(table_of(v))]: v for v in layers if id(table_of(v)) in index_of}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -13,12 +14,20 @@ import tensorflow as tf
 from kdist._compat.keras import loss_tracker
 from kdist.model.logs import Logs, as_logs
 
+if TYPE_CHECKING:
+    from kdist.model.train_step import OwnTrainStep
 
-def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a built model's metrics, and of its loss, which an overridden `metrics` may leave out."""
-    variables = model.metrics_variables
-    known = {id(variable) for variable in variables}
-    return [*variables, *(variable for variable in loss_tracker(model).variables if id(variable) not in known)]
+
+def metric_variables(model: keras.Model, own: OwnTrainStep | None = None) -> list[keras.Variable]:
+    """The variables of a built model's metrics, and of its loss, which an overridden `metrics` may leave out.
+
+    Args:
+        own: the model's own `train_step`, the means of which count as well.
+    """
+    means = [] if own is None else list(own.means.values())
+    variables = [v for metric in (loss_tracker(model), *means) for v in metric.variables]
+    known = {id(variable) for variable in model.metrics_variables}
+    return [*model.metrics_variables, *(variable for variable in variables if id(variable) not in known)]
 
 
 class MetricReader:
@@ -26,17 +35,22 @@ class MetricReader:
 
     Args:
         model: the chief's own model; its metric variables keep their values.
+        own: its own `train_step`, if that is what the values are of.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, own: OwnTrainStep | None = None) -> None:
         self._model = model
-        self._variables = metric_variables(model)
+        self._own = own
+        self._variables = metric_variables(model, own)
         for metric in [*model.metrics, loss_tracker(model)]:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self._variables]
         self.aggregations = [variable.aggregation for variable in self._variables]
         index_of = {id(variable): i for i, variable in enumerate(self._variables)}
-        self._loss_total, self._loss_count = (index_of[id(v)] for v in loss_tracker(model).variables)
+        means = [loss_tracker(model)]
+        if own is not None and not own.counts_loss:
+            means = [mean for name, mean in own.means.items() if name.endswith("loss")]
+        self._losses = [tuple(index_of[id(v)] for v in mean.variables) for mean in means]
 
     def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges the values of two replicas that counted separately."""
@@ -47,18 +61,24 @@ class MetricReader:
         return tuple(_total(*parts) for parts in zip(rows, self.initial_values, self.aggregations))
 
     def logs(self, values: Sequence[np.ndarray]) -> Logs:
-        """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables; the loss is always there."""
+        """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables.
+
+        The loss is always there, unless the model's own `train_step` returns none.
+        """
         # Assigning the variables would take several times longer than the arithmetic.
         mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
         with keras.StatelessScope(mapping):
             # A result may be a variable, which has its value in this scope only.
-            logs = as_logs(self._model.get_metrics_result())
-        return logs if "loss" in logs else {"loss": self.loss(values), **logs}
+            means = {} if self._own is None else self._own.means
+            results = {**self._model.get_metrics_result(), **{name: mean.result() for name, mean in means.items()}}
+            logs = as_logs(results)
+        logs = logs if "loss" in logs else {"loss": self.loss(values), **logs}
+        return logs if self._own is None else {name: logs[name] for name in self._own.names}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
-        """The loss without TensorFlow: cheap enough for every run."""
-        count = float(values[self._loss_count])
-        return float(values[self._loss_total]) / count if count else 0.0
+        """The loss, without TensorFlow: cheap enough for every run. If a `train_step` has several, their sum."""
+        pairs = [(float(values[total]), float(values[count])) for total, count in self._losses]
+        return sum(total / count for total, count in pairs if count)
 
 
 @dataclass(frozen=True)

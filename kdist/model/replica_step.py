@@ -21,6 +21,7 @@ from kdist.model.metrics import metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
 from kdist.model.state import choose_variables
+from kdist.model.train_step import OwnTrainStep, overrides_train_step
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,16 @@ class ReplicaStep:
     """
 
     def __init__(self, model: keras.Model, batch_spec: Any) -> None:
-        build(model, batch_spec)
         self.model = model
-        self.trainable, others = choose_variables(model)
+        #: The model's own `train_step`, if it has one.
+        self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
+        if self.own is None:
+            build(model, batch_spec)
+        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
-        self.metrics = metric_variables(model)
+        self.metrics = metric_variables(model, self.own)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
         self._has_dense: frozenset[int] = frozenset()
@@ -71,6 +75,9 @@ class ReplicaStep:
         self._batch_spec = batch_spec
         # Traced once, no matter how many steps a call unrolls.
         self._dense_step = tf.function(self._run_dense, autograph=False)
+        if self.own is not None:
+            # In a function of its own: a worker knows only those that are traced after it has joined.
+            self.own.check_variables(self._traced(tf.function(self._run_dense, autograph=False)))
 
     @property
     def row_wise(self) -> frozenset[int]:
@@ -84,9 +91,7 @@ class ReplicaStep:
         """The trainable variables that get a dense gradient in every step, by index."""
         if self.tables:
             return self._has_dense
-        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
-        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
-        traced = self._dense_step.get_concrete_function(*specs, seeds, self._batch_spec)
+        traced = self._traced(self._dense_step)
         others = (type(None), tf.IndexedSlices, tf.IndexedSlicesSpec)
         return frozenset(i for i, g in enumerate(traced.structured_outputs[0]) if not isinstance(g, others))
 
@@ -112,10 +117,19 @@ class ReplicaStep:
             return output
         return ReplicaOutput(*self._dense_step(list(trainable), list(state), list(metrics), seeds, batch))
 
+    def _traced(self, step: Any) -> tf.types.experimental.ConcreteFunction:
+        """A step without tables, for values and batches of this model."""
+        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
+        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
+        return step.get_concrete_function(*specs, seeds, self._batch_spec)
+
     def _run_dense(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any
     ) -> tuple[Any, Any, Any]:
-        output, _ = self._run(trainable, state, metrics, seeds, batch, {})
+        if self.own is None:
+            output, _ = self._run(trainable, state, metrics, seeds, batch, {})
+        else:
+            output = self._run_own(self.own, trainable, state, metrics, seeds, batch)
         return output.gradients, output.state, output.metrics
 
     def _run(
@@ -131,12 +145,7 @@ class ReplicaStep:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = self.model
         whole = [i for i in range(len(trainable)) if i not in tables]
-        mapping = [
-            *((self.trainable[i], trainable[i]) for i in whole),
-            *zip(self.state, state),
-            *zip(self.metrics, metrics),
-            *((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds)),
-        ]
+        mapping = [*((self.trainable[i], trainable[i]) for i in whole), *self._others(state, metrics, seeds)]
         with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True) as scope:
             # Only its layer reads a table: `_find_tables` checks that, by passing the whole tables.
             tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
@@ -154,27 +163,44 @@ class ReplicaStep:
             gradients[i] = gradient
         for i in tables:
             gradients[i] = lookups.gradient(i, of_rows[i], add_up=i in self.row_wise)
-        gradients = unscaled(model.optimizer, gradients)
+        with scope:
+            update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+        return self._output(gradients, scope, {i: trainable[i] for i in whole}, state), lookups
+
+    def _run_own(self, own: OwnTrainStep, trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> Any:
+        """The step of a model with a `train_step` of its own."""
+        with own.scope(list(zip(self.trainable, trainable)), self._others(state, metrics, seeds)) as scope:
+            gradients = own(batch, batch_size_of(batch))
+        return self._output(gradients, scope, dict(enumerate(trainable)), state)
+
+    def _others(self, state: Any, metrics: Any, seeds: Any) -> list[tuple[keras.Variable, Any]]:
+        """All variables but the trainable ones, with their values."""
+        seeds_cast = ((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds))
+        return [*zip(self.state, state), *zip(self.metrics, metrics), *seeds_cast]
+
+    def _output(
+        self, gradients: list[Any], scope: keras.StatelessScope, given: Mapping[int, Any], state: Sequence[tf.Tensor]
+    ) -> ReplicaOutput:
+        """What came out of a step that ran in `scope` with the `given` values of trainable variables."""
         # A variable that the step did not assign still maps to the tensor that was passed in.
         assigned = [
-            self.trainable[i].path for i in whole if scope.get_current_value(self.trainable[i]) is not trainable[i]
+            self.trainable[i].path
+            for i, value in given.items()
+            if scope.get_current_value(self.trainable[i]) is not value
         ]
         if assigned:
             raise ConfigError(
-                f"model {model.name}: a layer assigns {', '.join(assigned)} when it is called (SpectralNormalization "
-                "does); only the optimizer may change a trainable variable"
+                f"model {self.model.name}: a layer assigns {', '.join(assigned)} when it is called "
+                "(SpectralNormalization does); only the optimizer may change a trainable variable"
             )
         if all(gradient is None for gradient in gradients):
-            raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
-        with scope:
-            update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+            raise ConfigError(f"model {self.model.name}: the loss depends on no trainable variable")
         new_state = [scope.get_current_value(variable) for variable in self.state]
-        output = ReplicaOutput(
-            gradients,
+        return ReplicaOutput(
+            unscaled(self.model.optimizer, gradients),
             [None if new is old else new for old, new in zip(state, new_state)],
             [scope.get_current_value(variable) for variable in self.metrics],
         )
-        return output, lookups
 
     def _find_tables(self, batch_spec: Any) -> None:
         """Fills `tables` and `whole_tables`.
@@ -182,7 +208,10 @@ class ReplicaStep:
         A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it: a step is traced
         once with the whole tables as additional inputs, and those that it uses are needed as a whole.
         """
-        layers = embedding_layers(self.model)
+        layers = embedding_layers(self.model, self.trainable)
+        if self.own is not None:
+            self.whole_tables = dict.fromkeys(layers, "the model's own train_step")
+            return
         self.whole_tables = {index: reason for index, layer in layers.items() if (reason := why_needed_whole(layer))}
         candidates = {index: layer for index, layer in layers.items() if index not in self.whole_tables}
         if not candidates:
@@ -227,11 +256,9 @@ def check_model(model: keras.Model, strategy: str) -> None:
             "builds it, or give optimizer, loss and metrics in the config"
         )
     if model.optimizer is None:
-        raise ConfigError(f"model {model.name} is compiled without an optimizer")
-    if type(model).train_step is not keras.Model.train_step:
         raise ConfigError(
-            f"model {model.name}: {type(model).__name__} overrides train_step, which no strategy could spread over "
-            "tasks; override compute_loss (and compute_metrics) instead"
+            f"model {model.name} is compiled without an optimizer; a model with its own `compile` gives it to "
+            "super().compile(optimizer=...)"
         )
     if stateful := [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]:
         raise ConfigError(

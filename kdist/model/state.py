@@ -15,13 +15,21 @@ from kdist.model.optimizer import optimizer_state
 _variables: WeakKeyDictionary[keras.Model, tuple[list[keras.Variable], list[keras.Variable]]] = WeakKeyDictionary()
 
 
-def choose_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
+def choose_variables(
+    model: keras.Model, trainable: list[keras.Variable] | None = None
+) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters to train, and the other variables, as the model has them now; `variables_of` returns them from now
     on.
 
     A layer that a callback freezes during training is trained all the same, as by Keras's own compiled step.
+
+    Args:
+        trainable: those that are trained if not all are.
     """
-    _variables[model] = model.trainable_variables, model.non_trainable_variables
+    chosen = model.trainable_variables if trainable is None else trainable
+    known = {id(variable) for variable in chosen}
+    others = [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in known]
+    _variables[model] = chosen, others
     return _variables[model]
 
 

@@ -209,7 +209,7 @@ def assert_refused(arguments: list[str], said: list[str], folder: Path, capsys: 
 FAILING = [
     (["model._target_=user_code.not_a_model"], 2, ["user_code.not_a_model", "int", "keras.Model"]),
     (["+model.compiled=false"], 2, ["not compiled", "optimizer", "loss"]),
-    (["model._target_=user_code.build_own_train_step"], 2, ["overrides train_step", "compute_loss"]),
+    (["model._target_=user_code.build_own_train_step"], 2, ["OwnTrainStep.train_step", "return a dict"]),
     (["data._target_=user_code.wrong_form"], 2, ["user_code.wrong_form", "features", "must return"]),
     (["optimizer.name=nope"], 2, ["optimizer.name=nope", "adam"]),
     (["optimizer.beta_1=0.5"], 2, ["optimizer.beta_1", "SGD takes no beta_1", "momentum"]),

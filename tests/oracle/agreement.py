@@ -15,6 +15,9 @@ import numpy as np
 
 EXAMPLES, BATCH, STEPS = 320, 64, 30
 
+#: The model has a `train_step` of its own.
+OWN_STEP = "own_train_step"
+
 
 def optimizers() -> dict[str, Callable[[], Any]]:
     from keras import optimizers as o
@@ -28,6 +31,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         "rmsprop": lambda: o.RMSprop(0.01, clipvalue=0.01),
         "ftrl": lambda: o.Ftrl(0.1),
         "adamw": lambda: o.AdamW(0.01, weight_decay=0.1),
+        OWN_STEP: lambda: o.Adam(0.01),
     }
 
 
@@ -49,9 +53,27 @@ def build(optimizer: str) -> Any:
     numbers, ids = layers.Input((6,), name="numbers"), layers.Input((3,), dtype="int32", name="ids")
     parts = [numbers, layers.Flatten()(layers.Embedding(50, 4)(ids)), layers.Flatten()(Embedding(50, 3)(ids))]
     hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(layers.Concatenate()(parts))
-    model = keras.Model({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
+    kind = own_step_model() if optimizer == OWN_STEP else keras.Model
+    model = kind({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
     model.compile(optimizers()[optimizer](), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
+
+
+def own_step_model() -> type[Any]:
+    import keras
+    import tensorflow as tf
+
+    class OwnStep(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x, y, y_pred)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {**self.compute_metrics(x, y, y_pred), "own_loss": loss}
+
+    return OwnStep
 
 
 def train(optimizer: str, run_dir: Path, cluster: str, num_replicas: int, **options: Any) -> list[np.ndarray]:

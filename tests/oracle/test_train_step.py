@@ -1,0 +1,240 @@
+"""Models with a `train_step` of their own, against plain Keras, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import toy_data
+from keras import layers, ops
+from test_keras_parity import BATCH, STEPS, assert_same_as_keras
+
+import kdist
+
+anywhere = pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
+
+
+def dense(*sizes: int, seed: int = 1) -> keras.Sequential:
+    start = keras.initializers.GlorotUniform(seed)
+    hidden = [layers.Dense(size, activation="relu", kernel_initializer=start) for size in sizes[:-1]]
+    return keras.Sequential([*hidden, layers.Dense(sizes[-1], kernel_initializer=start)])
+
+
+class Plain(keras.Model):
+    """The step that Keras itself takes, written out, as in its guide; the state of normalization changes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before the normalization has no gradient but noise.
+        self.net = layers.Dense(8, use_bias=False, kernel_initializer=keras.initializers.GlorotUniform(6))
+        self.norm = layers.BatchNormalization()
+        self.out = dense(3)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.out(self.norm(self.net(inputs), training=training))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class Wrapped(keras.Sequential):
+    """Adds a value to what Keras's step returns, and reads weights inside a loop."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {**super().train_step(data), "batch": ops.shape(data[1])[0]}
+
+
+class Distiller(keras.Model):
+    """A student learns from a teacher, and a copy of it follows by a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher, self.follower = dense(8, 3), dense(16, 3, seed=2), dense(8, 3)
+        self.gap = keras.metrics.Mean(name="gap")
+
+    def call(self, inputs: Any) -> Any:
+        return self.student(inputs)
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.gap]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _ = data
+        wanted = ops.softmax(self.teacher(x))
+        self.follower(x)
+        with tf.GradientTape() as tape:
+            gap = ops.mean(ops.categorical_crossentropy(wanted, self.student(x), from_logits=True))
+        weights = self.student.trainable_weights
+        gradients = tape.gradient(gap, weights)
+        for slow, fast in zip(self.follower.weights, weights):
+            slow.assign(0.9 * slow + 0.1 * fast)
+        self.optimizer.apply(gradients, weights)
+        self.gap.update_state(gap, sample_weight=ops.shape(x)[0])
+        return {"gap": self.gap.result()}
+
+
+class Forecast(keras.Model):
+    """Weights are read inside a loop; gradients are clipped by hand; inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = layers.LSTM(4, kernel_initializer=keras.initializers.GlorotUniform(4)), dense(6)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.rnn(inputs))
+
+    def train_step(self, x: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = ops.mean((self(x[:, :-1]) - x[:, -1]) ** 2)
+            loss += tf.cond(loss > 0.1, lambda: 0.01 * ops.sum(self.out.weights[0] ** 2), lambda: 0.0)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        gradients = [ops.clip(gradient, -0.05, 0.05) for gradient in gradients]
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+def compiled(make: Callable[[], keras.Model], **arguments: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = make()
+        model.compile(keras.optimizers.Adam(0.02), **arguments)
+        return model
+
+    return build
+
+
+def wrapped() -> keras.Model:
+    return Wrapped([layers.Input((6,)), dense(8, 3)])
+
+
+SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def sequences() -> np.ndarray:
+    return np.random.default_rng(3).normal(size=(BATCH * STEPS, 5, 6)).astype(np.float32)
+
+
+CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]] = {
+    "written out": (compiled(Plain, loss=SPARSE, metrics=[]), lambda: toy_data(BATCH * STEPS)),
+    "wrapped": (
+        compiled(wrapped, loss=SPARSE, metrics=["accuracy"]),
+        # Every batch is whole: Keras shows the value of the last one.
+        lambda: toy_data(BATCH * STEPS),
+    ),
+    "distillation": (compiled(Distiller), lambda: toy_data(BATCH * STEPS)),
+    "inputs alone": (compiled(Forecast), lambda: (sequences(), None)),
+}
+
+
+@anywhere
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("tasks_prepared")
+def test_it_is_as_in_keras(name: str, cluster: str, run_dir: Path) -> None:
+    build, data = CASES[name]
+    assert_same_as_keras(build, *data(), run_dir, cluster, epochs=2)
+
+
+class Steps(keras.Model):
+    """A step that `body` completes: `body(model, x, y, gradients)` -> what it returns."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net, self.other = dense(8, 3), keras.optimizers.SGD()
+        self.body = body
+        self.plain = tf.Variable(0.0, name="plain")
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+        return self.body(self, loss, tape.gradient(loss, self.trainable_weights))
+
+
+def applied(model: Any, loss: Any, gradients: Any) -> dict[str, Any]:
+    model.optimizer.apply(gradients, model.trainable_weights)
+    return {"loss": loss}
+
+
+def apply_twice(model: Any, loss: Any, gradients: Any) -> Any:
+    applied(model, loss, gradients)
+    return applied(model, loss, gradients)
+
+
+def apply_with_another(model: Any, loss: Any, gradients: Any) -> Any:
+    model.other.apply(gradients, model.trainable_weights)
+
+
+def read_after_apply(model: Any, loss: Any, gradients: Any) -> Any:
+    return {**applied(model, loss, gradients), "norm": ops.sum(model.trainable_weights[0] ** 2)}
+
+
+def read_a_tf_variable(model: Any, loss: Any, gradients: Any) -> Any:
+    return {**applied(model, loss, gradients), "plain": model.plain + 1.0}
+
+
+def read_iterations(model: Any, loss: Any, gradients: Any) -> Any:
+    return {**applied(model, loss, gradients), "step": model.optimizer.iterations + 1}
+
+
+def assign_a_weight(model: Any, loss: Any, gradients: Any) -> Any:
+    model.trainable_weights[0].assign(gradients[0])
+    return applied(model, loss, gradients)
+
+
+def return_the_loss(model: Any, loss: Any, gradients: Any) -> Any:
+    return applied(model, loss, gradients)["loss"]
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    apply_twice: "applies gradients 2 times in one step",
+    apply_with_another: "applies gradients with an optimizer that the model was not compiled with",
+    read_after_apply: r"reads steps.*/kernel after its update",
+    read_a_tf_variable: "uses plain:0, which other tasks do not have",
+    read_iterations: "uses optimizer.iterations, which other tasks do not have",
+    assign_a_weight: r"assigns steps.*/kernel",
+    return_the_loss: "returns SymbolicTensor; return a dict",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_what_no_worker_could_do_is_refused_before_anything_starts(body: Callable[..., Any], run_dir: Path) -> None:
+    trainer = kdist.Trainer(compiled(lambda: Steps(body), loss=SPARSE), cluster="2ps2w", run_dir=run_dir)
+    with pytest.raises(kdist.ConfigError, match=REFUSED[body]) as refused:
+        trainer.plan(*toy_data(BATCH))
+    if body is not assign_a_weight:
+        assert f"{__file__}:" in str(refused.value)
+
+
+def test_values_that_no_metric_counts_are_means_of_the_examples(run_dir: Path) -> None:
+    """Keras shows those of the last batch."""
+    data = tf.data.Dataset.from_tensor_slices(toy_data(3 * BATCH + 4)).batch(BATCH)
+    history = kdist.Trainer(CASES["wrapped"][0], run_dir=run_dir).fit(data, epochs=1, verbose=0)
+    assert history.history["batch"] == [pytest.approx((3 * BATCH**2 + 4**2) / (3 * BATCH + 4))]
+
+
+def test_a_loss_that_no_metric_counts_is_its_mean_and_not_0(run_dir: Path) -> None:
+    """In Keras the tracker of the loss, which nobody updates, hides it."""
+    build = compiled(lambda: Steps(applied), loss=SPARSE)
+    x, y = toy_data(BATCH)
+    history = kdist.Trainer(build, run_dir=run_dir).fit(x, y, batch_size=BATCH, steps=1, verbose=0)
+    assert history.history["loss"] == [pytest.approx(build().evaluate(x, y, verbose=0), rel=1e-5)]
