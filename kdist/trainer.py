@@ -23,7 +23,7 @@ from kdist.data.sources import read_locally, split_validation
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate
 from kdist.hooks import Hook, with_defaults
-from kdist.hooks.keras_callbacks import checked
+from kdist.hooks.keras_callbacks import CallbackOrSeveral, checked
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
 from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
@@ -90,7 +90,7 @@ class Trainer:
         *,
         run_dir: str | Path | None = None,
         hooks: Sequence[Hook] = (),
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: CallbackOrSeveral = (),
         name: str | None = None,
         steps_per_call: int | str = TrainConfig.steps_per_call,
         resume: str = RunConfig.resume,
@@ -172,7 +172,7 @@ class Trainer:
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: Any = RunConfig.verbose,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        callbacks: CallbackOrSeveral | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -239,7 +239,7 @@ class Trainer:
             class_weight=class_weight,
             sample_weight=sample_weight,
             verbose=verbose,
-            callbacks=[*self.callbacks, *(callbacks or ())],
+            callbacks=[*self.callbacks, *checked(callbacks)],
             validation_data=validation_data,
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
@@ -273,7 +273,7 @@ class Trainer:
             raise ConfigError(
                 f"strategy={self.strategy_name} trains in processes of its own, not in your loop; use fit"
             )
-        arguments["callbacks"] = [*self.callbacks, *(arguments.get("callbacks") or ())]
+        arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
         with self._one_chief():
             fit = LocalFit(self._request(FitArguments(x, y, **arguments)))
             try:

@@ -23,11 +23,6 @@ def overrides(method: Callable[..., Any]) -> bool:
     return not is_default(method)
 
 
-def build(model: keras.Model, batch_spec: Any) -> None:
-    """Builds model, optimizer and metrics for a batch of specs, as `fit` does; `Model.build` leaves the metrics out."""
-    model._symbolic_build(data_batch=batch_spec)
-
-
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:
     """Calls the model as Keras's trainers do; `training` is passed only to a `call` that takes it."""
     return model(x, training=training) if model._call_has_training_arg else model(x)

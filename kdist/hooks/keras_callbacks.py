@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import keras
@@ -18,6 +18,8 @@ from kdist.hooks.base import Hook, Session
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.model.state import read_from_model, write_to_model
 from kdist.parameters.store import GLOBAL_STEP
+
+CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 
 #: Keras callbacks that only use logs, so that the values need not be sent to the chief.
 _LOGS_ONLY = (
@@ -124,13 +126,19 @@ class Callbacks:
             session.request_stop("stop_training")
 
 
-def checked(callbacks: Sequence[Any]) -> list[Callback]:
-    """Returns the callbacks if kdist can call them.
+def checked(callbacks: CallbackOrSeveral | None) -> list[Callback]:
+    """Returns a list of the callbacks if kdist can call them.
+
+    Args:
+        callbacks: as Keras takes them: one, several in a list or in a `CallbackList`, or None.
 
     Raises:
         ConfigError: one is not a callback, or cannot be used here.
     """
-    for callback in callbacks:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
+    for callback in listed:
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks: {type(callback).__name__} is no keras.callbacks.Callback")
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -138,7 +146,7 @@ def checked(callbacks: Sequence[Any]) -> list[Callback]:
                 f"callbacks: {type(callback).__name__} cannot be used: kdist saves and resumes runs itself: "
                 "hooks.checkpoint says when, the same run_dir resumes"
             )
-    return list(callbacks)
+    return listed
 
 
 def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list[Callback], list[Hook]]:

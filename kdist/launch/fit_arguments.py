@@ -13,7 +13,6 @@ from kdist.config.schema import RunConfig, TrainConfig
 from kdist.data.sources import TrainingData, training_data
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import ValidationArguments
-from kdist.hooks.keras_callbacks import checked
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class FitArguments:
         ):
             check_whole_number(key, getattr(self, key))
         check_verbose("verbose", self.verbose)
-        checked(self.callbacks)
         check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
 
     @property

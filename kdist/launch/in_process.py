@@ -120,7 +120,7 @@ class LocalFit:
         others, hooks = as_hooks(arguments.callbacks, request.hooks)
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
-        callbacks = Callbacks([*others, self._history], model, epochs=arguments.epochs, steps=arguments.steps_per_epoch)
+        callbacks = Callbacks([*others, self._history], model, epochs=arguments.epochs, steps=steps_per_epoch)
         self._validate = validate = Validator(model, arguments.validation, callbacks)
         has_evaluator = request.strategy.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import build, call, compute_loss, global_seed, layers_of, table_of, track_loss
+from kdist._compat.keras import call, compute_loss, global_seed, layers_of, table_of, track_loss
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
@@ -60,7 +60,7 @@ class ReplicaStep:
         #: The model's own `train_step`, if it has one.
         self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
         if self.own is None:
-            build(model, batch_spec)
+            _build(model, batch_spec)
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
@@ -266,6 +266,19 @@ def check_model(model: keras.Model, strategy: str) -> None:
             "batches, and no state could follow them"
         )
     check_optimizer(model.optimizer, strategy)
+
+
+def _build(model: keras.Model, batch_spec: Any) -> None:
+    """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out."""
+
+    def first_step(batch: Any) -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        y_pred, loss = forward(model, x, y, sample_weight, training=True)
+        update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+
+    tf.function(first_step, autograph=False).get_concrete_function(batch_spec)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
 
 
 def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool) -> tuple[Any, tf.Tensor | None]:

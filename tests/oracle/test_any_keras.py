@@ -226,6 +226,40 @@ def test_a_fit_that_would_train_nothing_is_refused(run_dir: Path, tmp_path: Path
         trainer.fit(x, y, steps=STEPS, verbose=0)
 
 
+class Seen(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.begun = dict(self.params)
+
+
+def test_one_callback_needs_no_list_and_knows_the_steps_of_an_epoch(run_dir: Path) -> None:
+    x, y = toy_data(BATCH * STEPS)
+    ours, theirs = Seen(), Seen()
+    models.mlp("sgd").fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=theirs)
+    trainer = kdist.Trainer(lambda: models.mlp("sgd"), run_dir=run_dir, callbacks=Seen())
+    trainer.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=ours)
+    assert ours.begun == theirs.begun == {"verbose": 0, "epochs": 2, "steps": STEPS}
+
+
+@pytest.mark.parametrize("wrong", [1, [1], keras.callbacks.EarlyStopping])
+def test_what_is_no_callback_is_refused(wrong: Any, run_dir: Path) -> None:
+    with pytest.raises(kdist.ConfigError, match="is no keras.callbacks.Callback"):
+        kdist.Trainer(lambda: models.mlp("sgd"), run_dir=run_dir).fit(*toy_data(BATCH), steps=1, callbacks=wrong)
+
+
+def test_a_model_is_built_as_it_is_trained(run_dir: Path) -> None:
+    """Without `training`, RandomCrop resizes to the size of its crops, and images of unknown size cannot be."""
+
+    def build() -> keras.Model:
+        images = keras.Input((8, 8, 1))
+        crop = keras.layers.RandomCrop(4, 4, seed=1)
+        model = keras.Sequential([images, crop, keras.layers.Flatten(), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    x, y = np.ones((BATCH * 2, 8, 8, 1), np.float32), np.ones((BATCH * 2, 2), np.float32)
+    assert_same_as_keras(build, x, y, run_dir, "local")
+
+
 SCRIPT = """
 import keras
 import numpy as np

@@ -144,7 +144,7 @@ def two_views(number: int) -> tf.data.Dataset:
 PROGRAMS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str], float]] = {
     # The last is what the loss has to come down to, as a part of what it was.
     "vae": (vae, lambda: digits(512), {"loss", "reconstruction_loss", "kl_loss"}, 0.75),
-    "simsiam": (sim_siam, lambda: two_views(512), {"loss"}, 2.0),
+    "simsiam": (sim_siam, lambda: two_views(512), {"loss"}, 1.2),
 }
 
 
@@ -155,6 +155,7 @@ PROGRAMS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_keras_io_trains(name: str, where: str, run_dir: Path) -> None:
     build, data, names, part = PROGRAMS[name]
+    keras.utils.set_random_seed(1)
     trainer = kdist.Trainer(build, run_dir=run_dir, **CLUSTERS[where])
     history = trainer.fit(data(), batch_size=32, epochs=6, verbose=0)
     assert set(history.history) == names

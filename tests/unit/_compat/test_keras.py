@@ -20,17 +20,43 @@ def model(**options: Any) -> keras.Model:
 
 def built_model(**options: Any) -> keras.Model:
     made = model(**options)
-    compat.build(made, tuple(tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in BATCH))
+    made.train_on_batch(*BATCH)
     return made
 
 
-def test_a_model_is_built_with_its_metrics_and_optimizer() -> None:
+def test_the_metrics_of_a_model_are_built_by_its_first_step() -> None:
+    assert not compat.metrics_are_built(model())
+    assert compat.metrics_are_built(built_model())
+
+
+def test_a_batch_is_passed_as_fit_does() -> None:
+    seen: list[Any] = []
+
+    class Sees(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            seen.append(data)
+            return {"seen": 1.0}
+
+    made = Sees()
+    made.compile()
+    x, y = BATCH
+    for data in ((x,), (x, y), (x, y, np.ones(len(x), np.float32))):
+        made.fit(*data[:2], sample_weight=None if len(data) < 3 else data[2], verbose=0)
+        passed = compat.as_fit_passes_it(data)
+        assert [item is not None for item in tf.nest.flatten(seen[-1])] == [True] * len(tf.nest.flatten(passed))
+        assert isinstance(seen[-1], tuple) is isinstance(passed, tuple)
+
+
+def test_the_optimizers_of_a_model_are_found_in_its_attributes() -> None:
+    made = model()
+    made.others = [keras.optimizers.SGD(), {"critic": keras.optimizers.Adam()}]
+    assert [type(found).__name__ for found in compat.optimizers_of(made)] == ["Adam", "SGD", "Adam"]
+
+
+def test_the_variables_that_an_optimizer_was_built_for_are_known() -> None:
+    assert compat.built_variables(model().optimizer) == []
     made = built_model()
-    assert made.built
-    assert made.optimizer.built
-    assert compat.metrics_are_built(made)
-    # Total and count of the loss and of the mean absolute error.
-    assert len(made.metrics_variables) == 4
+    assert [v.path for v in compat.built_variables(made.optimizer)] == [v.path for v in made.trainable_variables]
 
 
 def test_the_seed_of_keras_random_is_its_state() -> None:
