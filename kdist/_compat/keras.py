@@ -135,6 +135,40 @@ def copy_decay_exclusions(source: keras.optimizers.Optimizer, target: keras.opti
     vars(target).update({**kept, "_exclude_from_weight_decay_cache": {}})
 
 
+class NadamBySteps(keras.optimizers.Nadam):
+    """Nadam whose product of momenta follows from the step.
+
+    Keras multiplies it in every update, and several workers that update a server at the same time would lose factors.
+    """
+
+    #: From here on a factor of the product rounds to `beta_1`.
+    _NUM_FACTORS = 512
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        dtype = self._u_product.dtype
+        step = tf.cast(self.iterations + 1, dtype)
+        numbers = tf.range(1, self._NUM_FACTORS, dtype=dtype)
+        factors = tf.where(numbers <= step, 1 - 0.5 * 0.96**numbers, 1)
+        # The variable's own assignment is collected by the scope: what others have written is not read.
+        self._u_product.assign(self.beta_1**step * tf.reduce_prod(factors))
+        super(keras.optimizers.Nadam, self)._backend_update_step(grads, trainable_variables, learning_rate)
+
+
+def parallel_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, tuple[int, str]]:
+    """The slots that an optimizer keeps in lists parallel to its variables: by id, the index and the list's name.
+
+    Adafactor names its slots by nothing that tells variables apart.
+    """
+    lists = {key: value for key, value in vars(optimizer).items() if isinstance(value, list)}
+    lists = {key: value for key, value in lists.items() if len(value) == len(optimizer._trainable_variables)}
+    return {
+        id(item): (index, key.strip("_"))
+        for key, value in lists.items()
+        for index, item in enumerate(value)
+        if key != "_trainable_variables" and isinstance(item, keras.Variable)
+    }
+
+
 def unbuilt_copy(
     optimizer: keras.optimizers.Optimizer, kind: type[keras.optimizers.Optimizer]
 ) -> keras.optimizers.Optimizer:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import clip, learning_rate_variable, step_counter
+from kdist._compat.keras import clip, learning_rate_variable, parallel_variables, step_counter
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 
@@ -36,9 +36,6 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
             f"optimizer {optimizer.name}: gradient_accumulation_steps={optimizer.gradient_accumulation_steps} is not "
             f"supported by strategy={strategy}; use {instead}a larger train.batch_size"
         )
-    if isinstance(optimizer, keras.optimizers.Muon):
-        # It distinguishes variables by an attribute that they lack inside a tf.function.
-        raise ConfigError("optimizer Muon is not supported; choose another optimizer")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
             "the model scales its loss (mixed_float16); use the policy mixed_bfloat16, which needs no loss scaling, or "
@@ -62,6 +59,7 @@ def optimizer_state(
     for variable, name in zip(variables, names):
         by_prefix[variable.path.replace("/", "_") + "_"].append(name)
     seen: dict[str, int] = defaultdict(int)
+    parallel = parallel_variables(optimizer)
     state: dict[str, keras.Variable] = {}
     for variable in optimizer.variables:
         if variable is step_counter(optimizer):
@@ -75,9 +73,12 @@ def optimizer_state(
             state[f"slots/{name}/{variable.name.removeprefix(prefix)}"] = variable
         elif variable is learning_rate_variable(optimizer):
             state[LEARNING_RATE] = variable
+        elif id(variable) in parallel:
+            index, slot = parallel[id(variable)]
+            state[f"slots/{names[index]}/{slot}"] = variable
         else:
             # Keras numbers their names per process.
-            state[f"optimizer/state_{len(state)}"] = variable
+            state[f"optimizer/state_{sum(name.startswith('optimizer/state_') for name in state)}"] = variable
     return state
 
 

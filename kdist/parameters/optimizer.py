@@ -90,15 +90,34 @@ class ServerOptimizer:
         ]
         if not pairs:
             return
-        # In the scope, `iterations` reads as `step`. The TensorFlow optimizer still updates tf.Variables in place and
-        # atomically; what Keras assigns by `Variable.assign` (constraints, moving averages) is collected, and written
-        # below.
-        with keras.StatelessScope([(step_counter(self._optimizer), step)]) as scope:
+        with _AtStep(self._optimizer, step, self._variables):
             self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
-        for variable in [*self._variables, *self._optimizer.variables]:
-            new_value = scope.get_current_value(variable)
-            if new_value is not None and variable is not step_counter(self._optimizer):
-                variable.value.assign(new_value)
+
+
+class _AtStep(keras.StatelessScope):
+    """In this scope, `iterations` of an optimizer reads as `step`, and nothing changes it.
+
+    The TensorFlow optimizer still updates tf.Variables in place and atomically. What Keras assigns by `Variable.assign`
+    (constraints, moving averages, Muon's decay of weights) is written at once; except for the parameters, it is then
+    read as it was assigned, not as other workers may have changed it meanwhile.
+    """
+
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, step: tf.Tensor, parameters: Sequence[keras.Variable]
+    ) -> None:
+        self._counter = step_counter(optimizer)
+        self._parameters = {id(variable) for variable in parameters}
+        super().__init__([(self._counter, step)])
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        if variable is self._counter:
+            return
+        # Now `value` is the tf.Variable itself.
+        self.state_mapping.pop(id(variable), None)
+        variable.value.assign(value)
+        if id(variable) not in self._parameters:
+            super().add_update(update)
 
 
 class RowOptimizer:
@@ -150,10 +169,11 @@ class RowOptimizer:
 def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[keras.Variable]) -> None:
     """Refuses, with a `ConfigError`, optimizers with state of no single parameter, which cannot live on a server."""
     state = optimizer_state(optimizer, trainable, [str(i) for i in range(len(trainable))])
-    if any(name.startswith("optimizer/") and name != LEARNING_RATE for name in state):
+    others = [name for name in state if name.startswith("optimizer/") and name != LEARNING_RATE]
+    if others and type(optimizer) is not keras.optimizers.Nadam:
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: it keeps state that belongs to no single parameter, which "
-            "asynchronous workers cannot share; choose another optimizer, or strategy=single"
+            f"optimizer {type(optimizer).__name__}: it keeps state that belongs to no single parameter, and so to no "
+            "server; choose another optimizer, or strategy=single"
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdist._compat.keras import NadamBySteps
+
 
 class _SGD(keras.optimizers.SGD):
     """Plain, with momentum, and Nesterov's."""
@@ -76,4 +78,5 @@ BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimize
     keras.optimizers.SGD: _SGD,
     keras.optimizers.Adam: _Adam,
     keras.optimizers.AdamW: _AdamW,
+    keras.optimizers.Nadam: NadamBySteps,
 }
