@@ -17,6 +17,7 @@ from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.eager.executor import Executor
+from tensorflow.python.framework.function import Defun
 
 __all__ = [
     "IteratorSpec",
@@ -28,6 +29,7 @@ __all__ = [
     "filters_as_proto",
     "forget_server_def",
     "initialize",
+    "legacy_functions_renamed",
     "server_def",
     "session_config",
     "set_server_def",
@@ -39,6 +41,7 @@ _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serial
 # What TensorFlow's own Python code takes.
 _KEEP_ALIVE_SECS = 600
 _key_bases = itertools.count(0, 1000)
+_function_numbers = itertools.count()
 
 
 def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
@@ -58,6 +61,25 @@ def watch_in_every_tape(value: tf.Tensor) -> None:
     """
     value.handle = value
     tape_lib.variable_accessed(SimpleNamespace(handle=value, trainable=True))
+
+
+@contextmanager
+def legacy_functions_renamed() -> Iterator[None]:
+    """In this context, functions of TF1's kind get new names whenever they are traced.
+
+    The loops of `tf.nn.ctc_loss` consist of such functions. By default their names are hashes of what they do, the same
+    in every trace, and TensorFlow sends a function to the tasks only if it has not known its name before they joined.
+    """
+    original = Defun.__init__
+
+    def init(defun: Defun, *input_types: Any, **options: Any) -> None:
+        original(defun, *input_types, **{"func_name": f"kdist_{next(_function_numbers)}", **options})
+
+    Defun.__init__ = init
+    try:
+        yield
+    finally:
+        Defun.__init__ = original
 
 
 class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import call, compute_loss, global_seed, layers_of, table_of, track_loss
+from kdist._compat.tensorflow import legacy_functions_renamed
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
@@ -286,8 +287,9 @@ def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training:
 
     Runs the model as it is, so the caller enters a `keras.StatelessScope` with the values to use.
     """
-    y_pred = call(model, x, training=training)
-    return y_pred, compute_loss(model, x, y, y_pred, sample_weight, training=training)
+    with legacy_functions_renamed():
+        y_pred = call(model, x, training=training)
+        return y_pred, compute_loss(model, x, y, y_pred, sample_weight, training=training)
 
 
 def update_metrics(

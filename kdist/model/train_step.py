@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import as_fit_passes_it, built_variables, loss_tracker, optimizers_of
-from kdist._compat.tensorflow import watch_in_every_tape
+from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape
 from kdist.errors import ConfigError
 
 #: Variables with their values.
@@ -110,7 +110,7 @@ class OwnTrainStep:
     def _train_step(self, batch: Any) -> dict[str, Any]:
         """What the step returns; `_recorded` has what it gave to the optimizer."""
         self._recorded.clear()
-        with self._recording():
+        with self._recording(), legacy_functions_renamed():
             logs = self._model.train_step(as_fit_passes_it(batch))
         if not isinstance(logs, Mapping):
             raise self._refusal(f"returns {type(logs).__name__}; return a dict of what is to be shown")

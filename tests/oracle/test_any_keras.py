@@ -72,6 +72,20 @@ def no_loss_metric(optimizer: Any = "adam") -> keras.Model:
     return model
 
 
+def connectionist() -> keras.Model:
+    start = keras.initializers.GlorotUniform(3)
+    dense = keras.layers.Dense(6, activation="softmax", kernel_initializer=start)
+    model = keras.Sequential([keras.layers.Input((12, 4)), dense])
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.CTC())
+    return model
+
+
+def spoken() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.random((BATCH * STEPS, 12, 4), np.float32)
+    return x, rng.integers(1, 5, (BATCH * STEPS, 3)).astype(np.int32)
+
+
 CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]] = {
     "a metric whose result is its variable": (
         lambda: models.mlp(metrics=[TruePositives()]),
@@ -85,6 +99,8 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
         ),
         one_hot_data,
     ),
+    # Its loop consists of functions of TF1's kind.
+    "connectionist temporal classification": (connectionist, spoken),
     "loss_scale_factor": (
         lambda: models.mlp(keras.optimizers.SGD(0.1, loss_scale_factor=64.0, clipnorm=0.1)),
         lambda: toy_data(BATCH * STEPS),

@@ -99,3 +99,18 @@ def test_two_mirrored_strategies_of_one_process_reduce_different_shapes() -> Non
             lambda values: tf.distribute.get_replica_context().all_reduce("sum", values), args=[tf.ones([size])]
         )
         assert np.allclose(summed, np.ones(size))
+
+
+def test_functions_of_the_kind_of_tf1_get_a_new_name_in_every_trace() -> None:
+    def names() -> set[str]:
+        labels, logits = tf.constant([[1, 2]]), tf.zeros([1, 4, 3])
+        loss = tf.function(lambda x: tf.nn.ctc_loss(labels, x, [2], [4], logits_time_major=False), autograph=False)
+        graph = loss.get_concrete_function(logits).graph.as_graph_def()
+        return {function.signature.name for function in graph.library.function if "Wrapper" in function.signature.name}
+
+    before = names()
+    assert before == names() != set()
+    with compat.legacy_functions_renamed():
+        first = names()
+        assert not first & (before | names())
+    assert names() == before
