@@ -20,12 +20,11 @@ from kdist.data.sources import as_tuples, has_labels
 from kdist.dispatch.first_call_lock import fetch
 from kdist.errors import ConfigError
 from kdist.model.logs import Logs
+from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.replica_step import batch_size_of, forward, update_metrics
 from kdist.model.state import parameter_names, variables_of
-
-_SUMMED = ("sum", "none")
 
 
 class Parts(abc.ABC):
@@ -209,11 +208,11 @@ class OutputsOnWorkers(_OnWorkers):
 
 
 def can_evaluate(model: keras.Model) -> bool:
-    """Whether workers can evaluate a model: it is built, does not override `test_step`, and its metrics add up."""
+    """Whether workers can: the model is built, has no `test_step` of its own, and its metrics need no order."""
     if not model.built or not metrics_are_built(model):
         return False
-    adds_up = all(variable.aggregation in _SUMMED for variable in metric_variables(model))
-    return type(model).test_step is keras.Model.test_step and adds_up
+    is_in_order = not {"mean", "last"} & set(rules_of(model.metrics, metric_variables(model)))
+    return type(model).test_step is keras.Model.test_step and is_in_order
 
 
 def can_predict(model: keras.Model) -> bool:

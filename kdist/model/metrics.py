@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_tracker
 from kdist.model.logs import Logs, as_logs
+from kdist.model.metric_merging import merged, rules_of
 
 if TYPE_CHECKING:
     from kdist.model.train_step import OwnTrainStep
@@ -45,7 +46,7 @@ class MetricReader:
         for metric in [*model.metrics, loss_tracker(model)]:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self._variables]
-        self.aggregations = [variable.aggregation for variable in self._variables]
+        self.rules = rules_of(model.metrics, self._variables)
         index_of = {id(variable): i for i, variable in enumerate(self._variables)}
         means = [loss_tracker(model)]
         if own is not None and not own.counts_loss:
@@ -54,11 +55,11 @@ class MetricReader:
 
     def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges the values of two replicas that counted separately."""
-        return tuple(_merge(*parts) for parts in zip(mine, others, self.initial_values, self.aggregations))
+        return self.total([np.stack(pair) for pair in zip(mine, others)])
 
     def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges any number of them: `[n, ...]` for each variable."""
-        return tuple(_total(*parts) for parts in zip(rows, self.initial_values, self.aggregations))
+        return tuple(merged(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self.rules))
 
     def logs(self, values: Sequence[np.ndarray]) -> Logs:
         """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables.
@@ -129,20 +130,3 @@ class MetricTotals:
     @property
     def loss(self) -> float:
         return self.reader.loss(self.values)
-
-
-def _merge(mine: np.ndarray, others: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarray:
-    if aggregation == "mean":
-        return (mine + others) / 2
-    if aggregation == "only_first_replica":
-        return others
-    # "sum", and "none" of metrics written before Keras 3.3: counts and totals add up.
-    return mine + others - initial
-
-
-def _total(rows: np.ndarray, initial: np.ndarray, aggregation: str) -> np.ndarray:
-    if aggregation == "mean":
-        return rows.mean(0)
-    if aggregation == "only_first_replica":
-        return rows[-1]
-    return rows.sum(0) - (len(rows) - 1) * initial

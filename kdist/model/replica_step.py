@@ -18,6 +18,7 @@ from kdist._compat.tensorflow import legacy_functions_renamed
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
@@ -62,6 +63,7 @@ class ReplicaStep:
         self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
         if self.own is None:
             _build(model, batch_spec)
+            check_metrics(model, batch_spec)
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.

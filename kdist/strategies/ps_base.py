@@ -22,6 +22,7 @@ from kdist.dispatch.coordinator import CallsCancelled, Coordinator
 from kdist.dispatch.health import Supervisor, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH
 from kdist.errors import ClusterError, TaskError
+from kdist.model.train_step import overrides_train_step
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.transport import Wire
@@ -81,9 +82,11 @@ class PsStrategy(StoreBackedStrategy):
         self._evaluations: dict[WorkerEvaluation, _Traced] = {}
 
     def start(self, spec: TrainingSpec) -> None:
+        num_workers = self._shape.num_workers
+        # The chief builds the model while the tasks start, unless its own step may be refused.
+        prepared = prepare(spec, num_workers) if overrides_train_step(spec.model) else None
         cluster = self._launch(spec.log_dir)
-        # The chief builds the model while the tasks start.
-        self._prepared = prepare(spec, self._shape.num_workers)
+        self._prepared = prepared or prepare(spec, num_workers)
         check_slots_only(spec.model.optimizer, self._prepared.replica_step.trainable)
         self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
         self._connect(cluster, spec.grace_secs)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import models
@@ -40,6 +40,55 @@ class Counts(TruePositives):
 
     def result(self) -> Any:
         return {"hits": self.count, "half": self.count / 2}
+
+
+class Kept(keras.metrics.Metric):
+    """Keeps something else than a sum of the scores of batches."""
+
+    first = 0.0
+
+    def __init__(self, name: str = "kept", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        start = keras.initializers.Constant(self.first)
+        self.kept = self.add_variable(shape=(), initializer=start, name="kept")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.kept.assign(self.keep(self.kept.value, ops.mean(ops.max(y_pred, -1))))
+
+    def keep(self, kept: Any, score: Any) -> Any:
+        return 0.9 * kept + 0.1 * score
+
+    def result(self) -> Any:
+        return self.kept
+
+
+class Best(Kept):
+    merge_rule = "max"
+
+    def keep(self, kept: Any, score: Any) -> Any:
+        return ops.maximum(kept, score)
+
+
+class Last(Kept):
+    merge_rule: ClassVar = {"kept": "last"}
+
+    def keep(self, kept: Any, score: Any) -> Any:
+        return score
+
+
+class Product(Kept):
+    merge_rule = "product"
+    first = 1.0
+
+    def keep(self, kept: Any, score: Any) -> Any:
+        return kept * score
+
+    def reset_state(self) -> None:
+        self.kept.assign(1.0)
+
+
+class Wrong(Best):
+    merge_rule = "maximum"
 
 
 def one_hot_data() -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +141,10 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
         lambda: toy_data(BATCH * STEPS),
     ),
     "a metric whose result is a dict": (lambda: models.mlp(metrics=[Counts()]), lambda: toy_data(BATCH * STEPS)),
+    "metrics that are not sums": (
+        lambda: models.mlp(metrics=[Best("best"), Last("last"), Product("product")]),
+        lambda: toy_data(BATCH * STEPS),
+    ),
     "metrics with several values": (
         lambda: models.mlp(
             loss="categorical_crossentropy",
@@ -133,6 +186,19 @@ def test_metrics_with_several_values_are_written_as_such(run_dir: Path, capsys: 
     np.testing.assert_allclose(trainer.evaluate(x, y)["f1_score"], expected["f1_score"], rtol=1e-5)
     shown = " ".join(f"{value:.4f}" for value in expected["f1_score"])
     assert f"f1_score [{shown}]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (Kept, "metric kept: Kept does not add up: .* give the class a merge_rule, one of sum, mean, max"),
+        (Wrong, "metric kept: merge_rule='maximum': must be one of sum, mean, max"),
+    ],
+)
+def test_a_metric_that_cannot_be_merged_is_refused_by_name(metric: Any, message: str, run_dir: Path) -> None:
+    trainer = kdist.Trainer(lambda: models.mlp(metrics=["accuracy", metric()]), cluster="2ps2w", run_dir=run_dir)
+    with pytest.raises(kdist.ConfigError, match=message):
+        trainer.fit(*toy_data(BATCH), steps=2, verbose=0)
 
 
 def test_a_metric_with_several_values_cannot_be_the_best(run_dir: Path) -> None:

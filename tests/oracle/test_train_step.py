@@ -220,7 +220,8 @@ REFUSED: dict[Callable[..., Any], str] = {
 def test_what_no_worker_could_do_is_refused_before_anything_starts(body: Callable[..., Any], run_dir: Path) -> None:
     trainer = kdist.Trainer(compiled(lambda: Steps(body), loss=SPARSE), cluster="2ps2w", run_dir=run_dir)
     with pytest.raises(kdist.ConfigError, match=REFUSED[body]) as refused:
-        trainer.plan(*toy_data(BATCH))
+        trainer.fit(*toy_data(BATCH), steps=1, verbose=0)
+    assert not (run_dir / "logs").exists()
     if body is not assign_a_weight:
         assert f"{__file__}:" in str(refused.value)
 

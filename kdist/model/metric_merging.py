@@ -1,0 +1,118 @@
+"""How the results of steps, and of workers, that counted separately make one: the variables of most metrics add up.
+
+A metric of the user's own that keeps something else says so in its class: `merge_rule = "max"`, or a dict of rules by
+the names of its variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras import call
+from kdist.errors import ConfigError
+
+RULES = ("sum", "mean", "max", "min", "product", "last")
+#: What Keras calls some of them; "none" is that of metrics written before Keras 3.3.
+_OF_AGGREGATION = {"none": "sum", "only_first_replica": "last"}
+_TOLERANCE = 1e-3
+#: Of a dimension of a made-up batch that its data leaves open.
+_UNKNOWN_SIZE = 4
+
+
+def merged(rule: str, rows: np.ndarray, initial: np.ndarray) -> np.ndarray:
+    """Makes one of any number of values `[n, ...]`, each of which started from `initial`."""
+    if rule == "sum":
+        return rows.sum(0) - (len(rows) - 1) * initial
+    if rule == "product":
+        return rows.prod(0) / np.where(initial == 0, 1, initial) ** (len(rows) - 1)
+    return rows[-1] if rule == "last" else getattr(rows, rule)(0)
+
+
+def rules_of(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.Variable]) -> list[str]:
+    """The rule of each variable.
+
+    Raises:
+        ConfigError: a metric names a rule that does not exist.
+    """
+    named: dict[int, str] = {}
+    for metric in _flat(metrics):
+        named |= _rules(metric)
+    return [named.get(id(v)) or _OF_AGGREGATION.get(v.aggregation, v.aggregation) for v in variables]
+
+
+def check_metrics(model: keras.Model, batch_spec: Any) -> None:
+    """Refuses metrics of the user's own that do not add up and have no `merge_rule`, after a try on made-up batches.
+
+    Args:
+        model: built, and compiled with the metrics.
+        batch_spec: nested `tf.TensorSpec`s of a batch.
+
+    Raises:
+        ConfigError: names the metric.
+    """
+    metrics = [m for m in _flat(model.metrics) if not type(m).__module__.startswith("keras.") and not _has_rule(m)]
+    wrong = None
+    # A metric that fails on such batches says nothing about how it counts.
+    with suppress(Exception):
+        wrong = next((m for m in metrics if not _adds_up(m, model, batch_spec)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"metric {wrong.name}: {type(wrong).__name__} does not add up: counting two batches one after the other is "
+            "not the sum of counting each, which is how steps and workers count; give the class a merge_rule, one of "
+            f"{', '.join(RULES)}, or a dict of them by variable name"
+        )
+
+
+def _adds_up(metric: keras.metrics.Metric, model: keras.Model, batch_spec: Any) -> bool:
+    batches = [_made_up(model, batch_spec, seed) for seed in (1, 2)]
+    nothing, one, other, both = (_count(metric, model, some) for some in ([], batches[:1], batches[1:], batches))
+    return all(
+        np.allclose(first + second - initial, together, _TOLERANCE, _TOLERANCE, equal_nan=True)
+        for initial, first, second, together in zip(nothing, one, other, both)
+    )
+
+
+def _count(metric: keras.metrics.Metric, model: keras.Model, batches: Sequence[tuple[Any, ...]]) -> list[np.ndarray]:
+    """The variables of a metric after some batches `(x, y, y_pred, sample_weight)`."""
+    with keras.StatelessScope():
+        metric.reset_state()
+        for batch in batches:
+            model.compute_metrics(*batch)
+        return [np.array(variable.value, float) for variable in metric.variables]
+
+
+def _made_up(model: keras.Model, batch_spec: Any, seed: int) -> tuple[Any, ...]:
+    """A small batch of random numbers, with what the model makes of it."""
+    rng = np.random.default_rng(seed)
+
+    def array(spec: tf.TensorSpec) -> tf.Tensor:
+        shape = [_UNKNOWN_SIZE if size is None else size for size in spec.shape]
+        return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
+
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(array, batch_spec))
+    with keras.StatelessScope():
+        return x, y, call(model, x, training=False), sample_weight
+
+
+def _flat(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
+    """The metrics themselves, also those that a model was compiled with, which Keras keeps in one."""
+    return [part for metric in metrics for part in _flat(getattr(metric, "metrics", ())) or [metric]]
+
+
+def _has_rule(metric: keras.metrics.Metric) -> bool:
+    return hasattr(metric, "merge_rule") or any(v.aggregation not in ("sum", "none") for v in metric.variables)
+
+
+def _rules(metric: keras.metrics.Metric) -> dict[int, str]:
+    """The rules that a metric names, by the id of the variable."""
+    rule = getattr(metric, "merge_rule", {})
+    found = {id(v): rule.get(v.name, "sum") if isinstance(rule, Mapping) else rule for v in metric.variables if rule}
+    if wrong := set(found.values()) - set(RULES):
+        raise ConfigError(f"metric {metric.name}: merge_rule={wrong.pop()!r}: must be one of {', '.join(RULES)}")
+    return found
