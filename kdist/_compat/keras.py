@@ -149,9 +149,40 @@ class NadamBySteps(keras.optimizers.Nadam):
         step = tf.cast(self.iterations + 1, dtype)
         numbers = tf.range(1, self._NUM_FACTORS, dtype=dtype)
         factors = tf.where(numbers <= step, 1 - 0.5 * 0.96**numbers, 1)
-        # The variable's own assignment is collected by the scope: what others have written is not read.
-        self._u_product.assign(self.beta_1**step * tf.reduce_prod(factors))
-        super(keras.optimizers.Nadam, self)._backend_update_step(grads, trainable_variables, learning_rate)
+        product = self.beta_1**step * tf.reduce_prod(factors)
+        variable, attributes = self._u_product, self.__dict__
+        attributes["_u_product"] = product
+        try:
+            super(keras.optimizers.Nadam, self)._backend_update_step(grads, trainable_variables, learning_rate)
+        finally:
+            attributes["_u_product"] = variable
+        variable.assign(product)
+
+
+class Accumulating:
+    """Gives an optimizer for TensorFlow gradient accumulation that several workers can use at the same time.
+
+    Keras writes what it has read and added to; of two workers that do so at once, one would lose its gradient.
+    """
+
+    def _backend_apply_gradients(
+        self: Any, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable]
+    ) -> None:
+        num_steps = self.gradient_accumulation_steps
+        of_variables = [self._accumulated_gradients[self._get_variable_index(v)] for v in trainable_variables]
+        sums = [a.value.assign_add(g).read_value() for a, g in zip(of_variables, grads)]
+
+        def update() -> None:
+            means = self._clip_gradients([total / num_steps for total in sums])
+            self._apply_weight_decay(trainable_variables)
+            self._backend_update_step(means, trainable_variables, self.learning_rate)
+            for accumulated, total in zip(of_variables, sums):
+                # What another worker has added meanwhile stays.
+                accumulated.value.assign_sub(total)
+
+        tf.cond((self._iterations + 1) % num_steps == 0, update, lambda: None)
+        if self.use_ema:
+            self._update_model_variables_moving_average(self._trainable_variables)
 
 
 def parallel_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, tuple[int, str]]:

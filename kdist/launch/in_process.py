@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import keras
 
+from kdist._compat.keras import step_counter
 from kdist.cluster import isolate
 from kdist.cluster.local import log_path
 from kdist.console import lines
@@ -108,7 +109,7 @@ class LocalFit:
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
-        first_step = int(model.optimizer.iterations)
+        first_step = int(step_counter(model.optimizer))
         first_epoch = 0 if resumes else arguments.initial_epoch
         earlier = request.files.read_result().get("best") if resumes else None
         if arguments.steps is not None and 0 < arguments.steps <= first_step:

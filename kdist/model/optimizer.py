@@ -19,7 +19,9 @@ _ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether a variable can be split without changing the result of the optimizer."""
-    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
+    # With gradient accumulation, each variable is clipped where it is.
+    is_known = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
+    return is_known and not optimizer.gradient_accumulation_steps
 
 
 def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -30,11 +32,16 @@ def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> None:
     """Refuses, with a `ConfigError`, optimizers that the strategy of this name cannot reproduce exactly."""
-    if optimizer.gradient_accumulation_steps:
-        instead = "strategy.replicas_to_aggregate, of more than there are workers, or " * (strategy == "sync_replicas")
+    steps = optimizer.gradient_accumulation_steps
+    if steps and optimizer.ema_overwrite_frequency:
         raise ConfigError(
-            f"optimizer {optimizer.name}: gradient_accumulation_steps={optimizer.gradient_accumulation_steps} is not "
-            f"supported by strategy={strategy}; use {instead}a larger train.batch_size"
+            f"optimizer {optimizer.name}: gradient_accumulation_steps={steps} and ema_overwrite_frequency do not go "
+            "together here; leave one of them out"
+        )
+    if steps and optimizer.global_clipnorm and strategy in ("parameter_server", "sync_replicas"):
+        raise ConfigError(
+            f"optimizer {optimizer.name}: gradient_accumulation_steps={steps}: global_clipnorm needs the mean of all "
+            "gradients, which no server has; use clipnorm, or a larger train.batch_size"
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
@@ -104,6 +111,9 @@ def clip_gradients(
     Args:
         gradients: None stays None; the norm of a sparse one is that of its slices, as in Keras.
     """
+    if optimizer.gradient_accumulation_steps:
+        # Their mean is clipped, where it is accumulated.
+        return list(gradients)
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     clipped = iter(clip(optimizer, values))
     return [

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import call, compute_loss, global_seed, layers_of, table_of, track_loss
+from kdist._compat.keras import call, compile_arguments, compute_loss, global_seed, layers_of, table_of, track_loss
 from kdist._compat.tensorflow import legacy_functions_renamed
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
@@ -77,7 +77,8 @@ class ReplicaStep:
         self._find_tables(batch_spec)
         self._batch_spec = batch_spec
         # Traced once, no matter how many steps a call unrolls.
-        self._dense_step = tf.function(self._run_dense, autograph=False)
+        jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
+        self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=jit_compile)
         if self.own is not None:
             # In a function of its own: a worker knows only those that are traced after it has joined.
             self.own.check_variables(self._traced(tf.function(self._run_dense, autograph=False)))

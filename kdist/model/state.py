@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
+from kdist._compat.keras import step_counter
 from kdist.model.names import is_seed, variable_names
 from kdist.model.optimizer import optimizer_state
 
@@ -70,4 +71,4 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
     slots = optimizer_state(model.optimizer, trainable, names[: len(trainable)])
-    return {**named, **slots, "global_step": model.optimizer.iterations}
+    return {**named, **slots, "global_step": step_counter(model.optimizer)}

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import as_fit_passes_it, built_variables, loss_tracker, optimizers_of
+from kdist._compat.keras import as_fit_passes_it, built_variables, loss_tracker, optimizers_of, step_counter
 from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape
 from kdist.errors import ConfigError
 
@@ -162,8 +162,7 @@ class OwnTrainStep:
         Raises:
             ConfigError: names them.
         """
-        optimizer = self._model.optimizer
-        names = {id(optimizer.iterations.value): "optimizer.iterations"}
+        names = {id(step_counter(self._model.optimizer).value): "optimizer.iterations"}
         if used := [names.get(id(variable), variable.name) for variable in traced.variables]:
             raise self._refusal(
                 f"uses {', '.join(sorted(used))}, which other tasks do not have; the model's own weights and metrics "

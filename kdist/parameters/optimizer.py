@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import (
+    Accumulating,
     PureUpdates,
     decays,
     learning_rate_variable,
@@ -88,9 +89,11 @@ class ServerOptimizer:
             for i in self._dense
             if gradients[i] is not None
         ]
+        if self._optimizer.gradient_accumulation_steps:
+            pairs = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in pairs]
         if not pairs:
             return
-        with _AtStep(self._optimizer, step, self._variables):
+        with _AtStep(self._optimizer, step):
             self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
 
 
@@ -98,26 +101,17 @@ class _AtStep(keras.StatelessScope):
     """In this scope, `iterations` of an optimizer reads as `step`, and nothing changes it.
 
     The TensorFlow optimizer still updates tf.Variables in place and atomically. What Keras assigns by `Variable.assign`
-    (constraints, moving averages, Muon's decay of weights) is written at once; except for the parameters, it is then
-    read as it was assigned, not as other workers may have changed it meanwhile.
+    (constraints, moving averages, Muon's decay of weights) is written at once, too.
     """
 
-    def __init__(
-        self, optimizer: keras.optimizers.Optimizer, step: tf.Tensor, parameters: Sequence[keras.Variable]
-    ) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, step: tf.Tensor) -> None:
         self._counter = step_counter(optimizer)
-        self._parameters = {id(variable) for variable in parameters}
         super().__init__([(self._counter, step)])
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
-        if variable is self._counter:
-            return
-        # Now `value` is the tf.Variable itself.
-        self.state_mapping.pop(id(variable), None)
-        variable.value.assign(value)
-        if id(variable) not in self._parameters:
-            super().add_update(update)
+        if variable is not self._counter:
+            variable.value.assign(value)
 
 
 class RowOptimizer:
@@ -181,9 +175,14 @@ def _copy_for(
     optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
     """A copy of `optimizer`, built for `variables` in place of `originals`, that takes gradients as they are."""
-    copy = unbuilt_copy(optimizer, BY_KERNEL.get(type(optimizer), type(optimizer)))
-    # The worker has clipped, and divided by the factor of the loss.
-    copy.clipnorm = copy.clipvalue = copy.global_clipnorm = copy.loss_scale_factor = None
+    kind = BY_KERNEL.get(type(optimizer), type(optimizer))
+    if optimizer.gradient_accumulation_steps:
+        kind = type(kind.__name__, (Accumulating, kind), {})
+    copy = unbuilt_copy(optimizer, kind)
+    # The worker has divided by the factor of the loss, and clipped, unless the mean of several gradients has to be.
+    copy.loss_scale_factor = None
+    if not optimizer.gradient_accumulation_steps:
+        copy.clipnorm = copy.clipvalue = copy.global_clipnorm = None
     excluded = [variable for original, variable in zip(originals, variables) if not decays(optimizer, original)]
     if excluded:
         copy.exclude_from_weight_decay(var_list=excluded)

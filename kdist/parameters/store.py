@@ -11,6 +11,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
+from kdist._compat.keras import step_counter
 from kdist.model.optimizer import optimizer_state
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
@@ -85,9 +86,9 @@ class ParameterStore:
         self._looked_up = model_variables.looked_up
         # The first server's counter is the global step. The other servers count the updates that they apply themselves,
         # so that none has to wait for another one before it applies what has arrived.
-        self._steps = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
+        self._steps = [self._counter(device, step_counter(optimizer).numpy()) for device in self.devices]
         # Counted when an update is applied completely; if it lags behind, a task was lost in the middle of an update.
-        self._applied = [self._counter(device, optimizer.iterations.numpy()) for device in self.devices]
+        self._applied = [self._counter(device, step_counter(optimizer).numpy()) for device in self.devices]
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)

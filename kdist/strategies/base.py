@@ -68,7 +68,7 @@ class TrainingSpec:
     @property
     def first_step(self) -> int:
         """The global step of the model."""
-        return int(self.model.optimizer.iterations)
+        return int(step_counter(self.model.optimizer))
 
     def learning_rate(self, step: int) -> float:
         """The learning rate at a global step, by the optimizer's schedule if it has one."""

@@ -152,6 +152,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
         ),
         one_hot_data,
     ),
+    "compiled with XLA": (lambda: models.mlp("adam", jit_compile=True), lambda: toy_data(BATCH * STEPS)),
     # Its loop consists of functions of TF1's kind.
     "connectionist temporal classification": (connectionist, spoken),
     "loss_scale_factor": (
@@ -273,6 +274,24 @@ def test_an_optimizer_that_creates_slots_elsewhere_is_refused(run_dir: Path) -> 
     x, y = toy_data(BATCH)
     with pytest.raises(kdist.ConfigError, match="optimizer Early cannot be copied to the servers: it creates calls "):
         kdist.Trainer(lambda: models.mlp(Early()), run_dir=run_dir).fit(x, y, steps=1, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_clipnorm": 1.0}, "global_clipnorm needs the mean of all gradients, which no server has"),
+        ({"use_ema": True, "ema_overwrite_frequency": 4}, "ema_overwrite_frequency do not go together"),
+    ],
+)
+def test_gradient_accumulation_refuses_what_no_server_can_do(
+    options: dict[str, Any], message: str, run_dir: Path
+) -> None:
+    def build() -> keras.Model:
+        return models.mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, **options))
+
+    with pytest.raises(kdist.ConfigError, match=message):
+        kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir).fit(*toy_data(BATCH), steps=2, verbose=0)
+    assert not (run_dir / "logs").exists()
 
 
 class FreezesAfterTheFirstEpoch(keras.callbacks.Callback):

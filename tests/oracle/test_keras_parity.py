@@ -46,6 +46,15 @@ OTHER_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "muon": lambda: keras.optimizers.Muon(0.01),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
 }
+ACCUMULATING: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "accumulating": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5), gradient_accumulation_steps=5, clipnorm=0.1
+    ),
+    "accumulating with averages": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.9
+    ),
+}
+OTHER_OPTIMIZERS |= ACCUMULATING
 if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
     OTHER_OPTIMIZERS["schedule_free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.01)
 
