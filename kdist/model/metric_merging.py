@@ -102,7 +102,11 @@ def _made_up(model: keras.Model, batch_spec: Any, seed: int) -> tuple[Any, ...]:
 
 def _flat(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
     """The metrics themselves, also those that a model was compiled with, which Keras keeps in one."""
-    return [part for metric in metrics for part in _flat(getattr(metric, "metrics", ())) or [metric]]
+    flat = []
+    for metric in metrics:
+        parts = getattr(metric, "metrics", None)
+        flat += _flat(parts) if isinstance(parts, list) and type(metric).__module__.startswith("keras.") else [metric]
+    return flat
 
 
 def _has_rule(metric: keras.metrics.Metric) -> bool:

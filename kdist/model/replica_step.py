@@ -79,9 +79,11 @@ class ReplicaStep:
         # Traced once, no matter how many steps a call unrolls.
         jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
         self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=jit_compile)
+        #: What the model's own `train_step` reads of the optimizer: its step counter, its learning rate.
+        self.clock: list[keras.Variable] = []
         if self.own is not None:
             # In a function of its own: a worker knows only those that are traced after it has joined.
-            self.own.check_variables(self._traced(tf.function(self._run_dense, autograph=False)))
+            self.clock = self.own.find_clock(self._traced(tf.function(self._run_dense, autograph=False)))
 
     @property
     def row_wise(self) -> frozenset[int]:
@@ -106,6 +108,7 @@ class ReplicaStep:
         metrics: Sequence[tf.Tensor],
         seeds: tf.Tensor,
         batch: Any,
+        clock: Sequence[tf.Tensor] = (),
     ) -> ReplicaOutput:
         """One step on one batch.
 
@@ -114,26 +117,30 @@ class ReplicaStep:
             state, metrics: values of `self.state`, and of `self.metrics` before this batch.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+            clock: values of `self.clock`.
         """
         if self.tables:
             # Rows are fetched in the middle of the step, which only the caller can trace.
             output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
             return output
-        return ReplicaOutput(*self._dense_step(list(trainable), list(state), list(metrics), seeds, batch))
+        return ReplicaOutput(*self._dense_step(list(trainable), list(state), list(metrics), seeds, batch, list(clock)))
 
     def _traced(self, step: Any) -> tf.types.experimental.ConcreteFunction:
         """A step without tables, for values and batches of this model."""
         specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
         seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
-        return step.get_concrete_function(*specs, seeds, self._batch_spec)
+        return step.get_concrete_function(*specs, seeds, self._batch_spec, [_spec(v) for v in self.clock])
 
     def _run_dense(
-        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any
+        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any
     ) -> tuple[Any, Any, Any]:
         if self.own is None:
             output, _ = self._run(trainable, state, metrics, seeds, batch, {})
         else:
-            output = self._run_own(self.own, trainable, state, metrics, seeds, batch)
+            others = [*self._others(state, metrics, seeds), *zip(self.clock, clock)]
+            with self.own.scope(list(zip(self.trainable, trainable)), others) as scope:
+                gradients = self.own(batch, batch_size_of(batch))
+            output = self._output(gradients, scope, dict(enumerate(trainable)), state)
         return output.gradients, output.state, output.metrics
 
     def _run(
@@ -170,12 +177,6 @@ class ReplicaStep:
         with scope:
             update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
         return self._output(gradients, scope, {i: trainable[i] for i in whole}, state), lookups
-
-    def _run_own(self, own: OwnTrainStep, trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> Any:
-        """The step of a model with a `train_step` of its own."""
-        with own.scope(list(zip(self.trainable, trainable)), self._others(state, metrics, seeds)) as scope:
-            gradients = own(batch, batch_size_of(batch))
-        return self._output(gradients, scope, dict(enumerate(trainable)), state)
 
     def _others(self, state: Any, metrics: Any, seeds: Any) -> list[tuple[keras.Variable, Any]]:
         """All variables but the trainable ones, with their values."""

@@ -15,7 +15,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import as_fit_passes_it, built_variables, loss_tracker, optimizers_of, step_counter
+from kdist._compat.keras import (
+    as_fit_passes_it,
+    built_variables,
+    learning_rate_variable,
+    loss_tracker,
+    optimizers_of,
+    step_counter,
+)
 from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape
 from kdist.errors import ConfigError
 
@@ -56,6 +63,7 @@ class OwnTrainStep:
         trainable: the variables that the step gives to the optimizer, in the model's order.
         names: of what the step returns, in its order.
         means: for what it returns that no metric of the model has counted: the mean, weighted by examples.
+        clock: the optimizer's step counter and learning rate, if the step reads them.
         counts_loss: whether it updates Keras's tracker of the loss.
 
     Raises:
@@ -67,6 +75,7 @@ class OwnTrainStep:
         self._recorded: list[tuple[list[Any], list[keras.Variable]]] = []
         self.names: list[str] = []
         self.means: dict[str, keras.metrics.Mean] = {}
+        self.clock: list[keras.Variable] = []
         # Layers, metrics and seeds get their variables.
         self._trace(batch_spec, self._train_step)
         self.trainable = self._given_to_the_optimizer()
@@ -128,6 +137,9 @@ class OwnTrainStep:
         def record(gradients: Any, trainable_variables: Any = None) -> None:
             variables = built_variables(self._model.optimizer) if trainable_variables is None else trainable_variables
             self._recorded.append((list(gradients), list(variables)))
+            for variable in self.clock:
+                if variable is step_counter(self._model.optimizer):
+                    variable.assign_add(1)
 
         def refuse(*_: Any) -> None:
             raise self._refusal(
@@ -156,18 +168,22 @@ class OwnTrainStep:
             )
         return trainable
 
-    def check_variables(self, traced: tf.types.experimental.ConcreteFunction) -> None:
-        """Refuses variables that the traced step uses as they are on this machine: no worker has them.
+    def find_clock(self, traced: tf.types.experimental.ConcreteFunction) -> list[keras.Variable]:
+        """Sets and returns `clock`, from what the traced step uses as it is on this machine.
 
         Raises:
-            ConfigError: names them.
+            ConfigError: it uses other variables, which no worker has.
         """
-        names = {id(step_counter(self._model.optimizer).value): "optimizer.iterations"}
-        if used := [names.get(id(variable), variable.name) for variable in traced.variables]:
+        optimizer = self._model.optimizer
+        candidates = [v for v in (step_counter(optimizer), learning_rate_variable(optimizer)) if v is not None]
+        used = {id(variable): variable.name for variable in traced.variables}
+        self.clock = [variable for variable in candidates if used.pop(id(variable.value), None)]
+        if used:
             raise self._refusal(
-                f"uses {', '.join(sorted(used))}, which other tasks do not have; the model's own weights and metrics "
-                "travel with the step: create it with self.add_weight(..., trainable=False)"
+                f"uses {', '.join(sorted(used.values()))}, which other tasks do not have; the model's own weights and "
+                "metrics travel with the step: create it with self.add_weight(..., trainable=False)"
             )
+        return self.clock
 
     def _check_read(self, variable: keras.Variable) -> None:
         if self._recorded:

@@ -84,7 +84,7 @@ class AllReduce(StoreBackedStrategy):
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""
         if num_steps not in self._functions:
-            compute = one_step(self._prepared.replica_step)
+            compute = one_step(self._prepared.replica_step, self._store)
 
             def call(iterators: list[Any]) -> tf.Tensor:
                 devices = self._distribution.extended.worker_devices

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist._compat.keras import step_counter
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.optimizer import clip_gradients
 from kdist.model.replica_step import ReplicaOutput, ReplicaStep, batch_size_of
@@ -26,14 +27,19 @@ NextBatch = Callable[[], tuple[Any, tf.Tensor]]
 Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], tuple[ReplicaOutput, "tf.Tensor | int"]]
 
 
-def one_step(replica_step: ReplicaStep) -> Compute:
-    """One step, with the gradient as it is."""
+def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
+    """One step, with the gradient as it is; the learning rate is that of `store`."""
 
     def compute(
         pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]
     ) -> tuple[ReplicaOutput, tf.Tensor | int]:
         batch, seeds = next_batch()
-        return replica_step(pulled.trainable, pulled.state, metrics, seeds, batch), batch_size_of(batch)
+        counter = step_counter(replica_step.model.optimizer)
+        clock = [
+            tf.identity(pulled.global_step if variable is counter else store.learning_rate(pulled.global_step))
+            for variable in replica_step.clock
+        ]
+        return replica_step(pulled.trainable, pulled.state, metrics, seeds, batch, clock), batch_size_of(batch)
 
     return compute
 
@@ -50,7 +56,7 @@ class LocalSteps:
     def __init__(self, replica_step: ReplicaStep, store: ParameterStore, num_steps: int = 1) -> None:
         self._optimizer = replica_step.model.optimizer
         self._row_wise = replica_step.row_wise
-        self._compute = one_step(replica_step)
+        self._compute = one_step(replica_step, store)
         self._store = store
         self._num_steps = num_steps
 

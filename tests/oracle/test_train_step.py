@@ -111,6 +111,40 @@ class Forecast(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
+class Plans(keras.Model):
+    """Shows the learning rate, and adds a loss every third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(8, 3)
+        self.rates, self.steps = keras.metrics.Mean(name="rate"), keras.metrics.Sum(name="steps")
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.rates, self.steps]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+            third = ops.cast(ops.equal(self.optimizer.iterations % 3, 0), "float32")
+            loss += third * ops.sum(self.net.weights[0] ** 2)
+        self.rates.update_state(self.optimizer.learning_rate)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.steps.update_state(self.optimizer.iterations)
+        return {"rate": self.rates.result(), "steps": self.steps.result()}
+
+
+def scheduled() -> keras.Model:
+    model = Plans()
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)), SPARSE)
+    return model
+
+
 def compiled(make: Callable[[], keras.Model], **arguments: Any) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = make()
@@ -139,6 +173,8 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
         lambda: toy_data(BATCH * STEPS),
     ),
     "distillation": (compiled(Distiller), lambda: toy_data(BATCH * STEPS)),
+    "optimizer read": (compiled(Plans, loss=SPARSE), lambda: toy_data(BATCH * STEPS)),
+    "optimizer read with a schedule": (scheduled, lambda: toy_data(BATCH * STEPS)),
     "inputs alone": (compiled(Forecast), lambda: (sequences(), None)),
 }
 
@@ -192,10 +228,6 @@ def read_a_tf_variable(model: Any, loss: Any, gradients: Any) -> Any:
     return {**applied(model, loss, gradients), "plain": model.plain + 1.0}
 
 
-def read_iterations(model: Any, loss: Any, gradients: Any) -> Any:
-    return {**applied(model, loss, gradients), "step": model.optimizer.iterations + 1}
-
-
 def assign_a_weight(model: Any, loss: Any, gradients: Any) -> Any:
     model.trainable_weights[0].assign(gradients[0])
     return applied(model, loss, gradients)
@@ -210,7 +242,6 @@ REFUSED: dict[Callable[..., Any], str] = {
     apply_with_another: "applies gradients with an optimizer that the model was not compiled with",
     read_after_apply: r"reads steps.*/kernel after its update",
     read_a_tf_variable: "uses plain:0, which other tasks do not have",
-    read_iterations: "uses optimizer.iterations, which other tasks do not have",
     assign_a_weight: r"assigns steps.*/kernel",
     return_the_loss: "returns SymbolicTensor; return a dict",
 }
