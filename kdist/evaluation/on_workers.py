@@ -208,11 +208,15 @@ class OutputsOnWorkers(_OnWorkers):
 
 
 def can_evaluate(model: keras.Model) -> bool:
-    """Whether workers can: the model is built, has no `test_step` of its own, and its metrics need no order."""
+    """Whether workers can: the model is built, has no `test_step` or `compute_metrics` of its own, and its metrics need
+    no order.
+    """
     if not model.built or not metrics_are_built(model):
         return False
     is_in_order = not {"mean", "last"} & set(rules_of(model.metrics, metric_variables(model)))
-    return type(model).test_step is keras.Model.test_step and is_in_order
+    kind, own = keras.Model, type(model)
+    is_keras_own = own.test_step is kind.test_step and own.compute_metrics is kind.compute_metrics
+    return is_keras_own and is_in_order
 
 
 def can_predict(model: keras.Model) -> bool:

@@ -11,15 +11,17 @@ import numpy as np
 Logs = dict[str, Any]
 
 
-def as_logs(results: Mapping[str, Any]) -> Logs:
-    """The results of metrics, as tensors or variables. The items of a dict are metrics of their own, as in Keras."""
-    logs: Logs = {}
+def flat(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The items of dicts as results of their own, as in Keras."""
+    logs: dict[str, Any] = {}
     for name, result in results.items():
-        if isinstance(result, Mapping):
-            logs |= as_logs(result)
-        else:
-            logs[name] = np.asarray(result).astype(float).tolist()
+        logs |= flat(result) if isinstance(result, Mapping) else {name: result}
     return logs
+
+
+def as_logs(results: Mapping[str, Any]) -> Logs:
+    """The results of metrics, as tensors or variables."""
+    return {name: np.asarray(result).astype(float).tolist() for name, result in flat(results).items()}
 
 
 def scalars(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,17 +15,32 @@ from kdist._compat.keras import loss_tracker
 from kdist.model.logs import Logs, as_logs
 from kdist.model.metric_merging import merged, rules_of
 
-if TYPE_CHECKING:
-    from kdist.model.train_step import OwnTrainStep
 
+@dataclass(frozen=True)
+class ReturnedValues:
+    """What a step returns beside the results of metrics, when the model overrides `train_step` or `compute_metrics`.
 
-def metric_variables(model: keras.Model, own: OwnTrainStep | None = None) -> list[keras.Variable]:
-    """The variables of a built model's metrics, and of its loss, which an overridden `metrics` may leave out.
-
-    Args:
-        own: the model's own `train_step`, the means of which count as well.
+    Attributes:
+        means: for each value that no metric has counted: its mean, weighted by examples.
+        names: what is reported, in this order; everything if None.
+        counts_loss: whether the step updates Keras's tracker of the loss.
     """
-    means = [] if own is None else list(own.means.values())
+
+    means: dict[str, keras.metrics.Mean] = field(default_factory=dict)
+    names: Sequence[str] | None = None
+    counts_loss: bool = True
+
+    def count(self, logs: Mapping[str, Any], num_examples: tf.Tensor | int) -> None:
+        """Adds those of a batch, in a scope."""
+        for name, mean in self.means.items():
+            mean.update_state(logs[name], sample_weight=num_examples)
+
+
+def metric_variables(model: keras.Model, returned: ReturnedValues | None = None) -> list[keras.Variable]:
+    """The variables of a built model's metrics, of its loss, which an overridden `metrics` may leave out, and of the
+    means of `returned` values.
+    """
+    means = [] if returned is None else list(returned.means.values())
     variables = [v for metric in (loss_tracker(model), *means) for v in metric.variables]
     known = {id(variable) for variable in model.metrics_variables}
     return [*model.metrics_variables, *(variable for variable in variables if id(variable) not in known)]
@@ -36,21 +51,21 @@ class MetricReader:
 
     Args:
         model: the chief's own model; its metric variables keep their values.
-        own: its own `train_step`, if that is what the values are of.
+        returned: other values of its steps.
     """
 
-    def __init__(self, model: keras.Model, own: OwnTrainStep | None = None) -> None:
+    def __init__(self, model: keras.Model, returned: ReturnedValues | None = None) -> None:
         self._model = model
-        self._own = own
-        self._variables = metric_variables(model, own)
+        self._returned = returned = returned or ReturnedValues()
+        self._variables = metric_variables(model, returned)
         for metric in [*model.metrics, loss_tracker(model)]:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self._variables]
         self.rules = rules_of(model.metrics, self._variables)
         index_of = {id(variable): i for i, variable in enumerate(self._variables)}
         means = [loss_tracker(model)]
-        if own is not None and not own.counts_loss:
-            means = [mean for name, mean in own.means.items() if name.endswith("loss")]
+        if not returned.counts_loss:
+            means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
         self._losses = [tuple(index_of[id(v)] for v in mean.variables) for mean in means]
 
     def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -70,11 +85,10 @@ class MetricReader:
         mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
         with keras.StatelessScope(mapping):
             # A result may be a variable, which has its value in this scope only.
-            means = {} if self._own is None else self._own.means
-            results = {**self._model.get_metrics_result(), **{name: mean.result() for name, mean in means.items()}}
-            logs = as_logs(results)
+            means = {name: mean.result() for name, mean in self._returned.means.items()}
+            logs = as_logs({**self._model.get_metrics_result(), **means})
         logs = logs if "loss" in logs else {"loss": self.loss(values), **logs}
-        return logs if self._own is None else {name: logs[name] for name in self._own.names}
+        return {name: logs[name] for name in self._returned.names or logs}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
         """The loss, without TensorFlow: cheap enough for every run. If a `train_step` has several, their sum."""

@@ -43,6 +43,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
             f"optimizer {optimizer.name}: gradient_accumulation_steps={steps}: global_clipnorm needs the mean of all "
             "gradients, which no server has; use clipnorm, or a larger train.batch_size"
         )
+    if type(optimizer).__name__ == "MultiOptimizer":
+        raise ConfigError("optimizer MultiOptimizer is not supported; compile the model with one optimizer")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
             "the model scales its loss (mixed_float16); use the policy mixed_bfloat16, which needs no loss scaling, or "

@@ -18,8 +18,9 @@ from kdist._compat.tensorflow import legacy_functions_renamed
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.model.logs import flat
 from kdist.model.metric_merging import check_metrics
-from kdist.model.metrics import metric_variables
+from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
 from kdist.model.state import choose_variables
@@ -62,13 +63,15 @@ class ReplicaStep:
         #: The model's own `train_step`, if it has one.
         self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
         if self.own is None:
-            _build(model, batch_spec)
+            self.returned = _build(model, batch_spec)
             check_metrics(model, batch_spec)
+        else:
+            self.returned = self.own.returned
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
-        self.metrics = metric_variables(model, self.own)
+        self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
         self._has_dense: frozenset[int] = frozenset()
@@ -175,7 +178,9 @@ class ReplicaStep:
         for i in tables:
             gradients[i] = lookups.gradient(i, of_rows[i], add_up=i in self.row_wise)
         with scope:
-            update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+            num_examples = batch_size_of(batch)
+            logs = update_metrics(model, x, y, y_pred, sample_weight, loss, num_examples)
+            self.returned.count(logs, num_examples)
         return self._output(gradients, scope, {i: trainable[i] for i in whole}, state), lookups
 
     def _others(self, state: Any, metrics: Any, seeds: Any) -> list[tuple[keras.Variable, Any]]:
@@ -273,17 +278,20 @@ def check_model(model: keras.Model, strategy: str) -> None:
     check_optimizer(model.optimizer, strategy)
 
 
-def _build(model: keras.Model, batch_spec: Any) -> None:
+def _build(model: keras.Model, batch_spec: Any) -> ReturnedValues:
     """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out."""
+    others: list[str] = []
 
     def first_step(batch: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         y_pred, loss = forward(model, x, y, sample_weight, training=True)
-        update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+        logs = update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+        others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
 
     tf.function(first_step, autograph=False).get_concrete_function(batch_spec)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    return ReturnedValues({name: keras.metrics.Mean(name=name) for name in sorted(others)})
 
 
 def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool) -> tuple[Any, tf.Tensor | None]:
@@ -304,11 +312,11 @@ def update_metrics(
     sample_weight: Any,
     loss: tf.Tensor | None,
     num_examples: tf.Tensor | int,
-) -> None:
-    """Adds a batch to the loss tracker and the compiled metrics."""
+) -> dict[str, Any]:
+    """Adds a batch to the loss tracker and the compiled metrics; returns what `compute_metrics` returns."""
     if loss is not None:
         track_loss(model, loss, num_examples)
-    model.compute_metrics(x, y, y_pred, sample_weight)
+    return flat(model.compute_metrics(x, y, y_pred, sample_weight))
 
 
 def batch_size_of(batch: Any) -> tf.Tensor | int:

@@ -25,6 +25,8 @@ from kdist._compat.keras import (
 )
 from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape
 from kdist.errors import ConfigError
+from kdist.model.logs import flat
+from kdist.model.metrics import ReturnedValues
 
 #: Variables with their values.
 Pairs = list[tuple[keras.Variable, Any]]
@@ -61,10 +63,8 @@ class OwnTrainStep:
 
     Attributes:
         trainable: the variables that the step gives to the optimizer, in the model's order.
-        names: of what the step returns, in its order.
-        means: for what it returns that no metric of the model has counted: the mean, weighted by examples.
+        returned: the values that the step returns.
         clock: the optimizer's step counter and learning rate, if the step reads them.
-        counts_loss: whether it updates Keras's tracker of the loss.
 
     Raises:
         ConfigError: the step cannot be spread over tasks.
@@ -73,30 +73,28 @@ class OwnTrainStep:
     def __init__(self, model: keras.Model, batch_spec: Any) -> None:
         self._model = model
         self._recorded: list[tuple[list[Any], list[keras.Variable]]] = []
-        self.names: list[str] = []
-        self.means: dict[str, keras.metrics.Mean] = {}
         self.clock: list[keras.Variable] = []
         # Layers, metrics and seeds get their variables.
         self._trace(batch_spec, self._train_step)
         self.trainable = self._given_to_the_optimizer()
         if not model.optimizer.built:
             model.optimizer.build(self.trainable)
+        names: list[str] = []
         counted: set[str] = set()
 
         def find_counted(batch: Any) -> None:
             # Regularizers of an unmapped variable would find None.
             present = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.trainable_variables]
             with self.scope(present, []) as scope:
-                self.names = list(self._train_step(batch))
+                names.extend(self._train_step(batch))
                 # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
                 for metric in (*model.metrics, loss_tracker(model)):
                     if any(scope.get_current_value(variable) is not None for variable in metric.variables):
-                        result = metric.result()
-                        counted.update(result if isinstance(result, Mapping) else [metric.name])
+                        counted.update(flat({metric.name: metric.result()}))
 
         self._trace(batch_spec, find_counted)
-        self.means = {name: keras.metrics.Mean(name=name) for name in self.names if name not in counted}
-        self.counts_loss = "loss" in counted
+        means = {name: keras.metrics.Mean(name=name) for name in names if name not in counted}
+        self.returned = ReturnedValues(means, names, counts_loss="loss" in counted)
 
     def scope(self, trainable: Pairs, others: Pairs) -> StandIns:
         """The scope for a step with these values."""
@@ -109,8 +107,7 @@ class OwnTrainStep:
             A gradient for each of `trainable`, or None.
         """
         logs = self._train_step(batch)
-        for name, mean in self.means.items():
-            mean.update_state(logs[name], sample_weight=num_examples)
+        self.returned.count(logs, num_examples)
         ((gradients, variables),) = self._recorded
         self._recorded.clear()
         given = {id(variable): gradient for variable, gradient in zip(variables, gradients)}
@@ -128,7 +125,7 @@ class OwnTrainStep:
                 f"applies gradients {len(self._recorded)} times in one step; compute them with one tape and call "
                 "self.optimizer.apply_gradients once"
             )
-        return _flat(logs)
+        return flat(logs)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -207,11 +204,3 @@ class OwnTrainStep:
 def overrides_train_step(model: keras.Model) -> bool:
     """Whether a model has a `train_step` of its own."""
     return type(model).train_step is not keras.Model.train_step
-
-
-def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """As Keras shows them: the items of a dict are values of their own."""
-    flat: dict[str, Any] = {}
-    for name, value in logs.items():
-        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
-    return flat

@@ -73,7 +73,7 @@ class CallLogs:
 
     def __init__(self, replica_step: ReplicaStep) -> None:
         self._variables = replica_step.metrics
-        self._reader = MetricReader(replica_step.model, replica_step.own)
+        self._reader = MetricReader(replica_step.model, replica_step.returned)
 
     def initial_metrics(self) -> list[tf.Tensor]:
         """The metric variables' values before a step; called while a call is traced."""

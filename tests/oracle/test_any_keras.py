@@ -135,6 +135,19 @@ def spoken() -> tuple[np.ndarray, np.ndarray]:
     return x, rng.integers(1, 5, (BATCH * STEPS, 3)).astype(np.int32)
 
 
+def more_than_metrics() -> keras.Model:
+    """`compute_metrics` returns a value of its own: the same for every batch, since Keras shows the last one."""
+
+    class Sized(keras.Sequential):
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+            return {**super().compute_metrics(x, y, y_pred, sample_weight), "size": ops.shape(y_pred)[0]}
+
+    start = keras.initializers.GlorotUniform(3)
+    model = Sized([keras.layers.Input((6,)), keras.layers.Dense(3, "softmax", kernel_initializer=start)])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]] = {
     "a metric whose result is its variable": (
         lambda: models.mlp(metrics=[TruePositives()]),
@@ -152,6 +165,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
         ),
         one_hot_data,
     ),
+    "compute_metrics returns more": (more_than_metrics, lambda: toy_data(BATCH * STEPS)),
     "compiled with XLA": (lambda: models.mlp("adam", jit_compile=True), lambda: toy_data(BATCH * STEPS)),
     # Its loop consists of functions of TF1's kind.
     "connectionist temporal classification": (connectionist, spoken),
