@@ -43,7 +43,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 OTHER_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.1),
-    "muon": lambda: keras.optimizers.Muon(0.01),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
 }
 ACCUMULATING: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -55,6 +54,9 @@ ACCUMULATING: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     ),
 }
 OTHER_OPTIMIZERS |= ACCUMULATING
+# In Keras 3.12, `fit` itself fails with it on TensorFlow.
+if "momentums" in keras.optimizers.Muon.build.__code__.co_names:
+    OTHER_OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
 if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
     OTHER_OPTIMIZERS["schedule_free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.01)
 
