@@ -96,10 +96,18 @@ def as_fit_passes_it(batch: tuple[Any, ...]) -> Any:
     return keras.utils.pack_x_y_sample_weight(*batch)
 
 
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizer that a model was compiled with, and those in its attributes."""
-    found = [model.optimizer, *_items(list(vars(model).values()))]
-    return list({id(item): item for item in found if isinstance(item, keras.optimizers.Optimizer)}.values())
+def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """The optimizers of a model by name: the attribute that holds it; empty for that which it was compiled with."""
+    found: dict[str, Any] = {"": model.optimizer}
+    for key, value in vars(model).items():
+        found |= {f"{key}_{i}" if i else key: item for i, item in enumerate(_items(value))}
+        if isinstance(value, keras.Model) and value is not model:
+            found[f"{key}.optimizer"] = getattr(value, "optimizer", None)
+    named: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
+    for name, item in found.items():
+        if isinstance(item, keras.optimizers.Optimizer):
+            named.setdefault(id(item), (name, item))
+    return dict(named.values())
 
 
 def built_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

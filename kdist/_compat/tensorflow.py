@@ -35,6 +35,7 @@ __all__ = [
     "set_server_def",
     "update_server_def",
     "watch_in_every_tape",
+    "with_handle_of",
 ]
 
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
@@ -61,6 +62,12 @@ def watch_in_every_tape(value: tf.Tensor) -> None:
     """
     value.handle = value
     tape_lib.variable_accessed(SimpleNamespace(handle=value, trainable=True))
+
+
+def with_handle_of(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """The tensor `value`; asked for its gradient, a tape gives that of `source`, which it watches."""
+    value.handle = source
+    return value
 
 
 @contextmanager

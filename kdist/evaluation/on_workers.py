@@ -19,11 +19,11 @@ from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
 from kdist.dispatch.first_call_lock import fetch
 from kdist.errors import ConfigError
+from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import Logs
 from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.replica_step import batch_size_of, forward, update_metrics
 from kdist.model.state import parameter_names, variables_of
 
 

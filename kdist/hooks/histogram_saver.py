@@ -66,7 +66,7 @@ class HistogramSaver(TimedHook):
         import tensorflow as tf
 
         from kdist.data.worker_dataset import worker_arguments, worker_dataset
-        from kdist.model.replica_step import forward
+        from kdist.model.forward import forward
         from kdist.model.state import variables_of
 
         spec = session.spec

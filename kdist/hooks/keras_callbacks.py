@@ -16,8 +16,8 @@ from kdist._compat.keras import forget_model, overrides
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.nan_tensor import NanTensor
+from kdist.model.names import GLOBAL_STEP
 from kdist.model.state import read_from_model, write_to_model
-from kdist.parameters.store import GLOBAL_STEP
 
 CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 

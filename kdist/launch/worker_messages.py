@@ -75,11 +75,18 @@ class WorkerOutcome:
 
 
 def values_of(model: keras.Model) -> list[np.ndarray]:
-    """All values of a model and its optimizer, in an order that is the same for each model built alike."""
-    return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+    """All values of a model and its optimizers, in an order that is the same for each model built alike."""
+    return [variable.numpy() for variable in _all_variables(model)]
 
 
 def set_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
     """Undoes `values_of`."""
-    for variable, value in zip([*model.variables, *model.optimizer.variables], values):
+    for variable, value in zip(_all_variables(model), values):
         variable.assign(value)
+
+
+def _all_variables(model: keras.Model) -> list[keras.Variable]:
+    # Not above: workers say how TensorFlow starts before they import it.
+    from kdist._compat.keras import optimizers_of
+
+    return [*model.variables, *(v for optimizer in optimizers_of(model).values() for v in optimizer.variables)]

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import loss_tracker
+from kdist._compat.keras import loss_tracker, metrics_are_built
 from kdist.model.logs import Logs, as_logs
 from kdist.model.metric_merging import merged, rules_of
 
@@ -86,9 +86,15 @@ class MetricReader:
         with keras.StatelessScope(mapping):
             # A result may be a variable, which has its value in this scope only.
             means = {name: mean.result() for name, mean in self._returned.means.items()}
-            logs = as_logs({**self._model.get_metrics_result(), **means})
+            logs = as_logs({**self._results(), **means})
         logs = logs if "loss" in logs else {"loss": self.loss(values), **logs}
         return {name: logs[name] for name in self._returned.names or logs}
+
+    def _results(self) -> dict[str, Any]:
+        if metrics_are_built(self._model):
+            return self._model.get_metrics_result()
+        # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
+        return {metric.name: metric.result() for metric in self._model.metrics if getattr(metric, "built", True)}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
         """The loss, without TensorFlow: cheap enough for every run. If a `train_step` has several, their sum."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import keras
 
+#: The name of the number of updates in a store and in checkpoints.
+GLOBAL_STEP = "global_step"
 #: The name of the learning rate in a store and in checkpoints.
 LEARNING_RATE = "optimizer/learning_rate"
 #: The name of the run's seed in checkpoints.

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from kdist._compat.keras import clip, learning_rate_variable, parallel_variables, step_counter
 from kdist.errors import ConfigError
-from kdist.model.names import LEARNING_RATE
 
 # They compute each element of a variable separately, so that rows can be updated independently.
 _ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"))
@@ -53,17 +52,23 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
 
 
 def optimizer_state(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], names: Sequence[str]
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    names: Sequence[str],
+    owner: str = "",
 ) -> dict[str, keras.Variable]:
     """The optimizer's variables except its step counter, by names that depend on neither process nor server.
 
     Args:
         variables: those that the optimizer was built with.
         names: their names in checkpoints.
+        owner: the attribute of the model that holds it; empty for that which the model was compiled with.
 
     Returns:
-        `slots/<variable>/<slot>` for each slot, `optimizer/learning_rate`, and `optimizer/state_<n>` for the rest.
+        `slots/<variable>/<slot>` for each slot, `optimizer/learning_rate`, and `optimizer/state_<n>` for the rest; with
+        an owner `slots/<variable>/<owner>.<slot>`, `optimizer/<owner>.learning_rate` and so on.
     """
+    dot = f"{owner}." if owner else ""
     by_prefix: dict[str, list[str]] = defaultdict(list)
     for variable, name in zip(variables, names):
         by_prefix[variable.path.replace("/", "_") + "_"].append(name)
@@ -79,15 +84,16 @@ def optimizer_state(
             # Variables of the same path are in the order of `variables`, and so are their slots.
             name = by_prefix[prefix][seen[variable.name]]
             seen[variable.name] += 1
-            state[f"slots/{name}/{variable.name.removeprefix(prefix)}"] = variable
+            state[f"slots/{name}/{dot}{variable.name.removeprefix(prefix)}"] = variable
         elif variable is learning_rate_variable(optimizer):
-            state[LEARNING_RATE] = variable
+            state[f"optimizer/{dot}learning_rate"] = variable
         elif id(variable) in parallel:
             index, slot = parallel[id(variable)]
-            state[f"slots/{names[index]}/{slot}"] = variable
+            state[f"slots/{names[index]}/{dot}{slot}"] = variable
         else:
             # Keras numbers their names per process.
-            state[f"optimizer/state_{sum(name.startswith('optimizer/state_') for name in state)}"] = variable
+            others = f"optimizer/{dot}state_"
+            state[f"{others}{sum(name.startswith(others) for name in state)}"] = variable
     return state
 
 

@@ -7,40 +7,25 @@ Where the values come from and where the gradients go is the strategy's business
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import call, compile_arguments, compute_loss, global_seed, layers_of, table_of, track_loss
-from kdist._compat.tensorflow import legacy_functions_renamed
+from kdist._compat.keras import compile_arguments, global_seed, layers_of, optimizers_of, table_of
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
+from kdist.model.phases import Phases, TracedPhases
 from kdist.model.state import choose_variables
-from kdist.model.train_step import OwnTrainStep, overrides_train_step
-
-
-@dataclass(frozen=True)
-class ReplicaOutput:
-    """The output of one replica step.
-
-    Attributes:
-        gradients: one per trainable variable, not clipped; for an embedding `tf.IndexedSlices` of the rows that were
-            looked up, each as often as it was, as in Keras, or once if it is row-wise; None if the loss does not depend
-            on the variable.
-        state, metrics: new values of the variables; None for state that the step did not change.
-    """
-
-    gradients: list[tf.Tensor | tf.IndexedSlices | None]
-    state: list[tf.Tensor | None]
-    metrics: list[tf.Tensor]
+from kdist.model.train_step import Clock, OwnTrainStep, overrides_train_step
+from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 
 
 class ReplicaStep:
@@ -51,6 +36,8 @@ class ReplicaStep:
         batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
 
     Attributes:
+        updates: what it updates, and in how many phases.
+        clock: what the model's own `train_step` reads of its optimizers.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
 
@@ -63,11 +50,15 @@ class ReplicaStep:
         #: The model's own `train_step`, if it has one.
         self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
         if self.own is None:
-            self.returned = _build(model, batch_spec)
+            self.returned, assigns = _build(model, batch_spec)
             check_metrics(model, batch_spec)
-        else:
+            if assigns:
+                # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
+                self.own = OwnTrainStep(model, batch_spec)
+        if self.own is not None:
             self.returned = self.own.returned
-        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
+        groups = None if self.own is None else self.own.groups
+        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable, groups)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
@@ -80,13 +71,23 @@ class ReplicaStep:
         self._find_tables(batch_spec)
         self._batch_spec = batch_spec
         # Traced once, no matter how many steps a call unrolls.
-        jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
-        self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=jit_compile)
-        #: What the model's own `train_step` reads of the optimizer: its step counter, its learning rate.
-        self.clock: list[keras.Variable] = []
+        self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
+        # Traced once, no matter how many steps a call unrolls.
+        self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
+        self._phases: Phases | None = None
+        self.clock: list[Clock] = []
+        self.updates = StepUpdates.of_one(model.optimizer, len(self.trainable))
         if self.own is not None:
             # In a function of its own: a worker knows only those that are traced after it has joined.
-            self.clock = self.own.find_clock(self._traced(tf.function(self._run_dense, autograph=False)))
+            traced = self._trace_phases()
+            self.clock = self.own.find_clock(traced.function)
+            self.updates = traced.updates
+            self._has_dense = traced.dense_gradients
+
+    @property
+    def _own(self) -> OwnTrainStep:
+        assert self.own is not None
+        return self.own
 
     @property
     def row_wise(self) -> frozenset[int]:
@@ -98,13 +99,13 @@ class ReplicaStep:
 
     def dense_gradients(self) -> frozenset[int]:
         """The trainable variables that get a dense gradient in every step, by index."""
-        if self.tables:
+        if self.tables or self.own is not None:
             return self._has_dense
         traced = self._traced(self._dense_step)
         others = (type(None), tf.IndexedSlices, tf.IndexedSlicesSpec)
         return frozenset(i for i, g in enumerate(traced.structured_outputs[0]) if not isinstance(g, others))
 
-    def __call__(
+    def run(
         self,
         trainable: Sequence[tf.Tensor | FetchRows],
         state: Sequence[tf.Tensor],
@@ -112,8 +113,8 @@ class ReplicaStep:
         seeds: tf.Tensor,
         batch: Any,
         clock: Sequence[tf.Tensor] = (),
-    ) -> ReplicaOutput:
-        """One step on one batch.
+    ) -> RunningStep:
+        """One step on one batch, begun when its first output is asked for.
 
         Args:
             trainable: values of `self.trainable`; for `self.tables`, functions that fetch rows.
@@ -122,29 +123,71 @@ class ReplicaStep:
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             clock: values of `self.clock`.
         """
+        num_examples = batch_size_of(batch)
+        arguments = list(trainable), list(state), list(metrics), seeds, batch, list(clock)
         if self.tables:
             # Rows are fetched in the middle of the step, which only the caller can trace.
             output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
-            return output
-        return ReplicaOutput(*self._dense_step(list(trainable), list(state), list(metrics), seeds, batch, list(clock)))
+            yield output
+        elif self.updates.num_phases == 1:
+            gradients, assigned, new_state, new_metrics = self._dense_step(*arguments)
+            yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples)
+        else:
+            if self._phases is None:
+                self._phases = self._trace_phases().phases(self._jit_compile)
+            running = self._phases.run(arguments)
+            outputs = next(running)
+            for phase in range(self.updates.num_phases):
+                gradients, assigned, new_state, new_metrics = outputs
+                fresh = yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples, phase)
+                if phase + 1 < self.updates.num_phases:
+                    outputs = running.send([fresh[i] for i in sorted(self.updates.pulled_again[phase + 1])])
 
     def _traced(self, step: Any) -> tf.types.experimental.ConcreteFunction:
         """A step without tables, for values and batches of this model."""
         specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
         seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
-        return step.get_concrete_function(*specs, seeds, self._batch_spec, [_spec(v) for v in self.clock])
+        return step.get_concrete_function(*specs, seeds, self._batch_spec, [_spec(c.variable) for c in self.clock])
 
     def _run_dense(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any]:
         if self.own is None:
             output, _ = self._run(trainable, state, metrics, seeds, batch, {})
-        else:
-            others = [*self._others(state, metrics, seeds), *zip(self.clock, clock)]
-            with self.own.scope(list(zip(self.trainable, trainable)), others) as scope:
-                gradients = self.own(batch, batch_size_of(batch))
-            output = self._output(gradients, scope, dict(enumerate(trainable)), state)
-        return output.gradients, output.state, output.metrics
+            return output.gradients, output.assigned, output.state, output.metrics
+        gradients, assigned, *rest = self._run_own(trainable, state, metrics, seeds, batch, clock)
+        return self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0), *rest
+
+    def _run_own(
+        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any, later: Any = ()
+    ) -> tuple[Any, Any, Any, Any]:
+        """As `_run_dense`, by the model's own `train_step`; `later` is that of `OwnTrainStep.scope`.
+
+        Returns:
+            For each update of the step the gradients of all variables; for each and for the end of the step what has
+            been assigned; new state; new metrics.
+        """
+        own = self._own
+        others = [*self._others(state, metrics, seeds), *((c.variable, value) for c, value in zip(self.clock, clock))]
+        with own.scope(list(zip(self.trainable, trainable)), others, later) as scope:
+            gradients, assigned = own(batch, batch_size_of(batch))
+        gradients = [unscaled(own.groups[g].optimizer, of_update) for g, of_update in zip(own.order, gradients)]
+        return gradients, assigned, *self._new_values(scope, state)
+
+    def _trace_phases(self) -> TracedPhases:
+        """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
+        own, traced = self._own, TracedPhases(self._own)
+        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
+        later = [[_spec(self.trainable[i]) for i in indices] for indices in own.updated]
+        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
+        clock = [_spec(c.variable) for c in self.clock]
+
+        def step(*arguments: Any) -> None:
+            traced.trace(arguments, self._run_own(*arguments))
+
+        function = tf.function(step, autograph=False)
+        traced.function = function.get_concrete_function(*specs, seeds, self._batch_spec, clock, later)
+        return traced
 
     def _run(
         self,
@@ -181,7 +224,8 @@ class ReplicaStep:
             num_examples = batch_size_of(batch)
             logs = update_metrics(model, x, y, y_pred, sample_weight, loss, num_examples)
             self.returned.count(logs, num_examples)
-        return self._output(gradients, scope, {i: trainable[i] for i in whole}, state), lookups
+        output = self._output(gradients, scope, state, num_examples)
+        return output, lookups
 
     def _others(self, state: Any, metrics: Any, seeds: Any) -> list[tuple[keras.Variable, Any]]:
         """All variables but the trainable ones, with their values."""
@@ -189,28 +233,24 @@ class ReplicaStep:
         return [*zip(self.state, state), *zip(self.metrics, metrics), *seeds_cast]
 
     def _output(
-        self, gradients: list[Any], scope: keras.StatelessScope, given: Mapping[int, Any], state: Sequence[tf.Tensor]
+        self,
+        gradients: list[Any],
+        scope: keras.StatelessScope,
+        state: Sequence[tf.Tensor],
+        num_examples: tf.Tensor | int,
     ) -> ReplicaOutput:
-        """What came out of a step that ran in `scope` with the `given` values of trainable variables."""
-        # A variable that the step did not assign still maps to the tensor that was passed in.
-        assigned = [
-            self.trainable[i].path
-            for i, value in given.items()
-            if scope.get_current_value(self.trainable[i]) is not value
-        ]
-        if assigned:
-            raise ConfigError(
-                f"model {self.model.name}: a layer assigns {', '.join(assigned)} when it is called "
-                "(SpectralNormalization does); only the optimizer may change a trainable variable"
-            )
+        """What came out of a step that ran in `scope`."""
         if all(gradient is None for gradient in gradients):
             raise ConfigError(f"model {self.model.name}: the loss depends on no trainable variable")
+        gradients = unscaled(self.model.optimizer, gradients)
+        new_state, new_metrics = self._new_values(scope, state)
+        return ReplicaOutput(gradients, [None] * len(gradients), new_state, new_metrics, num_examples)
+
+    def _new_values(self, scope: keras.StatelessScope, state: Sequence[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        """State, None where it is the given one, and metrics after a step that ran in `scope`."""
         new_state = [scope.get_current_value(variable) for variable in self.state]
-        return ReplicaOutput(
-            unscaled(self.model.optimizer, gradients),
-            [None if new is old else new for old, new in zip(state, new_state)],
-            [scope.get_current_value(variable) for variable in self.metrics],
-        )
+        changed = [None if new is old else new for old, new in zip(state, new_state)]
+        return changed, [scope.get_current_value(variable) for variable in self.metrics]
 
     def _find_tables(self, batch_spec: Any) -> None:
         """Fills `tables` and `whole_tables`.
@@ -275,11 +315,16 @@ def check_model(model: keras.Model, strategy: str) -> None:
             f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
             "batches, and no state could follow them"
         )
-    check_optimizer(model.optimizer, strategy)
+    for optimizer in optimizers_of(model).values():
+        check_optimizer(optimizer, strategy)
 
 
-def _build(model: keras.Model, batch_spec: Any) -> ReturnedValues:
-    """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out."""
+def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, bool]:
+    """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out.
+
+    Returns:
+        What the step returns beside metrics; whether a layer assigns trainable variables when it is called.
+    """
     others: list[str] = []
 
     def first_step(batch: Any) -> None:
@@ -288,41 +333,16 @@ def _build(model: keras.Model, batch_spec: Any) -> ReturnedValues:
         logs = update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
         others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
 
-    tf.function(first_step, autograph=False).get_concrete_function(batch_spec)
+    graph = tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph
+    trainable = {id(variable.value.handle) for variable in model.trainable_variables}
+    handles = {inside.name for outside, inside in graph.captures if id(outside) in trainable}
+    assigns = any(
+        operation.type.startswith("Assign") and operation.inputs[0].name in handles
+        for operation in graph.get_operations()
+    )
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return ReturnedValues({name: keras.metrics.Mean(name=name) for name in sorted(others)})
-
-
-def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool) -> tuple[Any, tf.Tensor | None]:
-    """The one forward pass of kdist, for training, evaluation and histograms: outputs and loss; no loss is None.
-
-    Runs the model as it is, so the caller enters a `keras.StatelessScope` with the values to use.
-    """
-    with legacy_functions_renamed():
-        y_pred = call(model, x, training=training)
-        return y_pred, compute_loss(model, x, y, y_pred, sample_weight, training=training)
-
-
-def update_metrics(
-    model: keras.Model,
-    x: Any,
-    y: Any,
-    y_pred: Any,
-    sample_weight: Any,
-    loss: tf.Tensor | None,
-    num_examples: tf.Tensor | int,
-) -> dict[str, Any]:
-    """Adds a batch to the loss tracker and the compiled metrics; returns what `compute_metrics` returns."""
-    if loss is not None:
-        track_loss(model, loss, num_examples)
-    return flat(model.compute_metrics(x, y, y_pred, sample_weight))
-
-
-def batch_size_of(batch: Any) -> tf.Tensor | int:
-    """The number of examples in a batch: the first dimension of its first tensor, as an int if it is known."""
-    first = tf.nest.flatten(batch)[0]
-    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+    return ReturnedValues({name: keras.metrics.Mean(name=name) for name in sorted(others)}), assigns
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:

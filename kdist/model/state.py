@@ -9,15 +9,19 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import step_counter
-from kdist.model.names import is_seed, variable_names
-from kdist.model.optimizer import optimizer_state
+from kdist.model.names import GLOBAL_STEP, is_seed, variable_names
+from kdist.model.updates import OptimizerGroup
 
 #: The parameters and the other variables of each model that has been trained here.
 _variables: WeakKeyDictionary[keras.Model, tuple[list[keras.Variable], list[keras.Variable]]] = WeakKeyDictionary()
+#: The optimizers of those of them that have several.
+_groups: WeakKeyDictionary[keras.Model, tuple[OptimizerGroup, ...]] = WeakKeyDictionary()
 
 
 def choose_variables(
-    model: keras.Model, trainable: list[keras.Variable] | None = None
+    model: keras.Model,
+    trainable: list[keras.Variable] | None = None,
+    groups: tuple[OptimizerGroup, ...] | None = None,
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters to train, and the other variables, as the model has them now; `variables_of` returns them from now
     on.
@@ -26,11 +30,15 @@ def choose_variables(
 
     Args:
         trainable: those that are trained if not all are.
+        groups: the optimizers of a model with a `train_step` of its own.
     """
     chosen = model.trainable_variables if trainable is None else trainable
     known = {id(variable) for variable in chosen}
     others = [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in known]
     _variables[model] = chosen, others
+    _groups.pop(model, None)
+    if groups is not None:
+        _groups[model] = groups
     return _variables[model]
 
 
@@ -50,6 +58,9 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
         # The states of random seeds belong to each worker and are not stored.
         if name in values:
             variable.assign(values[name])
+    for group in _groups.get(model, ())[1:]:
+        if GLOBAL_STEP in values:
+            step_counter(group.optimizer).assign(group.iteration(int(values[GLOBAL_STEP])))
 
 
 def finalize_ema(model: keras.Model) -> None:
@@ -70,5 +81,6 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     names = variable_names(model, variables)
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
-    slots = optimizer_state(model.optimizer, trainable, names[: len(trainable)])
-    return {**named, **slots, "global_step": step_counter(model.optimizer)}
+    for group in _groups.get(model) or (OptimizerGroup(model.optimizer, tuple(range(len(trainable)))),):
+        named |= group.state(trainable, names[: len(trainable)])
+    return {**named, GLOBAL_STEP: step_counter(model.optimizer)}

@@ -8,8 +8,10 @@ what it is given; the strategy applies it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -23,10 +25,11 @@ from kdist._compat.keras import (
     optimizers_of,
     step_counter,
 )
-from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape
+from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape, with_handle_of
 from kdist.errors import ConfigError
 from kdist.model.logs import flat
 from kdist.model.metrics import ReturnedValues
+from kdist.model.updates import OptimizerGroup, Update, first_iteration
 
 #: Variables with their values.
 Pairs = list[tuple[keras.Variable, Any]]
@@ -38,20 +41,62 @@ class StandIns(keras.StatelessScope):
     Args:
         trainable: the variables with their values.
         others: more of them, which no gradient is for.
-        check_read: called with each of `trainable` that is read.
     """
 
-    def __init__(self, trainable: Pairs, others: Pairs, check_read: Callable[[keras.Variable], None]) -> None:
+    def __init__(self, trainable: Pairs, others: Pairs) -> None:
         super().__init__([*trainable, *others], collect_losses=True)
-        self._watched = {id(variable) for variable, _ in trainable}
-        self._check_read = check_read
+        #: The values of trainable variables after their last updates, by `id`: gradients are for these.
+        self._roots = {id(variable): value for variable, value in trainable}
+        #: What has been assigned to trainable variables since: new values, and those before.
+        self._assigned: dict[int, tuple[Any, Any]] = {}
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        if id(variable) in self._watched:
-            self._check_read(variable)
-            watch_in_every_tape(value)
-        return value
+        root = self._roots.get(id(variable))
+        if root is None:
+            return value
+        watch_in_every_tape(root)
+        # As of a variable, the gradient is the sum of those of all reads, before and after it is assigned.
+        return value if value is root else with_handle_of(root, value + (root - tf.stop_gradient(root)))
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        if id(variable) in self._roots:
+            before = super().get_current_value(variable)
+            # No gradient goes through an assignment.
+            value = tf.stop_gradient(tf.cast(value, before.dtype))
+            self._assigned[id(variable)] = value, self._assigned.get(id(variable), (None, before))[1]
+        super().add_update((variable, value))
+
+    def take_assigned(self, variables: Iterable[keras.Variable]) -> dict[int, tf.Tensor]:
+        """By how much assignments have changed these variables since it was asked for last, by `id`."""
+        pairs = {key: self._assigned.pop(key) for key in map(id, variables) if key in self._assigned}
+        return {key: new - before for key, (new, before) in pairs.items()}
+
+    def replace(self, trainable: Pairs) -> None:
+        """Gives variables other values from now on."""
+        values = {id(variable): value for variable, value in trainable}
+        self.state_mapping |= values
+        self._roots |= values
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A variable of an optimizer that a step reads: the step counter, or the learning rate, of the group's."""
+
+    variable: keras.Variable
+    group: int
+    is_counter: bool
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """What a step gave to an optimizer, in one call, and what it had assigned to these variables before, by `id`."""
+
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[Any]
+    variables: list[keras.Variable]
+    assigned: dict[int, tf.Tensor]
 
 
 class OwnTrainStep:
@@ -62,9 +107,11 @@ class OwnTrainStep:
         batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
 
     Attributes:
-        trainable: the variables that the step gives to the optimizer, in the model's order.
+        trainable: the variables that the step gives to optimizers, in the model's order.
+        groups: the optimizers with their variables, first that which the model was compiled with.
         returned: the values that the step returns.
-        clock: the optimizer's step counter and learning rate, if the step reads them.
+        updated: for each update of the step the indices of the variables that it has a gradient for.
+        clock: step counters and learning rates that the step reads.
 
     Raises:
         ConfigError: the step cannot be spread over tasks.
@@ -72,13 +119,20 @@ class OwnTrainStep:
 
     def __init__(self, model: keras.Model, batch_spec: Any) -> None:
         self._model = model
-        self._recorded: list[tuple[list[Any], list[keras.Variable]]] = []
-        self.clock: list[keras.Variable] = []
+        self._optimizers = optimizers_of(model)
+        self._applied: list[_Applied] = []
+        self._scope: StandIns | None = None
+        self._later: Sequence[Sequence[tf.Tensor]] = ()
+        self.clock: list[Clock] = []
         # Layers, metrics and seeds get their variables.
         self._trace(batch_spec, self._train_step)
-        self.trainable = self._given_to_the_optimizer()
-        if not model.optimizer.built:
-            model.optimizer.build(self.trainable)
+        self.trainable = self._given_to_optimizers()
+        self.groups = self._build_optimizers()
+        index_of = {id(variable): i for i, variable in enumerate(self.trainable)}
+        self.updated = [
+            [index_of[id(v)] for v, gradient in zip(one.variables, one.gradients) if gradient is not None]
+            for one in self._applied
+        ]
         names: list[str] = []
         counted: set[str] = set()
 
@@ -96,98 +150,144 @@ class OwnTrainStep:
         means = {name: keras.metrics.Mean(name=name) for name in names if name not in counted}
         self.returned = ReturnedValues(means, names, counts_loss="loss" in counted)
 
-    def scope(self, trainable: Pairs, others: Pairs) -> StandIns:
-        """The scope for a step with these values."""
-        return StandIns(trainable, others, self._check_read)
+    @contextmanager
+    def scope(self, trainable: Pairs, others: Pairs, later: Sequence[Sequence[tf.Tensor]] = ()) -> Iterator[StandIns]:
+        """The scope for a step with these values.
 
-    def __call__(self, batch: Any, num_examples: tf.Tensor | int) -> list[Any]:
+        Args:
+            later: for each update the values of its variables after it, as in `updated`; none if no update changes
+                what the step reads.
+        """
+        self._later = later
+        try:
+            with StandIns(trainable, others) as self._scope:
+                yield self._scope
+        finally:
+            self._scope, self._later = None, ()
+
+    def __call__(self, batch: Any, num_examples: tf.Tensor | int) -> tuple[list[list[Any]], list[dict[int, tf.Tensor]]]:
         """Runs the step in a `scope` that the caller has entered, where it updates metrics and `means`.
 
         Returns:
-            A gradient for each of `trainable`, or None.
+            For each of its updates, in their order: a gradient for each of `trainable`, or None. For each, and for the
+            end of the step: by how much assignments have changed its variables, by index.
         """
         logs = self._train_step(batch)
         self.returned.count(logs, num_examples)
-        ((gradients, variables),) = self._recorded
-        self._recorded.clear()
-        given = {id(variable): gradient for variable, gradient in zip(variables, gradients)}
-        return [given.get(id(variable)) for variable in self.trainable]
+        applied, self._applied = self._applied, []
+        if [id(one.optimizer) for one in applied] != [id(self.groups[group].optimizer) for group in self.order]:
+            raise self._refusal(
+                "calls other optimizers when it is traced again; do not let it depend on Python values that change"
+            )
+        of_updates = [{id(v): g for v, g in zip(one.variables, one.gradients)} for one in applied]
+        gradients = [[given.get(id(variable)) for variable in self.trainable] for given in of_updates]
+        index_of = {id(variable): i for i, variable in enumerate(self.trainable)}
+        assert self._scope is not None
+        assigned = [*(one.assigned for one in applied), self._scope.take_assigned(self.trainable)]
+        return gradients, [{index_of[key]: by for key, by in found.items()} for found in assigned]
+
+    def updates(self, phases: Sequence[int]) -> tuple[Update, ...]:
+        """The step's updates, of which these are the phases."""
+        return tuple(
+            Update(group, frozenset(self.updated[i]), phases[i], self.order[:i].count(group))
+            for i, group in enumerate(self.order)
+        )
 
     def _train_step(self, batch: Any) -> dict[str, Any]:
-        """What the step returns; `_recorded` has what it gave to the optimizer."""
-        self._recorded.clear()
+        """What the step returns; `_applied` has what it gave to optimizers."""
+        self._applied.clear()
         with self._recording(), legacy_functions_renamed():
             logs = self._model.train_step(as_fit_passes_it(batch))
         if not isinstance(logs, Mapping):
             raise self._refusal(f"returns {type(logs).__name__}; return a dict of what is to be shown")
-        if len(self._recorded) != 1:
+        if not self._applied:
             raise self._refusal(
-                f"applies gradients {len(self._recorded)} times in one step; compute them with one tape and call "
-                "self.optimizer.apply_gradients once"
+                "applies no gradients; call apply_gradients of an optimizer that the model, or an attribute of it, has"
             )
         return flat(logs)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """In this context, the model's optimizers record what they are given."""
-
-        def record(gradients: Any, trainable_variables: Any = None) -> None:
-            variables = built_variables(self._model.optimizer) if trainable_variables is None else trainable_variables
-            self._recorded.append((list(gradients), list(variables)))
-            for variable in self.clock:
-                if variable is step_counter(self._model.optimizer):
-                    variable.assign_add(1)
-
-        def refuse(*_: Any) -> None:
-            raise self._refusal(
-                "applies gradients with an optimizer that the model was not compiled with; give it to "
-                "super().compile(optimizer=...) and use self.optimizer; only one is supported"
-            )
-
-        optimizers = optimizers_of(self._model)
-        for optimizer in optimizers:
-            object.__setattr__(optimizer, "apply", record if optimizer is self._model.optimizer else refuse)
+        for optimizer in self._optimizers.values():
+            object.__setattr__(optimizer, "apply", partial(self._record, tf.compat.v1.get_default_graph(), optimizer))
         try:
             yield
         finally:
-            for optimizer in optimizers:
+            for optimizer in self._optimizers.values():
                 object.__delattr__(optimizer, "apply")
 
-    def _given_to_the_optimizer(self) -> list[keras.Variable]:
-        model, (_, variables) = self._model, self._recorded.pop()
-        given = {id(variable) for variable in (*variables, *built_variables(model.optimizer))}
-        trainable = [variable for variable in model.trainable_variables if id(variable) in given]
+    def _record(
+        self, graph: Any, optimizer: keras.optimizers.Optimizer, gradients: Any, trainable_variables: Any = None
+    ) -> None:
+        variables = built_variables(optimizer) if trainable_variables is None else trainable_variables
+        gradients = list(gradients)
+        if tf.compat.v1.get_default_graph() is not graph:
+            raise self._refusal(
+                "applies gradients inside tf.cond, a loop, or a function of its own; apply them in every step, outside "
+                "of these (multiply them by 0 to skip an update)"
+            )
+        if all(gradient is None for gradient in gradients):
+            raise self._refusal("applies gradients of a loss that depends on none of their variables")
+        number = len(self._applied)
+        assigned = {} if self._scope is None else self._scope.take_assigned(variables)
+        self._applied.append(_Applied(optimizer, gradients, list(variables), assigned))
+        if self._later and self._scope is not None:
+            self._scope.replace([(self.trainable[i], v) for i, v in zip(self.updated[number], self._later[number])])
+        if any(clock.variable is step_counter(optimizer) for clock in self.clock):
+            step_counter(optimizer).assign_add(1)
+
+    def _given_to_optimizers(self) -> list[keras.Variable]:
+        model, applied = self._model, self._applied
+        given = {id(variable): variable for one in applied for variable in one.variables}
+        also = {id(variable) for variable in built_variables(model.optimizer)}
+        trainable = [v for v in model.trainable_variables if id(v) in given or id(v) in also]
         known = {id(variable) for variable in trainable}
-        if unknown := [variable.path for variable in variables if id(variable) not in known]:
+        if unknown := [variable.path for key, variable in given.items() if key not in known]:
             raise self._refusal(
                 f"updates {', '.join(unknown)}, which the model does not list in trainable_variables; assign their "
                 "layers to attributes of the model"
             )
         return trainable
 
-    def find_clock(self, traced: tf.types.experimental.ConcreteFunction) -> list[keras.Variable]:
+    def _build_optimizers(self) -> tuple[OptimizerGroup, ...]:
+        """The groups, with their optimizers built; sets the `_order` in which the step calls them."""
+        model, applied = self._model, self._applied
+        step = int(step_counter(model.optimizer).numpy())
+        used = {id(one.optimizer) for one in applied}
+        names = [name for name, optimizer in self._optimizers.items() if name == "" or id(optimizer) in used]
+        groups = []
+        for name in names:
+            optimizer = self._optimizers[name]
+            calls = [one for one in applied if one.optimizer is optimizer]
+            given = {id(v) for v in (*(v for one in calls for v in one.variables), *built_variables(optimizer))}
+            indices = [i for i, variable in enumerate(self.trainable) if id(variable) in given]
+            if not optimizer.built:
+                optimizer.build([self.trainable[i] for i in indices])
+            first = first_iteration(optimizer, len(calls), step) if name else 0
+            groups.append(OptimizerGroup(optimizer, tuple(indices), name, len(calls), first))
+        by_id = {id(group.optimizer): i for i, group in enumerate(groups)}
+        self.order = [by_id[id(one.optimizer)] for one in applied]
+        return tuple(groups)
+
+    def find_clock(self, traced: tf.types.experimental.ConcreteFunction) -> list[Clock]:
         """Sets and returns `clock`, from what the traced step uses as it is on this machine.
 
         Raises:
             ConfigError: it uses other variables, which no worker has.
         """
-        optimizer = self._model.optimizer
-        candidates = [v for v in (step_counter(optimizer), learning_rate_variable(optimizer)) if v is not None]
         used = {id(variable): variable.name for variable in traced.variables}
-        self.clock = [variable for variable in candidates if used.pop(id(variable.value), None)]
+        self.clock = []
+        for g, group in enumerate(self.groups):
+            for variable in (step_counter(group.optimizer), learning_rate_variable(group.optimizer)):
+                if variable is not None and used.pop(id(variable.value), None):
+                    self.clock.append(Clock(variable, g, is_counter=variable is step_counter(group.optimizer)))
         if used:
             raise self._refusal(
                 f"uses {', '.join(sorted(used.values()))}, which other tasks do not have; the model's own weights and "
                 "metrics travel with the step: create it with self.add_weight(..., trainable=False)"
             )
         return self.clock
-
-    def _check_read(self, variable: keras.Variable) -> None:
-        if self._recorded:
-            raise self._refusal(
-                f"reads {variable.path} after its update, which a worker sees in the next step only; read it before "
-                "apply_gradients is called"
-            )
 
     def _trace(self, batch_spec: Any, function: Any) -> None:
         def discarding(batch: Any) -> None:

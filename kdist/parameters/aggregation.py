@@ -16,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.parameters.store import Change, ParameterStore, Pulled
+from kdist.model.updates import ReplicaOutput
+from kdist.parameters.store import ParameterStore, Pulled
 from kdist.parameters.transport import Layout
 
 #: The tensors of one gradient, on the servers.
@@ -27,30 +28,34 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 class GradientAggregator:
     """Brings gradients to the servers of `store`, and applies the mean of some of them."""
 
-    def __init__(self, store: ParameterStore, optimizer: keras.optimizers.Optimizer) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         self._store = store
-        self._optimizer = optimizer
-        self._layouts: list[Layout] = []
+        #: Of each phase.
+        self._layouts: dict[int, list[Layout]] = {}
 
-    def bring(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> Contribution:
+    def bring(self, output: ReplicaOutput, pulled: Pulled) -> Contribution:
         """Moves what `ParameterStore.push` takes to the servers, not clipped; traced in a worker's call."""
-        all_fused = self._store.fuse(self._store.changes(gradients, state, pulled))
-        self._layouts = [fused.layout for fused in all_fused]
+        all_fused = self._store.fuse(self._store.changes(output, pulled))
+        self._layouts[output.phase] = [fused.layout for fused in all_fused]
         tensors = []
         for fused in all_fused:
             with tf.device(self._store.device_of(fused.layout)):
                 tensors.append(tf.identity(fused.tensor))
         return tensors
 
-    def apply_mean(self, contributions: Sequence[Contribution]) -> tf.Tensor:
-        """One update by the mean of `contributions`, traced in the chief; returns what `ParameterStore.push` does."""
+    def apply_mean(self, contributions: Sequence[Contribution], phase: int = 0) -> tf.Tensor:
+        """The updates of a phase by the mean of `contributions`, traced in the chief; returns what a push does."""
         means: dict[int, Gradient] = {}
-        for layout, tensors in zip(self._layouts, zip(*contributions)):
+        for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
             with tf.device(self._store.device_of(layout)):
                 of_each = [layout.split(tensor) for tensor in tensors]
                 for block in of_each[0]:
                     means[block] = self._mean(block, [changes[block] for changes in of_each])
-        return self._store.apply(means | self._clipped(means))
+        clipped: dict[int, Gradient] = {}
+        for update in self._store.updates.in_phase(phase):
+            own = {block: mean for block, mean in means.items() if block in self._store.blocks_in(update)}
+            clipped |= self._clipped(own, self._store.updates.groups[update.group].optimizer)
+        return self._store.apply(means | clipped, phase)
 
     def _mean(self, block: int, changes: Sequence[Gradient]) -> Gradient:
         if not isinstance(changes[0], tf.IndexedSlices):
@@ -59,11 +64,9 @@ class GradientAggregator:
         rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
         return sum_duplicates(rows) if self._store.blocks[block].is_row_wise else rows
 
-    def _clipped(self, means: dict[int, Gradient]) -> dict[int, Gradient]:
+    def _clipped(self, gradients: dict[int, Gradient], optimizer: keras.optimizers.Optimizer) -> dict[int, Gradient]:
         """Clips as the optimizer would clip the whole gradients: norms are summed up over servers, on the chief."""
-        optimizer = self._optimizer
         scale: Callable[[tf.Tensor], tf.Tensor]
-        gradients = {block: mean for block, mean in means.items() if self._store.blocks[block].is_parameter}
         if optimizer.clipnorm:
             return self._clipped_each(gradients, optimizer.clipnorm)
         if optimizer.global_clipnorm:

@@ -23,6 +23,7 @@ from kdist._compat.keras import (
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import optimizer_state
+from kdist.model.updates import OptimizerGroup
 from kdist.parameters.optimizer_kernels import BY_KERNEL
 
 
@@ -60,13 +61,13 @@ class ServerOptimizer:
                 optimizer, [originals[i] for i in self._dense], [self._variables[i] for i in self._dense]
             )
 
-    def state(self, names: Sequence[str]) -> list[tuple[str, keras.Variable]]:
+    def state(self, names: Sequence[str], owner: str) -> list[tuple[str, keras.Variable]]:
         """The optimizer's variables, named as by `optimizer_state`; the learning rate once for each copy of it."""
         parts = [(self._optimizer, self._dense), *((rows.optimizer, [i]) for i, rows in self._by_rows.items())]
         return [
             item
             for copy, own in parts
-            for item in optimizer_state(copy, [self._variables[i] for i in own], [names[i] for i in own]).items()
+            for item in optimizer_state(copy, [self._variables[i] for i in own], [names[i] for i in own], owner).items()
         ]
 
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
@@ -160,9 +161,14 @@ class RowOptimizer:
             real.value.scatter_add(tf.IndexedSlices(change, gradient.indices))
 
 
-def check_slots_only(optimizer: keras.optimizers.Optimizer, trainable: Sequence[keras.Variable]) -> None:
-    """Refuses, with a `ConfigError`, optimizers with state of no single parameter, which cannot live on a server."""
-    state = optimizer_state(optimizer, trainable, [str(i) for i in range(len(trainable))])
+def check_slots_only(group: OptimizerGroup, trainable: Sequence[keras.Variable]) -> None:
+    """Refuses, with a `ConfigError`, optimizers with state of no single parameter, which cannot live on a server.
+
+    Args:
+        trainable: all variables of the step.
+    """
+    optimizer = group.optimizer
+    state = optimizer_state(optimizer, [trainable[i] for i in group.variables], [str(i) for i in group.variables])
     others = [name for name in state if name.startswith("optimizer/") and name != LEARNING_RATE]
     if others and type(optimizer) is not keras.optimizers.Nadam:
         raise ConfigError(

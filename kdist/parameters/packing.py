@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import decays, set_path
-from kdist.model.optimizer import is_elementwise
+from kdist.model.updates import StepUpdates, Update
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import fuse, unfuse
 
@@ -69,6 +69,7 @@ class Blocks(Sequence[Block]):
     """The blocks of all shards, and the conversion between values of blocks and values of shards.
 
     Args:
+        updates: of the parameters.
         may_be_flat: False: one block per shard.
     """
 
@@ -76,7 +77,7 @@ class Blocks(Sequence[Block]):
         self,
         variables: ModelVariables,
         shards: Sequence[Shard],
-        optimizer: keras.optimizers.Optimizer,
+        updates: StepUpdates,
         *,
         may_be_flat: bool,
     ) -> None:
@@ -87,10 +88,11 @@ class Blocks(Sequence[Block]):
         for i, shard in enumerate(self._shards):
             original = self._all_variables[shard.variable]
             key: tuple[Any, ...] = (i,)
-            if may_be_flat and self._can_be_flat(shard.variable, optimizer):
-                is_parameter = variables.is_parameter(shard.variable)
-                is_decayed = is_parameter and decays(optimizer, original)
-                key = ("flat", shard.server, original.dtype, is_parameter, is_decayed)
+            if may_be_flat and self._can_be_flat(shard.variable, updates):
+                # Of state, neither has any.
+                in_updates = tuple(u for u, update in enumerate(updates.updates) if self._is_in(update, shard.variable))
+                decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]
+                key = ("flat", shard.server, original.dtype, in_updates, tuple(decayed_by))
             alike[key].append(i)
         self._blocks = [self._block(found, is_flat=key[0] == "flat") for key, found in alike.items()]
         #: The index of the block that a shard is in.
@@ -166,7 +168,10 @@ class Blocks(Sequence[Block]):
             is_row_wise=first.variable in variables.row_wise,
         )
 
-    def _can_be_flat(self, variable: int, optimizer: keras.optimizers.Optimizer) -> bool:
+    def _is_in(self, update: Update, variable: int) -> bool:
+        return self._variables.is_parameter(variable) and variable in update.variables
+
+    def _can_be_flat(self, variable: int, updates: StepUpdates) -> bool:
         original, variables = self._all_variables[variable], self._variables
         if original.dtype == "bool":
             return False
@@ -174,5 +179,7 @@ class Blocks(Sequence[Block]):
             return True
         has_own_rule = original.constraint is not None or original.overwrite_with_gradient
         # What gets no gradient must not be touched, neither by weight decay nor by anything else.
+        if variable in updates.assigned:
+            return False
         is_dense = variable in variables.dense and variable not in variables.looked_up
-        return is_dense and is_elementwise(optimizer) and not has_own_rule
+        return is_dense and updates.is_elementwise(variable) and not has_own_rule

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import step_counter
-from kdist.model.optimizer import optimizer_state
+from kdist.model.names import GLOBAL_STEP
+from kdist.model.updates import ReplicaOutput, StepUpdates, Update
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
 from kdist.parameters.packing import Blocks, ModelVariables
 from kdist.parameters.placement import PlacementPlan
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
 
-GLOBAL_STEP = "global_step"
-
 #: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
 Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
-#: Changes by shard or by block; those without one are missing.
-Changes: TypeAlias = "dict[int, tf.Tensor | tf.IndexedSlices]"
+
+
+class Assigned(NamedTuple):
+    """The key of what a step has assigned to the parameters of a block."""
+
+    block: int
+
+
+#: Changes by shard, or by block or `Assigned`; those without one are missing.
+Changes: TypeAlias = "dict[Any, tf.Tensor | tf.IndexedSlices]"
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class ParameterStore:
 
     Args:
         model_variables: what is stored.
-        optimizer: the built optimizer of the model; its slots are the initial ones.
+        updates: of the parameters; the slots of the optimizers are the initial ones.
         devices: one device per server; a single empty string stands for this process.
         plan: places the parameters, then the state, on `devices`, and names them.
         wire: the format of values and gradients in transit.
@@ -72,7 +80,7 @@ class ParameterStore:
     def __init__(
         self,
         model_variables: ModelVariables,
-        optimizer: keras.optimizers.Optimizer,
+        updates: StepUpdates,
         devices: Sequence[str],
         plan: PlacementPlan,
         wire: Wire | None = None,
@@ -86,13 +94,15 @@ class ParameterStore:
         self._looked_up = model_variables.looked_up
         # The first server's counter is the global step. The other servers count the updates that they apply themselves,
         # so that none has to wait for another one before it applies what has arrived.
-        self._steps = [self._counter(device, step_counter(optimizer).numpy()) for device in self.devices]
-        # Counted when an update is applied completely; if it lags behind, a task was lost in the middle of an update.
-        self._applied = [self._counter(device, step_counter(optimizer).numpy()) for device in self.devices]
+        self.updates = updates
+        step = int(step_counter(updates.groups[0].optimizer).numpy())
+        self._steps = [self._counter(device, step) for device in self.devices]
+        # Counts each phase of a step when it is applied completely; if it lags behind, a task was lost in the middle.
+        self._applied = [self._counter(device, step * updates.num_phases) for device in self.devices]
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)
-        self.blocks = Blocks(model_variables, self.shards, optimizer, may_be_flat=self.is_remote)
+        self.blocks = Blocks(model_variables, self.shards, updates, may_be_flat=self.is_remote)
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
@@ -104,13 +114,24 @@ class ParameterStore:
             ]
         # Every server has its own copy of values of the whole optimizer, such as the learning rate, so that applying
         # needs nothing from another server.
-        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: [*self._steps, *self._applied]})
-        self._optimizers: dict[int, ServerOptimizer] = {}
+        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: list(self._steps)})
+        #: By server and group.
+        self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
-        self._make_optimizers(optimizer, names, parts, copies)
+        for g in range(len(updates.groups)):
+            self._make_optimizers(g, names, parts, copies)
+        initial = {
+            name: variable
+            for of_group in updates.groups
+            for name, variable in of_group.state(model_variables.parameters, names).items()
+        }
+        for name, variable in initial.items():
+            if name not in parts:
+                # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
+                with tf.device(self.devices[0]):
+                    parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
-        state = optimizer_state(optimizer, model_variables.parameters, names)
-        self.values.write({name: variable.numpy() for name, variable in state.items()})
+        self.values.write({name: variable.numpy() for name, variable in initial.items()})
 
     def global_step(self) -> int:
         """The exact number of updates applied."""
@@ -118,25 +139,41 @@ class ParameterStore:
 
     def is_consistent(self) -> bool:
         """Whether every update that a server has started to apply was applied completely by all of them."""
-        return len({int(counter.numpy()) for counter in [*self._steps, *self._applied]}) == 1
+        begun = {int(counter.numpy()) * self.updates.num_phases for counter in self._steps}
+        return len(begun | {int(counter.numpy()) for counter in self._applied}) == 1
 
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""
         step = self._steps[0].read_value()
-        for counter in [*self._steps[1:], *self._applied]:
+        for counter in self._steps[1:]:
             counter.assign(step)
+        for counter in self._applied:
+            counter.assign(step * self.updates.num_phases)
 
-    def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
-        """The learning rate after `step` updates, a scalar on a server; called while a function is traced."""
-        server = min(self._optimizers)
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        """Sets values by name; the others stay unchanged."""
+        self.values.write(values)
+        if GLOBAL_STEP in values:
+            self.align()
+
+    def learning_rate(self, step: tf.Tensor, group: int = 0) -> tf.Tensor:
+        """The learning rate of a group after `step` updates, a scalar on a server; called while a call is traced."""
+        server = min(server for server, of_group in self._optimizers if of_group == group)
         with tf.device(self.devices[server]):
-            return self._optimizers[server].learning_rate(step)
+            return self._optimizers[server, group].learning_rate(step)
 
-    def gather(self) -> Gathered:
-        """The present values on their servers, fused; for several `pull`s of the same values."""
+    def gather(self, only: Collection[int] | None = None) -> Gathered:
+        """The present values on their servers, fused; for several `pull`s of the same values.
+
+        Args:
+            only: the variables that are wanted, by index; all of them if None.
+        """
         with tf.device(self.devices[0]):
             step = self._steps[0].read_value()
-        whole = {b: self._variables[b].value for b, block in enumerate(self.blocks) if not block.is_table}
+        wanted = {b for b, block in enumerate(self.blocks) if not block.is_table}
+        if only is not None:
+            wanted = {self.blocks.of_shard[shard] for index in only for shard in self._shards_of[index]}
+        whole = {b: self._variables[b].value for b in sorted(wanted)}
         if not self.is_remote:
             return Gathered({b: variable.read_value() for b, variable in whole.items()}, [], step)
         fused = fuse_by(whole, self._device, lambda variable: variable.read_value(), wire=self.wire)
@@ -145,45 +182,45 @@ class ParameterStore:
     def pull(self, gathered: Gathered | None = None) -> Pulled:
         """The present values, or gathered ones, on the device of the caller; the global step stays on its server."""
         gathered = gathered or self.gather()
-        arrived = dict(gathered.single)
-        for fused in gathered.fused:
-            arrived |= fused.split()
-        by_shard: dict[int, tf.Tensor] = {}
-        for b, value in arrived.items():
-            by_shard |= self.blocks.split(b, value)
+        by_shard = self._arrived(gathered)
         values: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]] = []
         for index in range(len(self._originals)):
             if index in self._looked_up:
                 values.append(partial(self._look_up, index))
             else:
-                parts = [by_shard[i] for i in self._shards_of[index]]
-                values.append(parts[0] if len(parts) == 1 else tf.concat(parts, 0))
+                values.append(self._whole(index, by_shard))
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step)
 
-    def push(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> tf.Tensor:
-        """Applies gradients and state changes; every server counts the step when its part of it has arrived.
+    def pull_again(self, phase: int, gathered: Gathered | None = None) -> dict[int, tf.Tensor]:
+        """The present values of the variables that a phase of a step needs anew, by their indices."""
+        wanted = sorted(self.updates.pulled_again[phase])
+        by_shard = self._arrived(gathered or self.gather(wanted))
+        return {index: self._whole(index, by_shard) for index in wanted}
+
+    def push(self, output: ReplicaOutput, pulled: Pulled) -> tf.Tensor:
+        """Applies what came out of a step, or of a phase of it; every server counts a step when its part of the first
+        phase has arrived.
 
         Args:
-            gradients: one per trainable variable, a tensor, or `tf.IndexedSlices` of some of its rows; None where the
-                loss does not depend on it.
-            state: new values of the state variables; None if nothing changed. Servers add the difference to the pulled
-                value, so that no worker undoes the changes of another one.
+            output: its gradients, clipped. Of what the step has assigned, servers add the difference to the value that
+                was pulled, so that no worker undoes the changes of another one.
             pulled: the values that the step started from.
 
         Returns:
             Scalar int64 on the first server: the global step of this update.
         """
-        changes = self.changes(gradients, state, pulled)
+        changes = self.changes(output, pulled)
         if not self.is_remote:
-            return self.apply(changes)
+            return self.apply(changes, output.phase)
         arrived: Changes = {}
         for fused in self.fuse(changes):
             with tf.device(self.device_of(fused.layout)):
                 arrived |= fused.split()
-        return self.apply(arrived)
+        return self.apply(arrived, output.phase)
 
-    def changes(self, gradients: Sequence[Change], state: Sequence[Change], pulled: Pulled) -> Changes:
-        """The arguments of `push`, by block; blocks without a change are missing."""
+    def changes(self, output: ReplicaOutput, pulled: Pulled) -> Changes:
+        """What came out of a step, by block; blocks without a change are missing."""
+        gradients, state = output.gradients, output.state
         by_shard: Changes = {}
         for index, change in enumerate([*gradients, *map(self._state_change, state, pulled.state)]):
             shards = self._shards_of[index]
@@ -197,6 +234,10 @@ class ParameterStore:
                 sizes = [self.shards[i].stop - self.shards[i].start for i in shards]
                 by_shard |= zip(shards, tf.split(change, sizes))
         changes: Changes = {}
+        for index, change in enumerate(output.assigned):
+            if change is not None:
+                (shard,) = self._shards_of[index]
+                changes[Assigned(self.blocks.of_shard[shard])] = change
         for b, block in enumerate(self.blocks):
             if any(shard in by_shard for shard in block.shards):
                 # The difference of state that did not change is 0.
@@ -213,10 +254,26 @@ class ParameterStore:
         """The server of fused changes."""
         return self._device(next(iter([*layout.row_shapes, *layout.shapes])))
 
-    def apply(self, arrived: Changes) -> tf.Tensor:
-        """Applies changes that have arrived at their servers; counts one step, and returns it as `push` does."""
-        steps = [self._apply_on(server, arrived) for server in range(len(self.devices))]
+    def apply(self, arrived: Changes, phase: int = 0) -> tf.Tensor:
+        """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
+        steps = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
         return steps[0]
+
+    def blocks_in(self, update: Update) -> set[int]:
+        """The blocks that an update changes."""
+        return {b for b, block in enumerate(self.blocks) if block.is_parameter and self._is_in(update, b)}
+
+    def _arrived(self, gathered: Gathered) -> dict[int, tf.Tensor]:
+        """Gathered values on the device of the caller, by shard."""
+        arrived = dict(gathered.single)
+        for fused in gathered.fused:
+            arrived |= fused.split()
+        return {shard: v for b, value in arrived.items() for shard, v in self.blocks.split(b, value).items()}
+
+    def _whole(self, index: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """The value of a variable, from its shards."""
+        parts = [by_shard[i] for i in self._shards_of[index]]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
     @staticmethod
     def _counter(device: str, value: int) -> tf.Variable:
@@ -228,27 +285,30 @@ class ParameterStore:
 
     def _make_optimizers(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        group: int,
         names: Sequence[str],
         parts: dict[str, list[Part]],
         copies: dict[str, list[tf.Variable]],
     ) -> None:
-        """Creates one optimizer per server for its blocks; adds their variables to `parts` and `copies`, by name."""
+        """Creates one optimizer of a group per server, for its blocks; adds their variables to `parts` and `copies`, by
+        name.
+        """
+        of_group = self.updates.groups[group]
         slots: dict[str, dict[int, Part]] = defaultdict(dict)
         for server, device in enumerate(self.devices):
-            own = [b for b, block in enumerate(self.blocks) if block.server == server and block.is_parameter]
+            own = [b for b in self._parameter_blocks(server) if self._variable_of(b) in of_group.variables]
             if not own:
                 continue
-            self._optimizers[server] = ServerOptimizer(
-                optimizer,
+            self._optimizers[server, group] = ServerOptimizer(
+                of_group.optimizer,
                 [self.blocks.original(b) for b in own],
                 [self._variables[b] for b in own],
                 [self.blocks[b].is_row_wise for b in own],
                 device,
             )
-            for key, variable in self._optimizers[server].state([str(b) for b in own]):
-                group, _, rest = key.partition("/")
-                if group != "slots":
+            for key, variable in self._optimizers[server, group].state([str(b) for b in own], of_group.name):
+                kind, _, rest = key.partition("/")
+                if kind != "slots":
                     copies[key].append(variable.value)
                     parts.setdefault(key, [Part.whole(variable.value)])
                     continue
@@ -261,20 +321,32 @@ class ParameterStore:
         for name, by_shard in slots.items():
             parts[name] = [by_shard[i] for i in sorted(by_shard)]
 
-    def _apply_on(self, server: int, arrived: Changes) -> tf.Tensor:
+    def _parameter_blocks(self, server: int) -> list[int]:
+        return [b for b, block in enumerate(self.blocks) if block.server == server and block.is_parameter]
+
+    def _variable_of(self, block: int) -> int:
+        """The variable of a block; of a flat one the first, which is in the same updates as the others."""
+        return self.shards[self.blocks[block].shards[0]].variable
+
+    def _is_in(self, update: Update, block: int) -> bool:
+        return self._variable_of(block) in update.variables
+
+    def _apply_on(self, server: int, arrived: Changes, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
-        of_server = [arrived[b] for b in blocks if b in arrived]
+        of_server = [arrived[key] for b in blocks for key in (b, Assigned(b)) if key in arrived]
         graph = tf.compat.v1.get_default_graph()
         with tf.device(self.devices[server]):
             with tf.control_dependencies(tf.nest.flatten(of_server, expand_composites=True)):
-                self._steps[server].assign_add(1, read_value=False)
+                if phase == 0:
+                    self._steps[server].assign_add(1, read_value=False)
                 step = self._steps[server].read_value()
             num_operations = len(graph.get_operations())
-            if server in self._optimizers:
-                self._optimizers[server].apply(
-                    [arrived.get(b) for b in blocks if self.blocks[b].is_parameter], step - 1
-                )
+            for b in blocks:
+                if Assigned(b) in arrived:
+                    self._variables[b].value.assign_add(arrived[Assigned(b)], read_value=False)
+            for update in self.updates.in_phase(phase):
+                self._update_on(server, update, arrived, step - 1)
             for b in blocks:
                 if not self.blocks[b].is_parameter and b in arrived:
                     variable = self._variables[b].value
@@ -284,6 +356,16 @@ class ParameterStore:
             with tf.control_dependencies([operation for operation in begun if operation.op_def.is_stateful]):
                 self._applied[server].assign_add(1, read_value=False)
         return step
+
+    def _update_on(self, server: int, update: Update, arrived: Changes, step: tf.Tensor) -> None:
+        """One update of the variables that a server has, in the step after `step`."""
+        group = self.updates.groups[update.group]
+        blocks = [b for b in self._parameter_blocks(server) if self._variable_of(b) in group.variables]
+        if blocks:
+            self._optimizers[server, update.group].apply(
+                [arrived.get(b) if self._is_in(update, b) else None for b in blocks],
+                group.iteration(step, update.number),
+            )
 
     def _look_up(self, index: int, ids: tf.Tensor) -> tf.Tensor:
         """Rows of a parameter, from whichever servers hold them: unique ids, int64 `[n]` -> `[n, ...]`."""
@@ -311,5 +393,6 @@ class ParameterStore:
             return None
         return tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
 
-    def _device(self, block: int) -> str:
+    def _device(self, key: int | Assigned) -> str:
+        block = key.block if isinstance(key, Assigned) else key
         return self.devices[self.blocks[block].server]

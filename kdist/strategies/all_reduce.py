@@ -7,6 +7,7 @@ by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -16,8 +17,7 @@ from kdist.cluster.spec import CHIEF
 from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.optimizer import clip_gradients
-from kdist.model.replica_step import ReplicaOutput
+from kdist.model.updates import ReplicaOutput
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
@@ -53,7 +53,7 @@ class AllReduce(StoreBackedStrategy):
     def write(self, values: Any) -> None:
         super().write(values)
         for other in self._stores[1:]:
-            other.values.write(values)
+            other.write(values)
 
     def stop(self) -> None:
         self._iterators.clear()
@@ -100,7 +100,7 @@ class AllReduce(StoreBackedStrategy):
     def _exchange(self, outputs: list[ReplicaOutput]) -> list[ReplicaOutput]:
         """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
         step = self._prepared.replica_step
-        each: list[list[Any]] = [[*output.gradients, *output.state] for output in outputs]
+        each: list[list[Any]] = [[*output.gradients, *output.assigned, *output.state] for output in outputs]
         floats = [i for i, t in enumerate(each[0]) if isinstance(t, tf.Tensor) and t.dtype.is_floating]
         sparse = [i for i, t in enumerate(each[0]) if isinstance(t, tf.IndexedSlices)]
         if floats:
@@ -115,10 +115,13 @@ class AllReduce(StoreBackedStrategy):
             reduced = self._in_each_replica(partial(_mean_of, slices))
             for tensors, mean in zip(each, reduced):
                 tensors[i] = sum_duplicates(mean) if i in step.row_wise else mean
-        num_gradients = len(outputs[0].gradients)
+        number = len(step.trainable)
         return [
-            ReplicaOutput(
-                clip_gradients(step.model.optimizer, tensors[:num_gradients]), tensors[num_gradients:], output.metrics
+            replace(
+                output,
+                gradients=step.updates.clip(tensors[:number], output.phase),
+                assigned=tensors[number : 2 * number],
+                state=tensors[2 * number :],
             )
             for tensors, output in zip(each, outputs)
         ]

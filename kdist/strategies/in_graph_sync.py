@@ -7,16 +7,19 @@ graph are all the synchronisation there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.cluster.spec import Task
 from kdist.data.worker_dataset import next_of
-from kdist.model.replica_step import ReplicaStep, batch_size_of
+from kdist.model.replica_step import ReplicaStep
+from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import GradientAggregator
-from kdist.parameters.store import ParameterStore
+from kdist.parameters.store import ParameterStore, Pulled
+from kdist.strategies.local_steps import one_step
 from kdist.strategies.traced_calls import CallLogs
 
 
@@ -29,7 +32,7 @@ class InGraphSyncCalls:
         aggregator: where gradients go.
         logs: how a call returns what it logs.
         iterator_spec: type of the iterators over `(batch, seeds)`, one per worker.
-        shares: for each worker how many gradients of one step it computes.
+        shares: for each worker that takes part how many gradients of one step it computes; 1 if steps have phases.
     """
 
     def __init__(
@@ -39,14 +42,14 @@ class InGraphSyncCalls:
         aggregator: GradientAggregator,
         logs: CallLogs,
         iterator_spec: tf.TypeSpec,
-        shares: Sequence[int],
+        shares: Mapping[int, int],
     ) -> None:
-        self._replica_step = replica_step
+        self._compute = one_step(replica_step, store)
         self._store = store
         self._aggregator = aggregator
         self._logs = logs
         self._iterator_spec = iterator_spec
-        self._shares = list(shares)
+        self._shares = dict(shares)
         self._functions: dict[int, Callable[..., list[tf.Tensor]]] = {}
 
     def traced(self, num_steps: int) -> bool:
@@ -65,27 +68,44 @@ class InGraphSyncCalls:
         return self._functions[num_steps]
 
     def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
-        workers = range(len(self._shares))
-        rows: list[list[list[Any]]] = [[] for _ in workers]
+        rows: dict[int, list[list[Any]]] = {worker: [] for worker in self._shares}
         for _ in range(num_steps):
-            gathered = self._store.gather()
-            results = []
-            for worker in workers:
+            for worker, outputs in self._run_step(dict(zip(self._shares, iterators))).items():
                 with tf.device(Task("worker", worker).device):
-                    pulled = self._store.pull(gathered)
-                    metrics, num_examples = self._logs.initial_metrics(), tf.constant(0)
-                    for _ in range(self._shares[worker]):
-                        batch, seeds = next_of(iterators[worker])
-                        output = self._replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
-                        results.append(self._aggregator.bring(output.gradients, output.state, pulled))
-                        metrics = output.metrics
-                        num_examples += batch_size_of(batch)
-                    rows[worker].append([num_examples, *metrics])
-            self._aggregator.apply_mean(results)
+                    num_examples = tf.add_n([tf.convert_to_tensor(output.num_examples) for output in outputs])
+                    rows[worker].append([num_examples, *outputs[-1].metrics])
         packed = []
-        for worker in workers:
+        for worker in self._shares:
             with tf.device(Task("worker", worker).device):
                 # Nothing is ever stale here.
                 staleness = tf.zeros([num_steps], tf.int64)
                 packed.append(self._logs.pack(staleness, rows[worker]))
         return packed
+
+    def _run_step(self, iterators: Mapping[int, Any]) -> dict[int, list[ReplicaOutput]]:
+        """One step of all workers; for each the last outputs of its share."""
+        gathered = self._store.gather()
+        pulled: dict[int, Pulled] = {}
+        running: dict[int, list[RunningStep]] = {worker: [] for worker in self._shares}
+        outputs: dict[int, list[ReplicaOutput]] = {}
+        for phase, again in enumerate(self._store.updates.pulled_again):
+            if phase:
+                gathered = self._store.gather(again)
+            results = []
+            for worker, share in self._shares.items():
+                with tf.device(Task("worker", worker).device):
+                    fresh: Any = self._store.pull_again(phase, gathered) if phase else None
+                    if not phase:
+                        pulled[worker] = self._store.pull(gathered)
+                    outputs[worker] = []
+                    metrics = self._logs.initial_metrics()
+                    for i in range(share):
+                        if not phase:
+                            next_batch = partial(next_of, iterators[worker])
+                            running[worker].append(self._compute(pulled[worker], next_batch, metrics))
+                        output = running[worker][i].send(fresh)
+                        results.append(self._aggregator.bring(output, pulled[worker]))
+                        outputs[worker].append(output)
+                        metrics = output.metrics
+            self._aggregator.apply_mean(results, phase)
+        return outputs

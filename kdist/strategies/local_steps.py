@@ -13,33 +13,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.keras import step_counter
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.optimizer import clip_gradients
-from kdist.model.replica_step import ReplicaOutput, ReplicaStep, batch_size_of
+from kdist.model.replica_step import ReplicaStep
+from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.store import Change, ParameterStore, Pulled
 
 #: The next `(batch, seeds)` of a replica.
 NextBatch = Callable[[], tuple[Any, tf.Tensor]]
 
-#: What a replica computes between a pull and a push: what it pulled, its next batches, metrics to add them to -> what
-#: came out, and of how many examples.
-Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], tuple[ReplicaOutput, "tf.Tensor | int"]]
+#: What a replica computes between a pull and a push: what it pulled, its next batches, metrics to add them to -> a step
+#: in phases, most often one.
+Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], RunningStep]
 
 
 def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
     """One step, with the gradient as it is; the learning rate is that of `store`."""
 
-    def compute(
-        pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]
-    ) -> tuple[ReplicaOutput, tf.Tensor | int]:
+    def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
         batch, seeds = next_batch()
-        counter = step_counter(replica_step.model.optimizer)
-        clock = [
-            tf.identity(pulled.global_step if variable is counter else store.learning_rate(pulled.global_step))
-            for variable in replica_step.clock
-        ]
-        return replica_step(pulled.trainable, pulled.state, metrics, seeds, batch, clock), batch_size_of(batch)
+        clock = []
+        for read in replica_step.clock:
+            iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
+            clock.append(tf.identity(iteration if read.is_counter else store.learning_rate(iteration, read.group)))
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock)
 
     return compute
 
@@ -54,42 +50,41 @@ class LocalSteps:
     """
 
     def __init__(self, replica_step: ReplicaStep, store: ParameterStore, num_steps: int = 1) -> None:
-        self._optimizer = replica_step.model.optimizer
+        self._updates = replica_step.updates
         self._row_wise = replica_step.row_wise
         self._compute = one_step(replica_step, store)
         self._store = store
         self._num_steps = num_steps
 
-    def __call__(
-        self, pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]
-    ) -> tuple[ReplicaOutput, tf.Tensor | int]:
-        """Takes the steps, of which each clips its gradients.
+    def __call__(self, pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        """Takes the steps, of which each clips its gradients; several make one, with the sums of their gradients."""
+        if self._num_steps > 1:
+            yield self._together(pulled, next_batch, metrics)
+            return
+        running = self._compute(pulled, next_batch, metrics)
+        fresh: Any = None
+        for _ in range(self._updates.num_phases):
+            fresh = yield self._clipped(running.send(fresh))
 
-        Returns:
-            What they make together, with the sums of their gradients; and of how many examples they are.
-        """
-        output, num_examples = self._one_step(pulled, next_batch, metrics)
-        if self._num_steps == 1:
-            return output, num_examples
+    def _together(self, pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> ReplicaOutput:
+        sums = output = self._clipped(next(self._compute(pulled, next_batch, metrics)))
         learning_rate = tf.identity(self._store.learning_rate(pulled.global_step))
-        present, sums = pulled, output
+        present = pulled
         for _ in range(self._num_steps - 1):
             present = replace(
                 present,
                 trainable=[_moved(*pair, learning_rate) for pair in zip(present.trainable, output.gradients)],
                 state=_newer(present.state, output.state),
             )
-            output, more_examples = self._one_step(present, next_batch, output.metrics)
-            num_examples += more_examples
+            output = self._clipped(next(self._compute(present, next_batch, output.metrics)))
             gradients = [self._sum(i, pair) for i, pair in enumerate(zip(sums.gradients, output.gradients))]
-            sums = ReplicaOutput(gradients, _newer(sums.state, output.state), output.metrics)
-        return sums, num_examples
+            num_examples = sums.num_examples + output.num_examples
+            state = _newer(sums.state, output.state)
+            sums = replace(output, gradients=gradients, state=state, num_examples=num_examples)
+        return sums
 
-    def _one_step(
-        self, start: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]
-    ) -> tuple[ReplicaOutput, tf.Tensor | int]:
-        output, num_examples = self._compute(start, next_batch, metrics)
-        return replace(output, gradients=clip_gradients(self._optimizer, output.gradients)), num_examples
+    def _clipped(self, output: ReplicaOutput) -> ReplicaOutput:
+        return replace(output, gradients=self._updates.clip(output.gradients, output.phase))
 
     def _sum(self, index: int, gradients: tuple[Change, Change]) -> Change:
         one, other = gradients

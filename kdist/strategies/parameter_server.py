@@ -22,9 +22,11 @@ from kdist.console.warn import warn
 from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.first_call_lock import fetch
 from kdist.dispatch.worker_threads import Finished
+from kdist.errors import ConfigError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.ps_base import PsStrategy
+from kdist.strategies.store_backed import PreparedTraining
 from kdist.strategies.traced_calls import StepLogs
 
 # A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
@@ -53,6 +55,15 @@ class ParameterServer(PsStrategy):
         super().start(spec)
         self._calls = self._prepared.calls(self._store, iterator_spec(self._make_dataset), self.batches_per_step)
         self._sizer = self._prepared.sizer()
+
+    def _check(self, prepared: PreparedTraining) -> None:
+        super()._check(prepared)
+        updates = prepared.replica_step.updates
+        if self.batches_per_step > 1 and (len(updates.updates) > 1 or updates.assigned):
+            raise ConfigError(
+                f"strategy.local_steps={self.batches_per_step}: a step of model {prepared.spec.model.name} updates or "
+                "assigns weights several times; set strategy.local_steps=1"
+            )
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if self._first_step is None:

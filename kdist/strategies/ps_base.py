@@ -27,7 +27,7 @@ from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
-from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
+from kdist.strategies.store_backed import PreparedTraining, StoreBackedStrategy, no_batch, prepare
 from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
@@ -82,18 +82,26 @@ class PsStrategy(StoreBackedStrategy):
         self._evaluations: dict[WorkerEvaluation, _Traced] = {}
 
     def start(self, spec: TrainingSpec) -> None:
-        num_workers = self._shape.num_workers
         # The chief builds the model while the tasks start, unless its own step may be refused.
-        prepared = prepare(spec, num_workers) if overrides_train_step(spec.model) else None
+        prepared = self._prepare(spec) if overrides_train_step(spec.model) else None
         cluster = self._launch(spec.log_dir)
-        self._prepared = prepared or prepare(spec, num_workers)
-        check_slots_only(spec.model.optimizer, self._prepared.replica_step.trainable)
+        self._prepared = prepared or self._prepare(spec)
         self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
         self._connect(cluster, spec.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
             self._store = self._prepared.store(devices, self.plan, self._wire)
         self._make_dataset = self._prepared.trace_dataset()
+
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = prepare(spec, self._shape.num_workers)
+        self._check(prepared)
+        return prepared
+
+    def _check(self, prepared: PreparedTraining) -> None:
+        """Refuses, with a `ConfigError`, what cannot be trained like this."""
+        for group in prepared.replica_step.updates.groups:
+            check_slots_only(group, prepared.replica_step.trainable)
 
     def start_tasks(self, log_dir: Path, grace_secs: float) -> None:
         """Starts the tasks without training, for `on_workers` alone."""

@@ -15,12 +15,12 @@ import tensorflow as tf
 
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.data.worker_dataset import worker_arguments, worker_dataset
-from kdist.model.names import variable_names
-from kdist.model.optimizer import is_elementwise, leaves_other_rows_alone, optimizer_state
+from kdist.model.names import GLOBAL_STEP, variable_names
+from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.packing import ModelVariables
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place
-from kdist.parameters.store import GLOBAL_STEP, ParameterStore
+from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import Strategy, TrainingSpec
 from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
@@ -108,7 +108,7 @@ class StoreBackedStrategy(Strategy):
         return self._store.values.read()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self._store.values.write(values)
+        self._store.write(values)
         if GLOBAL_STEP in values:
             # Training continues at another step: the steps before it no longer count.
             self._ahead = self._last_end = None
@@ -162,7 +162,7 @@ class PreparedTraining:
         step = self.replica_step
         dense = step.dense_gradients()
         variables = ModelVariables(step.trainable, step.state, frozenset(step.tables), step.row_wise, dense)
-        return ParameterStore(variables, self.spec.model.optimizer, devices, plan, wire)
+        return ParameterStore(variables, step.updates, devices, plan, wire)
 
     def calls(
         self, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = ParameterServerOptions.local_steps
@@ -180,11 +180,14 @@ class PreparedTraining:
     def _described_variables(self) -> list[Variable]:
         step = self.replica_step
         names = variable_names(self.spec.model, [*step.trainable, *step.state])
-        slots = optimizer_state(self.spec.model.optimizer, step.trainable, names[: len(step.trainable)])
-        cuttable = is_elementwise(self.spec.model.optimizer)
+        parameter_names = names[: len(step.trainable)]
+        slots: dict[str, keras.Variable] = {}
+        for group in step.updates.groups:
+            slots |= group.state(step.trainable, parameter_names)
         described = []
         for i, (name, variable) in enumerate(zip(names, [*step.trainable, *step.state])):
             beside = [slot for key, slot in slots.items() if key.rpartition("/")[0] == f"slots/{name}"]
+            cuttable = i < len(step.trainable) and step.updates.is_elementwise(i)
             value_bytes, *slot_bytes = (prod(v.shape) * tf.as_dtype(v.dtype).size for v in [variable, *beside])
             described.append(
                 Variable(
@@ -192,7 +195,7 @@ class PreparedTraining:
                     tuple(variable.shape),
                     value_bytes + sum(slot_bytes),
                     value_bytes,
-                    can_be_cut=cuttable and i < len(step.trainable) and variable.constraint is None,
+                    can_be_cut=cuttable and variable.constraint is None and i not in step.updates.assigned,
                     always_cut=cuttable and i in step.row_wise,
                     note=self._note(i, variable),
                 )

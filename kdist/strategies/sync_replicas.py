@@ -13,7 +13,7 @@ have to be repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -28,14 +28,15 @@ from kdist.console.warn import warn
 from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.first_call_lock import fetch
 from kdist.dispatch.worker_threads import Finished, may_be_lost
-from kdist.errors import ClusterError, TornUpdateError
-from kdist.model.replica_step import batch_size_of
+from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.in_graph_sync import InGraphSyncCalls
+from kdist.strategies.local_steps import one_step
 from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.quorum import Quorum
+from kdist.strategies.store_backed import PreparedTraining, no_batch
 from kdist.strategies.traced_calls import CallLogs, StepLogs
 
 _TRIES = 3
@@ -81,6 +82,8 @@ class SyncReplicas(PsStrategy):
         #: The calls on all tasks, traced when no worker is missing.
         self._lockstep: InGraphSyncCalls | None = None
         self._in_lockstep = False
+        #: Whether a step applies gradients more than once.
+        self._has_phases = False
         #: How many workers had been lost when the last of these calls started.
         self._num_lost_before = 0
         #: Calls on all tasks that failed in a row although no task was lost.
@@ -93,13 +96,26 @@ class SyncReplicas(PsStrategy):
         # All workers take all steps.
         self._sizer = self._prepared.sizer(num_workers=1)
         self._logs = CallLogs(self._prepared.replica_step)
-        self._aggregator = GradientAggregator(self._store, spec.model.optimizer)
+        self._aggregator = GradientAggregator(self._store)
+
+    def _check(self, prepared: PreparedTraining) -> None:
+        super()._check(prepared)
+        num_workers = self._shape.num_workers
+        self._has_phases = prepared.replica_step.updates.num_phases > 1
+        if self._has_phases and {self._quorum.share(worker) for worker in range(num_workers)} != {1}:
+            raise ConfigError(
+                f"strategy=sync_replicas: a step of model {prepared.spec.model.name} updates weights several times, "
+                f"in which all workers take part; set strategy.replicas_to_aggregate={num_workers} and "
+                "strategy.backup_workers=0"
+            )
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
             return None
         self._needed()
-        if self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy:
+        everyone = self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy
+        # Between two phases no worker can be replaced by another one.
+        if everyone or self._has_phases:
             try:
                 if (logs := self._lockstep_call(may_begin)) is not None:
                     return logs
@@ -108,6 +124,8 @@ class SyncReplicas(PsStrategy):
                     raise
                 self._recover_lockstep(error)
                 return self._next_logs(may_begin, interrupted)
+            if self._has_phases:
+                raise TaskError("a worker", no_batch())
         return self._one_update()
 
     def _lockstep_call(self, remaining: int) -> StepLogs | None:
@@ -116,10 +134,10 @@ class SyncReplicas(PsStrategy):
         Raises:
             tf.errors.OpError: a task is lost.
         """
-        coordinator, workers = self._running(), range(self._shape.num_workers)
+        coordinator, workers = self._running(), self._active()
         step = self._present_step()
-        calls = self._lockstep_calls()
-        if self._iterators.keys() != set(workers):
+        calls = self._lockstep_calls(workers)
+        if not self._iterators.keys() >= set(workers):
             coordinator.watch(lambda: [self._iterator(worker) for worker in workers])
         size = self._sizer.next_size(remaining)
         if not calls.traced(size):
@@ -144,7 +162,7 @@ class SyncReplicas(PsStrategy):
         shares = {worker: GradientCounts(accepted=self._quorum.share(worker)) for worker in workers}
         return replace(logs, gradient_counts=(shares,) * size)
 
-    def _lockstep_calls(self) -> InGraphSyncCalls:
+    def _lockstep_calls(self, workers: Sequence[int]) -> InGraphSyncCalls:
         if self._lockstep is None:
             self._warming_up = True
             self._lockstep = InGraphSyncCalls(
@@ -153,7 +171,7 @@ class SyncReplicas(PsStrategy):
                 self._aggregator,
                 self._logs,
                 iterator_spec(self._make_dataset),
-                [self._quorum.share(worker) for worker in range(self._shape.num_workers)],
+                {worker: self._quorum.share(worker) for worker in workers},
             )
         return self._lockstep
 
@@ -329,13 +347,13 @@ class SyncReplicas(PsStrategy):
         return self._gradient
 
     def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:
-        batch, seeds = next(iterator)
         pulled = self._store.pull()
         metrics = self._logs.initial_metrics()
-        output = self._prepared.replica_step(pulled.trainable, pulled.state, metrics, seeds, batch)
-        contribution = self._aggregator.bring(output.gradients, output.state, pulled)
+        compute = one_step(self._prepared.replica_step, self._store)
+        output = next(compute(pulled, lambda: next(iterator), metrics))
+        contribution = self._aggregator.bring(output, pulled)
         # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
-        return [*contribution, self._logs.pack(pulled.global_step[None], [[batch_size_of(batch), *output.metrics]])]
+        return [*contribution, self._logs.pack(pulled.global_step[None], [[output.num_examples, *output.metrics]])]
 
     def _apply(self, contributions: list[Contribution]) -> int:
         """Applies the mean; returns the new global step."""
@@ -344,8 +362,11 @@ class SyncReplicas(PsStrategy):
             self._warming_up = True
             self._running().before_tracing()
             specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
-            apply = tf.function(self._aggregator.apply_mean, autograph=False)
-            self._applies[size] = apply.get_concrete_function([specs] * size)
+
+            def apply(given: list[Contribution]) -> tf.Tensor:
+                return self._aggregator.apply_mean(given)
+
+            self._applies[size] = tf.function(apply, autograph=False).get_concrete_function([specs] * size)
         return int(self._watched(lambda: self._applies[size](contributions).numpy(), ("apply", size)))
 
     def _iterator(self, worker: int) -> Any:

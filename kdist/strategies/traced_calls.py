@@ -13,7 +13,8 @@ import tensorflow as tf
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.worker_dataset import next_of
 from kdist.model.metrics import MetricReader, MetricRows
-from kdist.model.replica_step import ReplicaOutput, ReplicaStep
+from kdist.model.replica_step import ReplicaStep
+from kdist.model.updates import ReplicaOutput
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.local_steps import Compute, LocalSteps
@@ -169,7 +170,7 @@ def run_steps(
     logs: CallLogs,
     exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
 ) -> list[tf.Tensor]:
-    """Unrolls steps while a call is traced: pull, compute, push.
+    """Unrolls steps while a call is traced: pull, compute, push, for each phase.
 
     Args:
         replicas: of this process; all of them take part in each step.
@@ -181,20 +182,27 @@ def run_steps(
     rows: list[list[list[Any]]] = [[] for _ in replicas]
     staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
     for _ in range(num_steps):
-        pulled, outputs = [], []
-        for i, replica in enumerate(replicas):
+        pulled, running = [], []
+        for replica in replicas:
             with tf.device(replica.device or None):
                 pulled.append(replica.store.pull())
-                output, num_examples = replica.compute(pulled[i], replica.next_batch, logs.initial_metrics())
-            outputs.append(output)
-            rows[i].append([num_examples, *output.metrics])
-        for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
-            with tf.device(replica.device or None):
-                step = replica.store.push(output.gradients, output.state, pulled[i])
-            # Both steps are on the first server, and their difference stays there until the end of the call: a tensor
-            # that travels in every step costs more than the arithmetic of a small model.
-            with tf.device(replica.store.devices[0] or None):
-                staleness[i].append(step - 1 - pulled[i].global_step)
+                running.append(replica.compute(pulled[-1], replica.next_batch, logs.initial_metrics()))
+        for phase in range(replicas[0].store.updates.num_phases):
+            outputs = []
+            for i, replica in enumerate(replicas):
+                with tf.device(replica.device or None):
+                    fresh: Any = replica.store.pull_again(phase) if phase else None
+                    outputs.append(running[i].send(fresh))
+            for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
+                with tf.device(replica.device or None):
+                    step = replica.store.push(output, pulled[i])
+                if phase == 0:
+                    # Both steps are on the first server, and their difference stays there until the end of the call: a
+                    # tensor that travels in every step costs more than the arithmetic of a small model.
+                    with tf.device(replica.store.devices[0] or None):
+                        staleness[i].append(step - 1 - pulled[i].global_step)
+        for i, output in enumerate(outputs):
+            rows[i].append([output.num_examples, *output.metrics])
     packed = []
     for i, replica in enumerate(replicas):
         with tf.device(replica.store.devices[0] or None):

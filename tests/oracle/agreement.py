@@ -15,8 +15,8 @@ import numpy as np
 
 EXAMPLES, BATCH, STEPS = 320, 64, 30
 
-#: The model has a `train_step` of its own.
-OWN_STEP = "own_train_step"
+#: The model has a `train_step` of its own; it has several optimizers.
+OWN_STEP, SEVERAL = "own_train_step", "several_optimizers"
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
@@ -32,6 +32,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         "ftrl": lambda: o.Ftrl(0.1),
         "adamw": lambda: o.AdamW(0.01, weight_decay=0.1),
         OWN_STEP: lambda: o.Adam(0.01),
+        SEVERAL: lambda: o.Adam(0.01, clipnorm=0.05),
     }
 
 
@@ -53,7 +54,7 @@ def build(optimizer: str) -> Any:
     numbers, ids = layers.Input((6,), name="numbers"), layers.Input((3,), dtype="int32", name="ids")
     parts = [numbers, layers.Flatten()(layers.Embedding(50, 4)(ids)), layers.Flatten()(Embedding(50, 3)(ids))]
     hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(layers.Concatenate()(parts))
-    kind = own_step_model() if optimizer == OWN_STEP else keras.Model
+    kind = {OWN_STEP: own_step_model, SEVERAL: several_optimizers_model}.get(optimizer, lambda: keras.Model)()
     model = kind({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
     model.compile(optimizers()[optimizer](), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
@@ -74,6 +75,30 @@ def own_step_model() -> type[Any]:
             return {**self.compute_metrics(x, y, y_pred), "own_loss": loss}
 
     return OwnStep
+
+
+def several_optimizers_model() -> type[Any]:
+    import keras
+    import tensorflow as tf
+
+    class SeveralOptimizers(keras.Model):
+        """Updates the head, then the rest with another optimizer, and shows a weight as it is then."""
+
+        def compile(self, *arguments: Any, **options: Any) -> None:
+            super().compile(*arguments, **options)
+            self.other = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            head = self.layers[-1].trainable_variables
+            rest = [v for v in self.trainable_variables if all(v is not own for own in head)]
+            for optimizer, variables in ((self.optimizer, head), (self.other, rest), (self.optimizer, head)):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, y, self(x, training=True))
+                optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss, "norm": keras.ops.sum(head[0] ** 2)}
+
+    return SeveralOptimizers
 
 
 def train(optimizer: str, run_dir: Path, cluster: str, num_replicas: int, **options: Any) -> list[np.ndarray]:

@@ -18,7 +18,9 @@ from kdist.cluster.local import free_ports
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
 OPTIMIZERS = [
-    name if name in {"sgd", "adam", "adagrad", agreement.OWN_STEP} else pytest.param(name, marks=pytest.mark.long)
+    name
+    if name in {"sgd", "adam", "adagrad", agreement.OWN_STEP, agreement.SEVERAL}
+    else pytest.param(name, marks=pytest.mark.long)
     for name in agreement.optimizers()
 ]
 

@@ -269,17 +269,9 @@ def stateful() -> keras.Model:
     return model
 
 
-def normalized() -> keras.Model:
-    dense = keras.layers.SpectralNormalization(keras.layers.Dense(3, activation="softmax"))
-    model = keras.Sequential([keras.layers.Input((6,)), dense])
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    return model
-
-
-@pytest.mark.parametrize(("build", "said"), [(stateful, "stateful=True"), (normalized, "assigns .*kernel")])
-def test_layers_that_keep_what_no_server_holds_are_refused(build: Any, said: str, run_dir: Path) -> None:
-    with pytest.raises(kdist.ConfigError, match=said):
-        fit(kdist.Trainer(build, run_dir=run_dir), steps=3)
+def test_layers_that_keep_what_no_server_holds_are_refused(run_dir: Path) -> None:
+    with pytest.raises(kdist.ConfigError, match="stateful=True"):
+        fit(kdist.Trainer(stateful, run_dir=run_dir), steps=3)
 
 
 def test_lists_of_numbers_are_refused(run_dir: Path) -> None:

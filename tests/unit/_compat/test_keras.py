@@ -50,7 +50,10 @@ def test_a_batch_is_passed_as_fit_does() -> None:
 def test_the_optimizers_of_a_model_are_found_in_its_attributes() -> None:
     made = model()
     made.others = [keras.optimizers.SGD(), {"critic": keras.optimizers.Adam()}]
-    assert [type(found).__name__ for found in compat.optimizers_of(made)] == ["Adam", "SGD", "Adam"]
+    made.same, made.inner = made.optimizer, keras.Sequential()
+    made.inner.compile("rmsprop")
+    found = {name: type(optimizer).__name__ for name, optimizer in compat.optimizers_of(made).items()}
+    assert found == {"": "Adam", "others": "SGD", "others_1": "Adam", "inner.optimizer": "RMSprop"}
 
 
 def test_the_variables_that_an_optimizer_was_built_for_are_known() -> None:

@@ -14,6 +14,7 @@ from helpers import toy_data
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.launch.fit_arguments import FitArguments
+from kdist.model.updates import ReplicaOutput
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.store_backed import prepare
@@ -42,7 +43,8 @@ def push(store: ParameterStore, broken: int | None = None) -> None:
         gradients = [tf.ones_like(value) for value in pulled.trainable]
         if broken is not None:
             gradients[broken] = gradients[broken] + tf.cast(1 // (1 - is_broken), gradients[broken].dtype)
-        return store.push(gradients, [None] * len(pulled.state), pulled)
+        unchanged = [None] * len(gradients)
+        return store.push(ReplicaOutput(gradients, unchanged, [None] * len(pulled.state), [], 1), pulled)
 
     call(tf.constant(1))
 
@@ -58,7 +60,7 @@ def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
 def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(run_dir, num_servers=1)
     push(store)
-    optimizer = store._optimizers[0]
+    optimizer = store._optimizers[0, 0]
     apply = optimizer.apply
 
     def apply_and_fail(gradients: Any, step: Any) -> None:

@@ -1,0 +1,159 @@
+"""What one step of a model updates: which optimizers it calls, on which variables, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from kdist._compat.keras import step_counter
+from kdist.model.optimizer import clip_gradients, is_elementwise, optimizer_state
+
+
+@dataclass(frozen=True)
+class ReplicaOutput:
+    """The output of one replica step, or of one of its phases.
+
+    Attributes:
+        gradients: one per trainable variable, not clipped; for an embedding `tf.IndexedSlices` of the rows that were
+            looked up, each as often as it was, as in Keras, or once if it is row-wise; None if no loss depends on the
+            variable, or no update of this phase has it.
+        assigned: for each trainable variable by how much assignments have changed it before the update; None without.
+        state, metrics: new values of the variables, in the last phase; None for state that the step did not change.
+        num_examples: of the batch.
+        phase: which phase it is of.
+    """
+
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    assigned: list[tf.Tensor | None]
+    state: list[tf.Tensor | None]
+    metrics: list[tf.Tensor]
+    num_examples: tf.Tensor | int
+    phase: int = 0
+
+
+#: The phases of a step: yields the output of each, and is sent the values of the variables that the next one reads as
+#: they are after the updates; see `StepUpdates.pulled_again`.
+RunningStep: TypeAlias = "Generator[ReplicaOutput, Mapping[int, tf.Tensor], None]"
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """An optimizer with the variables that it updates; of a GAN, the discriminator's or the generator's.
+
+    Attributes:
+        optimizer: built.
+        variables: their indices among the step's trainable variables.
+        name: the attribute of the model that holds the optimizer; empty for that which the model was compiled with.
+        updates_per_step: how often one step calls it.
+        first_iteration: its count of iterations at global step 0.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    variables: tuple[int, ...]
+    name: str = ""
+    updates_per_step: int = 1
+    first_iteration: int = 0
+
+    def iteration(self, step: Any, number: int = 0) -> Any:
+        """Its count of iterations before its update `number` of the step that follows global step `step`."""
+        if self.updates_per_step == 1 and not self.first_iteration:
+            return step
+        return self.updates_per_step * step + self.first_iteration + number
+
+    def state(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> dict[str, keras.Variable]:
+        """The optimizer's variables by name, as `optimizer_state`; both arguments are those of the whole step."""
+        own = [variables[i] for i in self.variables]
+        return optimizer_state(self.optimizer, own, [names[i] for i in self.variables], owner=self.name)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One call of an optimizer.
+
+    Attributes:
+        group: its index in `StepUpdates.groups`.
+        variables: indices of the variables that it has a gradient for.
+        phase: the phase of the step at whose end it is applied.
+        number: how many calls of the same optimizer precede it in its step.
+    """
+
+    group: int
+    variables: frozenset[int]
+    phase: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class StepUpdates:
+    """The updates of one step.
+
+    A step that reads what it has updated runs in phases: after each, its updates are applied, and what the next ones
+    read of it is pulled again.
+
+    Attributes:
+        groups: the optimizers; the first is that which the model was compiled with.
+        updates: in the order of the step.
+        pulled_again: for each phase the variables that it reads as the phases before have left them; of the first none.
+        assigned: the trainable variables that the step also assigns.
+    """
+
+    groups: tuple[OptimizerGroup, ...]
+    updates: tuple[Update, ...]
+    pulled_again: tuple[frozenset[int], ...] = (frozenset(),)
+    assigned: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of_one(optimizer: keras.optimizers.Optimizer, num_variables: int) -> StepUpdates:
+        """One update of all variables, as Keras's own step makes."""
+        everything = range(num_variables)
+        return StepUpdates((OptimizerGroup(optimizer, tuple(everything)),), (Update(0, frozenset(everything)),))
+
+    @property
+    def num_phases(self) -> int:
+        return len(self.pulled_again)
+
+    def in_phase(self, phase: int) -> list[Update]:
+        """The updates at the end of a phase; of different variables."""
+        return [update for update in self.updates if update.phase == phase]
+
+    def optimizers_of(self, variable: int) -> list[keras.optimizers.Optimizer]:
+        """Those that update a variable, by its index."""
+        return [group.optimizer for group in self.groups if variable in group.variables]
+
+    def is_elementwise(self, variable: int) -> bool:
+        """Whether a variable can be split without changing the result of its optimizers."""
+        return all(map(is_elementwise, self.optimizers_of(variable)))
+
+    def merge(self, gradients: Sequence[Sequence[Any]], phase: int) -> list[Any]:
+        """The gradients of a phase, one per variable or None, from those of each update."""
+        merged = [None] * len(gradients[0])
+        for update, of_update in zip(self.updates, gradients):
+            if update.phase == phase:
+                merged = [old if new is None else new for old, new in zip(merged, of_update)]
+        return merged
+
+    def merge_assigned(self, assigned: Sequence[Mapping[int, tf.Tensor]], phase: int) -> list[Any]:
+        """As `merge`, of what was assigned before each update, and at the end of the step."""
+        phases = [*(update.phase for update in self.updates), self.num_phases - 1]
+        merged = {i: value for p, found in zip(phases, assigned) if p == phase for i, value in found.items()}
+        num_variables = 1 + max(i for group in self.groups for i in group.variables)
+        return [merged.get(i) for i in range(num_variables)]
+
+    def clip(self, gradients: Sequence[Any], phase: int) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """Clips the gradients of a phase, one per variable or None, as the optimizers would."""
+        clipped = list(gradients)
+        for update in self.in_phase(phase):
+            own = sorted(update.variables)
+            found = clip_gradients(self.groups[update.group].optimizer, [gradients[i] for i in own])
+            for i, gradient in zip(own, found):
+                clipped[i] = gradient
+        return clipped
+
+
+def first_iteration(optimizer: keras.optimizers.Optimizer, updates_per_step: int, step: int) -> int:
+    """`OptimizerGroup.first_iteration` of an optimizer, as it is at global step `step`."""
+    return int(step_counter(optimizer).numpy()) - updates_per_step * step
