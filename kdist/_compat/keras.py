@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.utils import is_default
@@ -36,6 +39,46 @@ def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight:
 def track_loss(model: keras.Model, loss: tf.Tensor, num_examples: Any) -> None:
     """Adds a loss to the metric that `fit` shows as `loss`."""
     model._loss_tracker.update_state(loss, sample_weight=num_examples)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a loss made one number of the values of a batch.
+
+    Attributes:
+        name: of the loss.
+        is_sum: whether it added them up.
+        divisor: what it divided their sum by, if that depends on more than the shape of the batch.
+    """
+
+    name: str
+    is_sum: bool
+    divisor: tf.Tensor | None
+
+
+@contextmanager
+def recorded_reductions() -> Iterator[list[Reduction]]:
+    """In this context, the reductions of compiled losses are recorded."""
+    original, found = loss_module.reduce_weighted_values, list[Reduction]()
+
+    def reduce(
+        values: Any, sample_weight: Any = None, mask: Any = None, reduction: str = "mean", dtype: Any = None
+    ) -> Any:
+        divisor = None
+        if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+            weights = loss_module.apply_mask(sample_weight, mask, dtype=values.dtype, reduction=reduction)
+            divisor = tf.reduce_sum(tf.cast(weights, tf.float32))
+        elif reduction in ("mean", "sum_over_batch_size") and mask is not None:
+            divisor = tf.reduce_sum(tf.cast(mask, tf.float32))
+        name = tf.get_current_name_scope().rpartition("/")[2]
+        found.append(Reduction(name, reduction == "sum", divisor))
+        return original(values, sample_weight, mask, reduction, dtype)
+
+    loss_module.reduce_weighted_values = reduce
+    try:
+        yield found
+    finally:
+        loss_module.reduce_weighted_values = original
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
@@ -108,6 +151,27 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
         if isinstance(item, keras.optimizers.Optimizer):
             named.setdefault(id(item), (name, item))
     return dict(named.values())
+
+
+def is_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it hands each variable to one of several others."""
+    return isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
+
+
+def parts_of(
+    optimizer: Any, variables: Sequence[keras.Variable]
+) -> list[tuple[keras.optimizers.Optimizer, tuple[int, ...]]]:
+    """The optimizers to which a built `MultiOptimizer` hands these variables, with their indices; none of others."""
+    if not is_multi_optimizer(optimizer):
+        return []
+    part_of = [optimizer._var_to_optimizer_idx[optimizer._var_key(variable)] for variable in variables]
+    indices = (tuple(i for i, part in enumerate(part_of) if part == p) for p in range(len(optimizer.optimizers)))
+    return [(part, own) for part, own in zip(optimizer.optimizers, indices) if own]
+
+
+def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables of an optimizer without those of its parts."""
+    return list(optimizer._variables)
 
 
 def built_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

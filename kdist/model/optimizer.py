@@ -9,7 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import clip, learning_rate_variable, parallel_variables, step_counter
+from kdist._compat.keras import (
+    clip,
+    is_multi_optimizer,
+    learning_rate_variable,
+    own_variables,
+    parallel_variables,
+    step_counter,
+)
 from kdist.errors import ConfigError
 
 # They compute each element of a variable separately, so that rows can be updated independently.
@@ -42,8 +49,14 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
             f"optimizer {optimizer.name}: gradient_accumulation_steps={steps}: global_clipnorm needs the mean of all "
             "gradients, which no server has; use clipnorm, or a larger train.batch_size"
         )
-    if type(optimizer).__name__ == "MultiOptimizer":
-        raise ConfigError("optimizer MultiOptimizer is not supported; compile the model with one optimizer")
+    if is_multi_optimizer(optimizer):
+        for part in optimizer.optimizers:
+            check_optimizer(part, strategy)
+            if part.use_ema:
+                raise ConfigError(
+                    f"optimizer {part.name}: use_ema is not supported inside MultiOptimizer; leave it out, or "
+                    "compile the model with one optimizer"
+                )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
             "the model scales its loss (mixed_float16); use the policy mixed_bfloat16, which needs no loss scaling, or "
@@ -75,7 +88,7 @@ def optimizer_state(
     seen: dict[str, int] = defaultdict(int)
     parallel = parallel_variables(optimizer)
     state: dict[str, keras.Variable] = {}
-    for variable in optimizer.variables:
+    for variable in own_variables(optimizer):
         if variable is step_counter(optimizer):
             continue
         prefixes = [prefix for prefix in by_prefix if variable.name.startswith(prefix)]

@@ -168,7 +168,9 @@ class TracedPhases:
                     arriving[phase + 1][i] = tensor
         pulled_again = tuple(frozenset(variables) for variables in arriving)
         everywhere = frozenset(i for found in assigned for i in found)
-        self.updates = updates = StepUpdates(self._own.groups, self._own.updates(phases), pulled_again, everywhere)
+        self.updates = updates = StepUpdates(
+            self._own.groups, self._own.updates(phases), pulled_again, everywhere, self._own.weights
+        )
         sparse = {i for of_update in gradients for i, g in enumerate(of_update) if isinstance(g, tf.IndexedSlices)}
         self.dense_gradients = frozenset(i for indices in self._own.updated for i in indices) - sparse
         self._inputs = [inputs, *([of_phase[i] for i in sorted(of_phase)] for of_phase in arriving[1:])]

@@ -7,23 +7,32 @@ Where the values come from and where the gradients go is the strategy's business
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import compile_arguments, global_seed, layers_of, optimizers_of, table_of
+from kdist._compat.keras import (
+    compile_arguments,
+    global_seed,
+    layers_of,
+    optimizers_of,
+    recorded_reductions,
+    table_of,
+)
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
 from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
+from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
 from kdist.model.phases import Phases, TracedPhases
-from kdist.model.state import choose_variables
+from kdist.model.state import choose_variables, remember_groups
 from kdist.model.train_step import Clock, OwnTrainStep, overrides_train_step
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 
@@ -50,21 +59,21 @@ class ReplicaStep:
         #: The model's own `train_step`, if it has one.
         self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
         if self.own is None:
-            self.returned, assigns = _build(model, batch_spec)
+            self.returned, weights, assigns = _build(model, batch_spec)
             check_metrics(model, batch_spec)
             if assigns:
                 # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
                 self.own = OwnTrainStep(model, batch_spec)
         if self.own is not None:
-            self.returned = self.own.returned
-        groups = None if self.own is None else self.own.groups
-        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable, groups)
+            self.returned, weights = self.own.returned, self.own.weights
+        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
+        self.updates = StepUpdates.of_all(model.optimizer, self.trainable, weights)
         self._has_dense: frozenset[int] = frozenset()
         self.tables: dict[int, keras.layers.Embedding] = {}
         self.whole_tables: dict[int, str] = {}
@@ -76,13 +85,13 @@ class ReplicaStep:
         self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
         self._phases: Phases | None = None
         self.clock: list[Clock] = []
-        self.updates = StepUpdates.of_one(model.optimizer, len(self.trainable))
         if self.own is not None:
             # In a function of its own: a worker knows only those that are traced after it has joined.
             traced = self._trace_phases()
             self.clock = self.own.find_clock(traced.function)
             self.updates = traced.updates
             self._has_dense = traced.dense_gradients
+        remember_groups(model, self.updates.groups)
 
     @property
     def _own(self) -> OwnTrainStep:
@@ -130,8 +139,8 @@ class ReplicaStep:
             output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
             yield output
         elif self.updates.num_phases == 1:
-            gradients, assigned, new_state, new_metrics = self._dense_step(*arguments)
-            yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples)
+            gradients, assigned, new_state, new_metrics, weight = self._dense_step(*arguments)
+            yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples, 0, weight)
         else:
             if self._phases is None:
                 self._phases = self._trace_phases().phases(self._jit_compile)
@@ -151,12 +160,12 @@ class ReplicaStep:
 
     def _run_dense(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any
-    ) -> tuple[Any, Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any, Any]:
         if self.own is None:
             output, _ = self._run(trainable, state, metrics, seeds, batch, {})
-            return output.gradients, output.assigned, output.state, output.metrics
+            return output.gradients, output.assigned, output.state, output.metrics, output.weight
         gradients, assigned, *rest = self._run_own(trainable, state, metrics, seeds, batch, clock)
-        return self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0), *rest
+        return self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0), *rest, None
 
     def _run_own(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any, later: Any = ()
@@ -209,7 +218,7 @@ class ReplicaStep:
             scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
             tape.watch([trainable[i] for i in whole])
             lookups = RowLookups(tables, {i: trainable[i] for i in tables}, scope, tape)
-            with lookups.active():
+            with lookups.active(), recorded_reductions() as reductions:
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
             if loss is None:
                 raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
@@ -225,7 +234,8 @@ class ReplicaStep:
             logs = update_metrics(model, x, y, y_pred, sample_weight, loss, num_examples)
             self.returned.count(logs, num_examples)
         output = self._output(gradients, scope, state, num_examples)
-        return output, lookups
+        weight = reductions[0].divisor if self.updates.weights is LossWeights.DIVISORS else None
+        return replace(output, weight=weight), lookups
 
     def _others(self, state: Any, metrics: Any, seeds: Any) -> list[tuple[keras.Variable, Any]]:
         """All variables but the trainable ones, with their values."""
@@ -319,17 +329,21 @@ def check_model(model: keras.Model, strategy: str) -> None:
         check_optimizer(optimizer, strategy)
 
 
-def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, bool]:
+def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, bool]:
     """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out.
 
     Returns:
-        What the step returns beside metrics; whether a layer assigns trainable variables when it is called.
+        What the step returns beside metrics; the weights of replicas' gradients; whether a layer assigns trainable
+        variables when it is called.
     """
     others: list[str] = []
+    weights: list[LossWeights] = []
 
     def first_step(batch: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        y_pred, loss = forward(model, x, y, sample_weight, training=True)
+        with recorded_reductions() as reductions:
+            y_pred, loss = forward(model, x, y, sample_weight, training=True)
+        weights.append(loss_weights(reductions, has_other_losses=bool(model.losses)))
         logs = update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
         others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
 
@@ -342,7 +356,7 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, bool]:
     )
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return ReturnedValues({name: keras.metrics.Mean(name=name) for name in sorted(others)}), assigns
+    return ReturnedValues({name: keras.metrics.Mean(name=name) for name in sorted(others)}), weights[-1], assigns
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:

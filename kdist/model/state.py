@@ -9,19 +9,23 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import step_counter
+from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, is_seed, variable_names
-from kdist.model.updates import OptimizerGroup
+from kdist.model.updates import OptimizerGroup, StepUpdates
 
 #: The parameters and the other variables of each model that has been trained here.
 _variables: WeakKeyDictionary[keras.Model, tuple[list[keras.Variable], list[keras.Variable]]] = WeakKeyDictionary()
-#: The optimizers of those of them that have several.
+#: Their optimizers.
 _groups: WeakKeyDictionary[keras.Model, tuple[OptimizerGroup, ...]] = WeakKeyDictionary()
 
 
+def remember_groups(model: keras.Model, groups: tuple[OptimizerGroup, ...]) -> None:
+    """Sets the optimizers of the variables that `choose_variables` has chosen."""
+    _groups[model] = groups
+
+
 def choose_variables(
-    model: keras.Model,
-    trainable: list[keras.Variable] | None = None,
-    groups: tuple[OptimizerGroup, ...] | None = None,
+    model: keras.Model, trainable: list[keras.Variable] | None = None
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters to train, and the other variables, as the model has them now; `variables_of` returns them from now
     on.
@@ -30,15 +34,12 @@ def choose_variables(
 
     Args:
         trainable: those that are trained if not all are.
-        groups: the optimizers of a model with a `train_step` of its own.
     """
     chosen = model.trainable_variables if trainable is None else trainable
     known = {id(variable) for variable in chosen}
     others = [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in known]
     _variables[model] = chosen, others
     _groups.pop(model, None)
-    if groups is not None:
-        _groups[model] = groups
     return _variables[model]
 
 
@@ -81,6 +82,6 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     names = variable_names(model, variables)
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
-    for group in _groups.get(model) or (OptimizerGroup(model.optimizer, tuple(range(len(trainable)))),):
+    for group in _groups.get(model) or StepUpdates.of_all(model.optimizer, trainable, LossWeights.EQUAL).groups:
         named |= group.state(trainable, names[: len(trainable)])
     return {**named, GLOBAL_STEP: step_counter(model.optimizer)}

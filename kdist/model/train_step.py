@@ -20,14 +20,17 @@ import tensorflow as tf
 from kdist._compat.keras import (
     as_fit_passes_it,
     built_variables,
+    is_multi_optimizer,
     learning_rate_variable,
     loss_tracker,
     optimizers_of,
+    recorded_reductions,
     step_counter,
 )
 from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape, with_handle_of
 from kdist.errors import ConfigError
 from kdist.model.logs import flat
+from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metrics import ReturnedValues
 from kdist.model.updates import OptimizerGroup, Update, first_iteration
 
@@ -110,6 +113,7 @@ class OwnTrainStep:
         trainable: the variables that the step gives to optimizers, in the model's order.
         groups: the optimizers with their variables, first that which the model was compiled with.
         returned: the values that the step returns.
+        weights: of the gradients of synchronous replicas.
         updated: for each update of the step the indices of the variables that it has a gradient for.
         clock: step counters and learning rates that the step reads.
 
@@ -124,8 +128,15 @@ class OwnTrainStep:
         self._scope: StandIns | None = None
         self._later: Sequence[Sequence[tf.Tensor]] = ()
         self.clock: list[Clock] = []
+        if is_multi_optimizer(model.optimizer):
+            raise self._refusal("uses MultiOptimizer; call several optimizers instead, or leave train_step to Keras")
         # Layers, metrics and seeds get their variables.
-        self._trace(batch_spec, self._train_step)
+        with recorded_reductions() as reductions:
+            self._trace(batch_spec, self._train_step)
+        self.weights = loss_weights(reductions, has_other_losses=True)
+        if self.weights is LossWeights.DIVISORS:
+            # Which gradient it belongs to, only the step knows.
+            self.weights = LossWeights.UNKNOWN
         self.trainable = self._given_to_optimizers()
         self.groups = self._build_optimizers()
         index_of = {id(variable): i for i, variable in enumerate(self.trainable)}

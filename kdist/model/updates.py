@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import step_counter
+from kdist._compat.keras import parts_of, step_counter
+from kdist.model.loss_weights import LossWeights
 from kdist.model.optimizer import clip_gradients, is_elementwise, optimizer_state
 
 
@@ -25,6 +26,7 @@ class ReplicaOutput:
         state, metrics: new values of the variables, in the last phase; None for state that the step did not change.
         num_examples: of the batch.
         phase: which phase it is of.
+        weight: float32 scalar, what the loss was divided by; None if replicas have equal weights.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices | None]
@@ -33,6 +35,20 @@ class ReplicaOutput:
     metrics: list[tf.Tensor]
     num_examples: tf.Tensor | int
     phase: int = 0
+    weight: tf.Tensor | None = None
+
+    def weighted(self) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The gradients times the weight."""
+        return [scaled(gradient, self.weight) for gradient in self.gradients]
+
+
+def scaled(gradient: Any, factor: tf.Tensor | None) -> Any:
+    """A gradient times a factor; if either is None, the gradient as it is."""
+    if gradient is None or factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * tf.cast(factor, gradient.dtype), gradient.indices)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 #: The phases of a step: yields the output of each, and is sent the values of the variables that the next one reads as
@@ -99,18 +115,27 @@ class StepUpdates:
         updates: in the order of the step.
         pulled_again: for each phase the variables that it reads as the phases before have left them; of the first none.
         assigned: the trainable variables that the step also assigns.
+        weights: of the gradients of synchronous replicas.
     """
 
     groups: tuple[OptimizerGroup, ...]
     updates: tuple[Update, ...]
     pulled_again: tuple[frozenset[int], ...] = (frozenset(),)
     assigned: frozenset[int] = frozenset()
+    weights: LossWeights = LossWeights.EQUAL
 
     @staticmethod
-    def of_one(optimizer: keras.optimizers.Optimizer, num_variables: int) -> StepUpdates:
-        """One update of all variables, as Keras's own step makes."""
-        everything = range(num_variables)
-        return StepUpdates((OptimizerGroup(optimizer, tuple(everything)),), (Update(0, frozenset(everything)),))
+    def of_all(
+        optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], weights: LossWeights
+    ) -> StepUpdates:
+        """One update of all variables by a built optimizer, as Keras's own step makes."""
+        parts = parts_of(optimizer, variables)
+        groups = [OptimizerGroup(optimizer, tuple(range(len(variables))) if not parts else ())]
+        step = int(step_counter(optimizer).numpy())
+        for i, (part, indices) in enumerate(parts):
+            groups.append(OptimizerGroup(part, indices, f"optimizers_{i}", 1, first_iteration(part, 1, step)))
+        updates = tuple(Update(g, frozenset(group.variables)) for g, group in enumerate(groups) if group.variables)
+        return StepUpdates(tuple(groups), updates, weights=weights)
 
     @property
     def num_phases(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -16,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.updates import ReplicaOutput
+from kdist.model.loss_weights import LossWeights
+from kdist.model.updates import ReplicaOutput, scaled
 from kdist.parameters.store import ParameterStore, Pulled
 from kdist.parameters.transport import Layout
 
@@ -35,12 +37,16 @@ class GradientAggregator:
 
     def bring(self, output: ReplicaOutput, pulled: Pulled) -> Contribution:
         """Moves what `ParameterStore.push` takes to the servers, not clipped; traced in a worker's call."""
-        all_fused = self._store.fuse(self._store.changes(output, pulled))
+        weighted = replace(output, gradients=output.weighted())
+        all_fused = self._store.fuse(self._store.changes(weighted, pulled))
         self._layouts[output.phase] = [fused.layout for fused in all_fused]
         tensors = []
         for fused in all_fused:
             with tf.device(self._store.device_of(fused.layout)):
                 tensors.append(tf.identity(fused.tensor))
+        if output.weight is not None:
+            with tf.device(self._store.devices[0]):
+                tensors.append(tf.identity(output.weight))
         return tensors
 
     def apply_mean(self, contributions: Sequence[Contribution], phase: int = 0) -> tf.Tensor:
@@ -51,11 +57,25 @@ class GradientAggregator:
                 of_each = [layout.split(tensor) for tensor in tensors]
                 for block in of_each[0]:
                     means[block] = self._mean(block, [changes[block] for changes in of_each])
+        factor = self._factor(contributions)
+        for block in {block for update in self._store.updates.updates for block in self._store.blocks_in(update)}:
+            if factor is not None and block in means:
+                with tf.device(self._device(block)):
+                    means[block] = scaled(means[block], factor)
         clipped: dict[int, Gradient] = {}
         for update in self._store.updates.in_phase(phase):
             own = {block: mean for block, mean in means.items() if block in self._store.blocks_in(update)}
             clipped |= self._clipped(own, self._store.updates.groups[update.group].optimizer)
         return self._store.apply(means | clipped, phase)
+
+    def _factor(self, contributions: Sequence[Contribution]) -> tf.Tensor | None:
+        """What the means of weighted gradients are multiplied with; None if their weights are equal."""
+        if self._store.updates.weights is LossWeights.SUM:
+            return tf.constant(float(len(contributions)))
+        if self._store.updates.weights is LossWeights.DIVISORS:
+            with tf.device(self._store.devices[0]):
+                return tf.math.divide_no_nan(1.0, _mean_of([tensors[-1] for tensors in contributions]))
+        return None
 
     def _mean(self, block: int, changes: Sequence[Gradient]) -> Gradient:
         if not isinstance(changes[0], tf.IndexedSlices):

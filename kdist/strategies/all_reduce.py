@@ -17,7 +17,8 @@ from kdist.cluster.spec import CHIEF
 from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.updates import ReplicaOutput
+from kdist.model.loss_weights import LossWeights
+from kdist.model.updates import ReplicaOutput, scaled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
@@ -42,6 +43,7 @@ class AllReduce(StoreBackedStrategy):
         self.num_replicas = distribution.num_replicas_in_sync
         devices = distribution.extended.worker_devices
         self._prepared = prepare(spec, self.num_replicas)
+        self._prepared.warn_of_unknown_weights()
         plan = self._prepared.plan_for_one()
         self._stores = [self._prepared.store([device], plan) for device in devices]
         self._store = self._stores[0]
@@ -100,7 +102,9 @@ class AllReduce(StoreBackedStrategy):
     def _exchange(self, outputs: list[ReplicaOutput]) -> list[ReplicaOutput]:
         """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
         step = self._prepared.replica_step
-        each: list[list[Any]] = [[*output.gradients, *output.assigned, *output.state] for output in outputs]
+        each: list[list[Any]] = [
+            [*output.weighted(), *output.assigned, *output.state, output.weight] for output in outputs
+        ]
         floats = [i for i, t in enumerate(each[0]) if isinstance(t, tf.Tensor) and t.dtype.is_floating]
         sparse = [i for i, t in enumerate(each[0]) if isinstance(t, tf.IndexedSlices)]
         if floats:
@@ -119,12 +123,20 @@ class AllReduce(StoreBackedStrategy):
         return [
             replace(
                 output,
-                gradients=step.updates.clip(tensors[:number], output.phase),
+                gradients=step.updates.clip(
+                    [scaled(gradient, self._factor(tensors[-1])) for gradient in tensors[:number]], output.phase
+                ),
                 assigned=tensors[number : 2 * number],
-                state=tensors[2 * number :],
+                state=tensors[2 * number : -1],
             )
             for tensors, output in zip(each, outputs)
         ]
+
+    def _factor(self, mean_weight: tf.Tensor | None) -> tf.Tensor | None:
+        """What the means of weighted gradients are multiplied with; None if their weights are equal."""
+        if self._prepared.replica_step.updates.weights is LossWeights.SUM:
+            return tf.constant(float(self.num_replicas))
+        return None if mean_weight is None else tf.math.divide_no_nan(1.0, mean_weight)
 
     def _in_each_replica(self, function: Callable[[tf.distribute.ReplicaContext, int], Any]) -> list[Any]:
         """Calls `function(context, index of the replica in this process)` for each; the results by that index.

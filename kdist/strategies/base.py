@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import keras
 import numpy as np
 
-from kdist._compat.keras import step_counter
+from kdist._compat.keras import is_multi_optimizer, step_counter
 from kdist.cluster.spec import Task
 from kdist.config.schema import RunConfig
 from kdist.data.sources import TrainingData
@@ -71,9 +71,13 @@ class TrainingSpec:
         return int(step_counter(self.model.optimizer))
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate at a global step, by the optimizer's schedule if it has one."""
-        with keras.StatelessScope([(step_counter(self.model.optimizer), step)]):
-            return float(self.model.optimizer.learning_rate)
+        """The learning rate at a global step, by the optimizer's schedule if it has one; the first one's of several."""
+        optimizer, counter = self.model.optimizer, step_counter(self.model.optimizer)
+        if is_multi_optimizer(optimizer):
+            optimizer = optimizer.optimizers[0]
+            counter = step_counter(optimizer)
+        with keras.StatelessScope([(counter, step)]):
+            return float(optimizer.learning_rate)
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the model's optimizer; the strategy has a copy of its own.
@@ -81,6 +85,8 @@ class TrainingSpec:
         Raises:
             ConfigError: it follows a schedule.
         """
+        if is_multi_optimizer(self.model.optimizer):
+            raise ConfigError(f"learning_rate={value}: the optimizers of a MultiOptimizer have a learning rate each")
         try:
             self.model.optimizer.learning_rate = value
         except TypeError:

@@ -14,7 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
+from kdist.console.warn import warn
 from kdist.data.worker_dataset import worker_arguments, worker_dataset
+from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
@@ -148,6 +150,15 @@ class PreparedTraining:
         data, num_workers = self.spec.data, self.num_workers
         first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
         return worker_arguments(data, worker_index, num_workers, step, first_batch)
+
+    def warn_of_unknown_weights(self) -> None:
+        """Warns of losses with which synchronous replicas are not exactly one process with all their examples."""
+        if self.replica_step.updates.weights is LossWeights.UNKNOWN:
+            warn(
+                f"model {self.spec.model.name}: its losses are masked, weighted or summed, each in its own way; the "
+                "gradients of replicas are averaged with equal weights, which is not exactly what one process with all "
+                "their examples would compute"
+            )
 
     def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
         """Where each variable goes, with its slots."""

@@ -100,13 +100,13 @@ class SyncReplicas(PsStrategy):
 
     def _check(self, prepared: PreparedTraining) -> None:
         super()._check(prepared)
+        prepared.warn_of_unknown_weights()
         num_workers = self._shape.num_workers
         self._has_phases = prepared.replica_step.updates.num_phases > 1
         if self._has_phases and {self._quorum.share(worker) for worker in range(num_workers)} != {1}:
             raise ConfigError(
-                f"strategy=sync_replicas: a step of model {prepared.spec.model.name} updates weights several times, "
-                f"in which all workers take part; set strategy.replicas_to_aggregate={num_workers} and "
-                "strategy.backup_workers=0"
+                f"strategy=sync_replicas: all workers take part in a step of model {prepared.spec.model.name}, which "
+                f"updates weights several times; set strategy.replicas_to_aggregate={num_workers}, backup_workers=0"
             )
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:

@@ -17,6 +17,10 @@ EXAMPLES, BATCH, STEPS = 320, 64, 30
 
 #: The model has a `train_step` of its own; it has several optimizers.
 OWN_STEP, SEVERAL = "own_train_step", "several_optimizers"
+#: Each variable has one of several optimizers.
+MULTI = "multi_optimizer"
+#: The loss of a replica is divided by what another replica's is not, or by nothing.
+REDUCED = ("masked", "weighted", "summed")
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
@@ -33,7 +37,16 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         "adamw": lambda: o.AdamW(0.01, weight_decay=0.1),
         OWN_STEP: lambda: o.Adam(0.01),
         SEVERAL: lambda: o.Adam(0.01, clipnorm=0.05),
+        MULTI: multi_optimizer,
+        **dict.fromkeys(REDUCED, lambda: o.SGD(0.002, momentum=0.9)),
     }
+
+
+def multi_optimizer() -> Any:
+    from keras import optimizers as o
+
+    of_tables, of_others = o.SGD(0.1, momentum=0.9), o.Adam(0.01, clipnorm=0.05)
+    return o.MultiOptimizer(lambda variable: of_tables if "embeddings" in variable.path else of_others)
 
 
 def data() -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -54,9 +67,26 @@ def build(optimizer: str) -> Any:
     numbers, ids = layers.Input((6,), name="numbers"), layers.Input((3,), dtype="int32", name="ids")
     parts = [numbers, layers.Flatten()(layers.Embedding(50, 4)(ids)), layers.Flatten()(Embedding(50, 3)(ids))]
     hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(layers.Concatenate()(parts))
+    if optimizer in REDUCED:
+        return reduced(optimizer, numbers, ids)
     kind = {OWN_STEP: own_step_model, SEVERAL: several_optimizers_model}.get(optimizer, lambda: keras.Model)()
     model = kind({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
     model.compile(optimizers()[optimizer](), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def reduced(how: str, numbers: Any, ids: Any) -> Any:
+    """A label for each id; masked ids have none, and the first replica masks other ids than the second one."""
+    import keras
+    from keras import layers
+
+    vectors = layers.Embedding(50, 4, mask_zero=how == "masked")(ids)
+    # Layers that keep the mask.
+    hidden = layers.LSTM(5, return_sequences=True)(vectors)
+    model = keras.Model({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
+    reduction = {"weighted": "mean_with_sample_weight", "summed": "sum"}.get(how, "sum_over_batch_size")
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+    model.compile(optimizers()[how](), loss, weighted_metrics=[])
     return model
 
 
@@ -106,8 +136,15 @@ def train(optimizer: str, run_dir: Path, cluster: str, num_replicas: int, **opti
     import kdist
 
     x, y = data()
+    weights = None
+    if optimizer in REDUCED:
+        y = np.stack([y, x["ids"][:, 1] % 3, x["ids"][:, 2] % 2], axis=1)
+        x["ids"] = x["ids"] // 20
+        # Shared out, no two replicas have the same sum of weights in a step.
+        weights = np.where(np.arange(EXAMPLES) % 5 < 2, 1.0, 0.2)[:, None] if optimizer == "weighted" else None
     trainer = kdist.Trainer(lambda: build(optimizer), cluster=cluster, run_dir=run_dir, **options)
-    trainer.fit(x, y, batch_size=BATCH // num_replicas, steps=STEPS, shuffle=False, verbose=0)
+    batch_size = BATCH // num_replicas
+    trainer.fit(x, y, sample_weight=weights, batch_size=batch_size, steps=STEPS, shuffle=False, verbose=0)
     return trainer.model.get_weights()
 
 

@@ -17,11 +17,9 @@ import kdist
 from kdist.cluster.local import free_ports
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
+IN_SHORT = {"sgd", "adam", agreement.SEVERAL, agreement.MULTI, *agreement.REDUCED}
 OPTIMIZERS = [
-    name
-    if name in {"sgd", "adam", "adagrad", agreement.OWN_STEP, agreement.SEVERAL}
-    else pytest.param(name, marks=pytest.mark.long)
-    for name in agreement.optimizers()
+    name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in agreement.optimizers()
 ]
 
 
