@@ -193,8 +193,7 @@ class TwoOptimizers(keras.Model):
 def adversarial(**arguments: Any) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = TwoOptimizers(**arguments)
-        # Compiled, Keras itself does not always read the kernel after the assignment of its spectral norm.
-        model.compile(run_eagerly=arguments.get("normalize", False))
+        model.compile()
         return model
 
     return build
