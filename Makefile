@@ -52,6 +52,7 @@ matrix: $(READY)
 
 docs: $(VENV)/ready-for-docs
 	$(BIN)/python docs/config_reference.py
+	PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py
 	$(BIN)/python -m mkdocs build --strict
 
 $(VENV)/ready-for-docs: $(READY)

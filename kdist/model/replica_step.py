@@ -325,6 +325,12 @@ def check_model(model: keras.Model, strategy: str) -> None:
             f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
             "batches, and no state could follow them"
         )
+    saved = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.TFSMLayer)]
+    if names := [layer.name for layer in saved if layer.trainable_variables]:
+        raise ConfigError(
+            f"model {model.name}: {', '.join(names)}: a TFSMLayer cannot be trained here, for the function in its file "
+            "reads its own variables; give it trainable=False, or build the model of Keras layers"
+        )
     for optimizer in optimizers_of(model).values():
         check_optimizer(optimizer, strategy)
 

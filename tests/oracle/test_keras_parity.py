@@ -26,12 +26,7 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-    "ftrl": lambda: keras.optimizers.Ftrl(0.1),
-    "lion": lambda: keras.optimizers.Lion(0.001),
-    "adadelta": lambda: keras.optimizers.Adadelta(1.0),
-    "adamax": lambda: keras.optimizers.Adamax(0.01),
     "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)),
     "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
@@ -40,12 +35,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 
 
-# Their state is more than slots of the shape of a parameter.
-OTHER_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "nadam": lambda: keras.optimizers.Nadam(0.01),
-    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
-    "lamb": lambda: keras.optimizers.Lamb(0.01),
-}
 ACCUMULATING: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "accumulating": lambda: keras.optimizers.Adam(
         keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5), gradient_accumulation_steps=5, clipnorm=0.1
@@ -54,16 +43,7 @@ ACCUMULATING: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
         0.1, momentum=0.9, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.9
     ),
 }
-OTHER_OPTIMIZERS |= ACCUMULATING
-# In Keras 3.12, `fit` itself fails with it on TensorFlow.
-if "momentums" in keras.optimizers.Muon.build.__code__.co_names:
-    OTHER_OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
-if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-    OTHER_OPTIMIZERS["schedule_free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.01)
-
-
-# They go the way of others: Keras's own update, beside each parameter.
-_LIKE_OTHERS = {"amsgrad", "rmsprop", "lion", "adadelta", "adamax", "clipvalue", "adafactor"}
+_LONG = {"amsgrad", "rmsprop", "clipvalue"}
 
 
 def multi_data() -> tuple[Any, Any]:
@@ -99,14 +79,17 @@ def assert_same_as_keras(
     run_dir: Path,
     cluster: str,
     compare_iterations: bool = True,
+    batch_size: int = BATCH,
     **fit_arguments: Any,
-) -> None:
+) -> keras.Model:
+    """Returns the model that kdist has trained."""
+    fit_arguments |= {"batch_size": batch_size, "shuffle": False, "verbose": 0}
     keras.utils.set_random_seed(3)
     expected = build()
-    expected_history = expected.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **fit_arguments)
+    expected_history = expected.fit(x, y, **fit_arguments)
     keras.utils.set_random_seed(3)
     trainer = kdist.Trainer(build, cluster=cluster, run_dir=run_dir)
-    history = trainer.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **fit_arguments)
+    history = trainer.fit(x, y, **fit_arguments)
 
     for ours, theirs in zip(trainer.model.variables, expected.variables):
         if "seed" not in ours.name:
@@ -121,6 +104,7 @@ def assert_same_as_keras(
     for name, values in expected_history.history.items():
         np.testing.assert_allclose(history.history[name], values, rtol=2e-4, atol=2e-6, err_msg=name)
     assert history.epoch == expected_history.epoch
+    return trainer.model
 
 
 def with_optimizer_built(optimizer: keras.optimizers.Optimizer) -> keras.Model:
@@ -131,15 +115,11 @@ def with_optimizer_built(optimizer: keras.optimizers.Optimizer) -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in _LIKE_OTHERS))
-        for name in (*OPTIMIZERS, *OTHER_OPTIMIZERS)
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in _LONG)) for name in (*OPTIMIZERS, *ACCUMULATING)]
 )
-def test_every_optimizer_does_keras_maths(name: str, run_dir: Path) -> None:
+def test_every_option_of_an_optimizer_does_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
-    make = {**OPTIMIZERS, **OTHER_OPTIMIZERS}[name]
+    make = {**OPTIMIZERS, **ACCUMULATING}[name]
     assert_same_as_keras(lambda: with_optimizer_built(make()), x, y, run_dir, "local")
 
 
@@ -151,10 +131,10 @@ def test_every_kind_of_model_is_trained_as_by_keras(name: str, run_dir: Path) ->
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("name", ["adamw", pytest.param("global_clipnorm", marks=pytest.mark.long), *OTHER_OPTIMIZERS])
+@pytest.mark.parametrize("name", ["ema", pytest.param("global_clipnorm", marks=pytest.mark.long), *ACCUMULATING])
 def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
-    make = {**OPTIMIZERS, **OTHER_OPTIMIZERS}[name]
+    make = {**OPTIMIZERS, **ACCUMULATING}[name]
     assert_same_as_keras(lambda: with_optimizer_built(make()), x, y, run_dir, "2ps1w")
 
 
