@@ -16,8 +16,7 @@ _OPS_THAT_CANNOT_TRAVEL = {
     "EagerPyFunc": "a Python function",
     "GeneratorDataset": "a Python generator",
     "VarHandleOp": "a variable",
-    "HashTableV2": "a lookup table",
-    "MutableHashTableV2": "a lookup table",
+    "MutableHashTableV2": "a lookup table that changes",
 }
 _INSTEAD = "give arrays, or a function (context) -> tf.data.Dataset that makes the dataset of TensorFlow ops"
 

@@ -226,6 +226,12 @@ class ParameterStore:
             shards = self._shards_of[index]
             if change is None:
                 continue
+            # What travels needs the shape, which TensorFlow does not infer of every gradient.
+            shape = self._originals[index].shape
+            if isinstance(change, tf.IndexedSlices):
+                change.values.set_shape([None, *shape[1:]])
+            else:
+                change.set_shape(shape)
             if len(shards) == 1:
                 by_shard[shards[0]] = change
             elif isinstance(change, tf.IndexedSlices):

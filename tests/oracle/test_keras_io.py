@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import keras_io_programs as more
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -292,11 +293,18 @@ PROGRAMS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]
     "simsiam": (sim_siam, lambda: two_views(512), {"loss"}, 1.2),
     "dcgan": (dcgan, lambda: digits(512), {"d_loss", "g_loss"}, None),
     "wgan_gp": (wgan_gp, lambda: digits(512), {"d_loss", "g_loss"}, None),
+    "siamese": (more.siamese, more.triplets, {"loss"}, 0.7),
+    "vision_transformer": (more.vision_transformer, more.pictures, {"loss", "accuracy", "top-2-accuracy"}, 0.9),
+    "efficientnet": (more.efficientnet, more.pictures, {"loss", "accuracy"}, 0.9),
+    "language_model": (more.language_model, more.texts, {"loss"}, 0.7),
+    "forecast": (more.forecast, more.weather, {"loss"}, 0.5),
+    "distiller": (more.distiller, more.pictures, {"loss", "sparse_categorical_accuracy"}, 0.7),
+    "captcha_reader": (more.captcha_reader, more.captchas, {"loss"}, 0.9),
 }
 
 
 #: The others run in `make long`.
-IN_SHORT = {("vae", "async"), ("simsiam", "async"), ("dcgan", "async")}
+IN_SHORT = {("vae", "async"), ("dcgan", "async"), ("language_model", "async"), ("captcha_reader", "async")}
 
 
 @pytest.mark.cluster
@@ -312,7 +320,9 @@ def test_a_program_of_keras_io_trains(name: str, where: str, run_dir: Path) -> N
     build, data, names, part = PROGRAMS[name]
     keras.utils.set_random_seed(1)
     trainer = kdist.Trainer(build, run_dir=run_dir, **CLUSTERS[where])
-    history = trainer.fit(data(), batch_size=32, epochs=6, verbose=0)
+    given = data()
+    x, y = given if isinstance(given, tuple) else (given, None)
+    history = trainer.fit(x, y, batch_size=32, epochs=6, verbose=0)
     assert set(history.history) == names
     if part is None:
         assert all(np.isfinite(values).all() for values in history.history.values())
@@ -322,3 +332,34 @@ def test_a_program_of_keras_io_trains(name: str, where: str, run_dir: Path) -> N
         assert last < part * first
     else:
         assert last < part * first < 0
+
+
+anywhere = pytest.mark.parametrize("where", CLUSTERS)
+
+
+@anywhere
+@pytest.mark.long
+@pytest.mark.cluster
+def test_features_are_prepared_in_the_data_set_of_each_worker(where: str, run_dir: Path) -> None:
+    features = more.feature_space()
+    data = more.adapted(features)
+    model = more.diagnosis(features.get_encoded_features())
+    trainer = kdist.Trainer(model, run_dir=run_dir, **CLUSTERS[where])
+    losses = trainer.fit(data, epochs=12, verbose=0).history["loss"]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@anywhere
+@pytest.mark.long
+@pytest.mark.cluster
+def test_a_model_is_trained_on_top_of_a_frozen_one_and_then_whole(where: str, run_dir: Path) -> None:
+    trainer = kdist.Trainer(more.mobilenet, run_dir=run_dir / "top", **CLUSTERS[where])
+    losses = trainer.fit(*more.halves(), batch_size=32, epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    model = trainer.model
+    frozen = model.get_layer(index=3)
+    before = [weight.numpy() for weight in frozen.weights]
+    tuned = kdist.Trainer(more.unfrozen(model), run_dir=run_dir / "whole", **CLUSTERS[where])
+    tuned.fit(*more.halves(), batch_size=32, epochs=1, verbose=0)
+    after = tuned.model.get_layer(index=3).weights
+    assert all(np.any(old != new.numpy()) for old, new in zip(before, after) if new.trainable)
