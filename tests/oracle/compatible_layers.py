@@ -270,15 +270,15 @@ def _there_and_back(layer: Any, x: Any) -> Any:
 
 
 FAMILIES: dict[str, Family] = {
-    "features": Family(_floats(6), FEATURES),
+    "features": Family(_floats(6), FEATURES, long=True),
     "sequences": Family(_floats(4, 3), SEQUENCES, long=True),
     "categories": Family(_random.integers(0, 9, (_EXAMPLES, 4)).astype(np.int32), CATEGORIES),
-    "texts": Family(_random.choice(np.array(["a", "b", "c"], dtype=object), (_EXAMPLES, 3)), TEXTS),
+    "texts": Family(_random.choice(np.array(["a", "b", "c"], dtype=object), (_EXAMPLES, 3)), TEXTS, long=True),
     "images": Family(_random.uniform(size=(_EXAMPLES, 8, 8, 3)).astype(np.float32), IMAGES),
     "saved": Family(_floats(6), {"TFSMLayer": _saved_by_tensorflow}, long=True),
     "volumes": Family(_floats(4, 4, 4, 2), VOLUMES, long=True),
     "sounds": Family(_floats(64), SOUNDS, long=True),
-    "drawn features": Family(_floats(6), DRAWN_FEATURES, draws=True),
+    "drawn features": Family(_floats(6), DRAWN_FEATURES, draws=True, long=True),
     "drawn images": Family(
         _random.uniform(size=(_EXAMPLES, 8, 8, 3)).astype(np.float32), DRAWN_IMAGES, draws=True, long=True
     ),

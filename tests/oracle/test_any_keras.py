@@ -176,7 +176,9 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "compiled with XLA" else pytest.mark.long) for n in CASES]
+)
 def test_it_is_as_in_keras(name: str, run_dir: Path) -> None:
     build, data = CASES[name]
     assert_same_as_keras(build, *data(), run_dir, "local", epochs=2)

@@ -74,9 +74,7 @@ def test_every_loss_and_every_metric(cluster: str, run_dir: Path) -> None:
 
 
 @anywhere
-@pytest.mark.parametrize(
-    "name", in_short(TRAINABLE_WITH, keras.optimizers, "AdamW", "MultiOptimizer", "Nadam", "ScheduleFreeAdamW")
-)
+@pytest.mark.parametrize("name", in_short(TRAINABLE_WITH, keras.optimizers, "Nadam"))
 @pytest.mark.usefixtures("tasks_prepared")
 def test_every_optimizer(name: str, cluster: str, run_dir: Path) -> None:
     assert type(OPTIMIZERS[name]()) is getattr(keras.optimizers, name)

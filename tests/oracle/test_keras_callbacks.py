@@ -104,7 +104,11 @@ def test_every_event_comes_as_in_keras(tmp_path: Path) -> None:
     assert ours.events == theirs.events
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+#: One that sets the learning rate by the epoch, one by the logs; the others run in `make long`.
+IN_SHORT = {"LearningRateScheduler", "ReduceLROnPlateau"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_SHORT else pytest.mark.long) for n in CALLBACKS])
 def test_training_comes_to_the_same(name: str, tmp_path: Path) -> None:
     came_to = both(CALLBACKS[name], tmp_path)
     assert_same(came_to)

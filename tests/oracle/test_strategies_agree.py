@@ -17,7 +17,7 @@ import kdist
 from kdist.cluster.local import free_ports
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
-IN_SHORT = {"sgd", "adam", agreement.SEVERAL, agreement.MULTI, *agreement.REDUCED}
+IN_SHORT = {"sgd", agreement.SEVERAL, agreement.MULTI, *agreement.REDUCED}
 OPTIMIZERS = [
     name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in agreement.optimizers()
 ]
@@ -106,8 +106,8 @@ def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer:
 @pytest.mark.parametrize(
     ("cluster", "placement", "strategy"),
     [
-        ("1ps1w", "round_robin", "parameter_server"),
-        ("2ps1w", "greedy", "parameter_server"),
+        pytest.param("1ps1w", "round_robin", "parameter_server", marks=pytest.mark.long),
+        pytest.param("2ps1w", "greedy", "parameter_server", marks=pytest.mark.long),
         ("3ps1w", "partitioned", "parameter_server"),
         ("3ps2w", "partitioned", "sync_replicas"),
     ],

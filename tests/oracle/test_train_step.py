@@ -288,15 +288,25 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 }
 
 
-#: Of those in this process; the others run in `make long`, and all of them on a server in short.
+#: The others run in `make long`.
 LOCAL_IN_SHORT = {"written out", "two optimizers and spectral norms"}
+SERVER_IN_SHORT = {
+    *LOCAL_IN_SHORT,
+    "optimizer read with a schedule",
+    "weights clipped after each update",
+    "two updates of the same weights",
+    "inputs alone",
+}
 
 
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [
         *[pytest.param(n, "local", marks=[] if n in LOCAL_IN_SHORT else pytest.mark.long) for n in CASES],
-        *[pytest.param(n, "2ps1w", marks=pytest.mark.cluster) for n in CASES],
+        *[
+            pytest.param(n, "2ps1w", marks=[pytest.mark.cluster] + [pytest.mark.long] * (n not in SERVER_IN_SHORT))
+            for n in CASES
+        ],
     ],
 )
 @pytest.mark.usefixtures("tasks_prepared")
