@@ -141,9 +141,10 @@ def as_fit_passes_it(batch: tuple[Any, ...]) -> Any:
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """The optimizers of a model by name: the attribute that holds it; empty for that which it was compiled with."""
-    found: dict[str, Any] = {"": model.optimizer}
+    found: dict[str, Any] = {"": main_optimizer(model)}
+    scaling = loss_scaling(model)
     for key, value in vars(model).items():
-        found |= {f"{key}_{i}" if i else key: item for i, item in enumerate(_items(value))}
+        found |= {f"{key}_{i}" if i else key: item for i, item in enumerate(_items(value)) if item is not scaling}
         if isinstance(value, keras.Model) and value is not model:
             found[f"{key}.optimizer"] = getattr(value, "optimizer", None)
     named: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
@@ -151,6 +152,18 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
         if isinstance(item, keras.optimizers.Optimizer):
             named.setdefault(id(item), (name, item))
     return dict(named.values())
+
+
+def loss_scaling(model: keras.Model) -> keras.optimizers.LossScaleOptimizer | None:
+    """What scales the loss of a compiled model, around its optimizer; None if nothing does."""
+    optimizer = model.optimizer
+    return optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+
+
+def main_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
+    """The optimizer that a model was compiled with, without what scales its loss."""
+    scaling = loss_scaling(model)
+    return model.optimizer if scaling is None else scaling.inner_optimizer
 
 
 def is_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -76,12 +76,17 @@ def again_line(error: BaseException, newest: Path, number: int, of: int, *, clus
 
 
 def last_lines(
-    by_worker: Mapping[str, GradientCounts], restarts: Mapping[str, int], extra_steps: int, done: str
+    by_worker: Mapping[str, GradientCounts],
+    restarts: Mapping[str, int],
+    extra_steps: int,
+    overflowed_steps: int | None,
+    done: str,
 ) -> list[str]:
-    """The end of a run: each worker's gradients, what was lost, and `done_line`.
+    """The end of a run: each worker's gradients, what was lost, what had no effect, and `done_line`.
 
     `sync  | worker:0 | accepted    300 | dropped     12 | stale     12`
     `lost  | worker restarts 1 | cluster restarts 0 | extra steps 12`, unless nothing was lost
+    `scale | overflowed steps 3 (dropped)`, unless there was none
     """
     shown = [
         _line("sync", f"{worker:<8}", *(f"{what} {count:>6}" for what, count in asdict(counts).items()))
@@ -90,6 +95,8 @@ def last_lines(
     if extra_steps or any(restarts.values()):
         lost = (f"worker restarts {restarts['worker']}", f"cluster restarts {restarts['cluster']}")
         shown.append(_line("lost", *lost, f"extra steps {extra_steps}"))
+    if overflowed_steps:
+        shown.append(_line("scale", f"overflowed steps {overflowed_steps} (dropped)"))
     return [*shown, done]
 
 

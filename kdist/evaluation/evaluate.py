@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.keras import main_optimizer
 from kdist.data.sources import TrainingData, has_labels, read_locally, training_data
 from kdist.errors import ConfigError
 from kdist.evaluation.on_workers import MetricsOnWorkers, OutputsOnWorkers, can_evaluate, can_predict, parts_of
@@ -143,7 +144,7 @@ class Validator:
         self._has_looked = False
         self._callbacks = callbacks
         self._arguments = arguments
-        if arguments.with_ema and not model.optimizer.use_ema:
+        if arguments.with_ema and not main_optimizer(model).use_ema:
             raise ConfigError(
                 "validate_with_ema: the optimizer keeps no moving averages; set its use_ema (optimizer.use_ema=true)"
             )

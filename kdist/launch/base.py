@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from kdist._compat.keras import step_counter
+from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.sources import TrainingData
@@ -117,7 +117,7 @@ class FitRequest:
             last_step=last_step,
             grace_secs=self.grace_secs,
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
-            data_begins_at=int(step_counter(model.optimizer)),
+            data_begins_at=int(step_counter(main_optimizer(model))),
         )
 
 

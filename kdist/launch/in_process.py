@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import keras
 
-from kdist._compat.keras import step_counter
+from kdist._compat.keras import loss_scaling, main_optimizer, step_counter
 from kdist.cluster import isolate
 from kdist.cluster.local import log_path
 from kdist.console import lines
@@ -21,6 +21,7 @@ from kdist.hooks.epochs import EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
 from kdist.launch.signals import StopSignals
+from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, write_to_model
 from kdist.run.best_values import BestValues
 from kdist.run.result import Result, describe, final_metrics
@@ -55,6 +56,7 @@ class LocalFit:
         self._history = keras.callbacks.History()
         self._result = Result()
         self._resume = request.resume
+        self._overflowed_steps: int | None = None
 
     def outcome(self, error: BaseException | None = None) -> FitOutcome:
         """How the fit ended; `error` is what its session raised."""
@@ -76,8 +78,11 @@ class LocalFit:
                     self._print_tasks(session)
                 request.files.describe(session.summaries, model, session.global_step)
                 yield session
-                write_to_model(model, session.read())
-            if model.optimizer.use_ema and not session.interrupted:
+                values = session.read()
+                write_to_model(model, values)
+                if loss_scaling(model) is not None:
+                    self._overflowed_steps = int(values[DROPPED_STEPS])
+            if main_optimizer(model).use_ema and not session.interrupted:
                 # As Keras does at the end of fit: the model gets the averages, and they are what is reported.
                 finalize_ema(model)
                 recorder.validation_logs = validate.evaluate()
@@ -109,7 +114,7 @@ class LocalFit:
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
-        first_step = int(step_counter(model.optimizer))
+        first_step = int(step_counter(main_optimizer(model)))
         first_epoch = 0 if resumes else arguments.initial_epoch
         earlier = request.files.read_result().get("best") if resumes else None
         if arguments.steps is not None and 0 < arguments.steps <= first_step:
@@ -194,7 +199,9 @@ class LocalFit:
         done = lines.done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
         # With asynchronous updates every gradient is accepted.
         by_worker = {} if session.is_asynchronous else session.statistics.gradients.by_worker
-        for line in lines.last_lines(by_worker, session.restarts, session.statistics.extra_steps, done):
+        for line in lines.last_lines(
+            by_worker, session.restarts, session.statistics.extra_steps, self._overflowed_steps, done
+        ):
             session.print_line(line)
 
     def _finish(self, status: str, session: TrainSession, started: float, error: BaseException | None = None) -> None:
@@ -216,6 +223,7 @@ class LocalFit:
             gradients=statistics.gradients,
             restarts=session.restarts,
             extra_steps=statistics.extra_steps,
+            overflowed_steps=self._overflowed_steps,
             error=None if error is None else describe(error),
         )
         request.files.write_result(self._result)

@@ -87,6 +87,9 @@ def set_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
 
 def _all_variables(model: keras.Model) -> list[keras.Variable]:
     # Not above: workers say how TensorFlow starts before they import it.
-    from kdist._compat.keras import optimizers_of
+    from kdist._compat.keras import loss_scaling, optimizers_of
 
-    return [*model.variables, *(v for optimizer in optimizers_of(model).values() for v in optimizer.variables)]
+    scaling = loss_scaling(model)
+    of_scaling = [] if scaling is None or not scaling.built else [scaling.dynamic_scale, scaling.step_counter]
+    of_optimizers = [v for optimizer in optimizers_of(model).values() for v in optimizer.variables]
+    return [*model.variables, *of_optimizers, *of_scaling]

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 GLOBAL_STEP = "global_step"
 #: The name of the learning rate in a store and in checkpoints.
 LEARNING_RATE = "optimizer/learning_rate"
+#: The names of what follows the scale of a loss: itself, the steps since it last changed, the steps that overflowed.
+DYNAMIC_SCALE = "optimizer/dynamic_scale"
+DYNAMIC_SCALE_STEPS = "optimizer/dynamic_scale_steps"
+DROPPED_STEPS = "optimizer/dropped_steps"
 #: The name of the run's seed in checkpoints.
 SEED = "seed"
 

@@ -59,8 +59,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
                 )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
-            "the model scales its loss (mixed_float16); use the policy mixed_bfloat16, which needs no loss scaling, or "
-            "compile with auto_scale_loss=False"
+            f"optimizer {optimizer.name}: only the model's own optimizer, the one that it is compiled with, may be a "
+            "LossScaleOptimizer; use the policy mixed_bfloat16, which needs no loss scaling"
         )
 
 
@@ -111,17 +111,28 @@ def optimizer_state(
 
 
 def unscaled(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    scale: tf.Tensor | None = None,
 ) -> list[Any]:
-    """The gradients of the loss, from those of `optimizer.scale_loss(loss)`."""
-    factor = optimizer.loss_scale_factor
+    """The gradients of the loss, from those of the loss times `scale`, or else of `optimizer.scale_loss(loss)`."""
+    factor = optimizer.loss_scale_factor if scale is None else scale
     return [g if g is None or factor is None else _divided(g, factor) for g in gradients]
 
 
-def _divided(gradient: tf.Tensor | tf.IndexedSlices, factor: float) -> tf.Tensor | tf.IndexedSlices:
+def overflow_of(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], scale: tf.Tensor | None) -> tf.Tensor | None:
+    """`scale`, that of the loss, if it makes an element of the gradients infinite or no number, otherwise 0."""
+    if scale is None:
+        return None
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in values])
+    return tf.where(is_finite, 0.0, scale)
+
+
+def _divided(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) -> tf.Tensor | tf.IndexedSlices:
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / factor, gradient.indices)
-    return gradient / factor
+        return tf.IndexedSlices(gradient.values / tf.cast(factor, gradient.dtype), gradient.indices)
+    return gradient / tf.cast(factor, gradient.dtype)
 
 
 def clip_gradients(

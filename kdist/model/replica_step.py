@@ -17,6 +17,8 @@ from kdist._compat.keras import (
     compile_arguments,
     global_seed,
     layers_of,
+    loss_scaling,
+    main_optimizer,
     optimizers_of,
     recorded_reductions,
     table_of,
@@ -30,10 +32,10 @@ from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import check_optimizer, is_elementwise, unscaled
+from kdist.model.optimizer import check_optimizer, is_elementwise, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
 from kdist.model.state import choose_variables, remember_groups
-from kdist.model.train_step import Clock, OwnTrainStep, overrides_train_step
+from kdist.model.train_step import Clock, ClockKind, OwnTrainStep, overrides_train_step
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 
 
@@ -46,7 +48,7 @@ class ReplicaStep:
 
     Attributes:
         updates: what it updates, and in how many phases.
-        clock: what the model's own `train_step` reads of its optimizers.
+        clock: what the step reads of its optimizers.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
 
@@ -73,18 +75,19 @@ class ReplicaStep:
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
-        self.updates = StepUpdates.of_all(model.optimizer, self.trainable, weights)
+        self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, weights)
         self._has_dense: frozenset[int] = frozenset()
         self.tables: dict[int, keras.layers.Embedding] = {}
         self.whole_tables: dict[int, str] = {}
+        self.clock: list[Clock] = []
+        if self.own is None and (scaling := loss_scaling(model)) is not None:
+            self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
         self._find_tables(batch_spec)
         self._batch_spec = batch_spec
-        # Traced once, no matter how many steps a call unrolls.
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
         # Traced once, no matter how many steps a call unrolls.
         self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
         self._phases: Phases | None = None
-        self.clock: list[Clock] = []
         if self.own is not None:
             # In a function of its own: a worker knows only those that are traced after it has joined.
             traced = self._trace_phases()
@@ -102,7 +105,7 @@ class ReplicaStep:
     def row_wise(self) -> frozenset[int]:
         """The tables of which the optimizer updates only the rows that were looked up, by index."""
         # Optimizers that are not elementwise need the whole variable.
-        if not is_elementwise(self.model.optimizer):
+        if not is_elementwise(main_optimizer(self.model)):
             return frozenset()
         return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
 
@@ -136,11 +139,11 @@ class ReplicaStep:
         arguments = list(trainable), list(state), list(metrics), seeds, batch, list(clock)
         if self.tables:
             # Rows are fetched in the middle of the step, which only the caller can trace.
-            output, _ = self._run(trainable, state, metrics, seeds, batch, self.tables)
+            output, _ = self._run(trainable, state, metrics, seeds, batch, clock, self.tables)
             yield output
         elif self.updates.num_phases == 1:
-            gradients, assigned, new_state, new_metrics, weight = self._dense_step(*arguments)
-            yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples, 0, weight)
+            gradients, assigned, new_state, new_metrics, weight, overflow = self._dense_step(*arguments)
+            yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples, 0, weight, overflow)
         else:
             if self._phases is None:
                 self._phases = self._trace_phases().phases(self._jit_compile)
@@ -160,28 +163,30 @@ class ReplicaStep:
 
     def _run_dense(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any
-    ) -> tuple[Any, Any, Any, Any, Any]:
+    ) -> tuple[Any, ...]:
         if self.own is None:
-            output, _ = self._run(trainable, state, metrics, seeds, batch, {})
-            return output.gradients, output.assigned, output.state, output.metrics, output.weight
-        gradients, assigned, *rest = self._run_own(trainable, state, metrics, seeds, batch, clock)
-        return self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0), *rest, None
+            output, _ = self._run(trainable, state, metrics, seeds, batch, clock, {})
+            found = output.gradients, output.assigned, output.state, output.metrics
+            return *found, output.weight, output.overflow
+        gradients, assigned, *rest, overflow = self._run_own(trainable, state, metrics, seeds, batch, clock)
+        return self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0), *rest, None, overflow
 
     def _run_own(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any, later: Any = ()
-    ) -> tuple[Any, Any, Any, Any]:
+    ) -> tuple[Any, ...]:
         """As `_run_dense`, by the model's own `train_step`; `later` is that of `OwnTrainStep.scope`.
 
         Returns:
             For each update of the step the gradients of all variables; for each and for the end of the step what has
-            been assigned; new state; new metrics.
+            been assigned; new state; new metrics; overflow.
         """
         own = self._own
-        others = [*self._others(state, metrics, seeds), *((c.variable, value) for c, value in zip(self.clock, clock))]
+        others = self._others(state, metrics, seeds, clock)
         with own.scope(list(zip(self.trainable, trainable)), others, later) as scope:
             gradients, assigned = own(batch, batch_size_of(batch))
-        gradients = [unscaled(own.groups[g].optimizer, of_update) for g, of_update in zip(own.order, gradients)]
-        return gradients, assigned, *self._new_values(scope, state)
+        scale, overflows = self._loss_scale(clock), overflow_of(gradients[0], self._loss_scale(clock))
+        gradients = [unscaled(own.groups[g].optimizer, of_update, scale) for g, of_update in zip(own.order, gradients)]
+        return gradients, assigned, *self._new_values(scope, state), overflows
 
     def _trace_phases(self) -> TracedPhases:
         """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
@@ -192,7 +197,8 @@ class ReplicaStep:
         clock = [_spec(c.variable) for c in self.clock]
 
         def step(*arguments: Any) -> None:
-            traced.trace(arguments, self._run_own(*arguments))
+            *outputs, _ = self._run_own(*arguments)
+            traced.trace(arguments, tuple(outputs))
 
         function = tf.function(step, autograph=False)
         traced.function = function.get_concrete_function(*specs, seeds, self._batch_spec, clock, later)
@@ -205,13 +211,14 @@ class ReplicaStep:
         metrics: Sequence[tf.Tensor],
         seeds: tf.Tensor,
         batch: Any,
+        clock: Sequence[tf.Tensor],
         tables: Mapping[int, keras.layers.Embedding],
         whole_tables: Mapping[int, tf.Tensor] | None = None,
     ) -> tuple[ReplicaOutput, RowLookups]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = self.model
         whole = [i for i in range(len(trainable)) if i not in tables]
-        mapping = [*((self.trainable[i], trainable[i]) for i in whole), *self._others(state, metrics, seeds)]
+        mapping = [*((self.trainable[i], trainable[i]) for i in whole), *self._others(state, metrics, seeds, clock)]
         with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True) as scope:
             # Only its layer reads a table: `_find_tables` checks that, by passing the whole tables.
             tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
@@ -233,14 +240,19 @@ class ReplicaStep:
             num_examples = batch_size_of(batch)
             logs = update_metrics(model, x, y, y_pred, sample_weight, loss, num_examples)
             self.returned.count(logs, num_examples)
-        output = self._output(gradients, scope, state, num_examples)
+        output = self._output(gradients, scope, state, num_examples, self._loss_scale(clock))
         weight = reductions[0].divisor if self.updates.weights is LossWeights.DIVISORS else None
         return replace(output, weight=weight), lookups
 
-    def _others(self, state: Any, metrics: Any, seeds: Any) -> list[tuple[keras.Variable, Any]]:
+    def _others(self, state: Any, metrics: Any, seeds: Any, clock: Any) -> list[tuple[keras.Variable, Any]]:
         """All variables but the trainable ones, with their values."""
         seeds_cast = ((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds))
-        return [*zip(self.state, state), *zip(self.metrics, metrics), *seeds_cast]
+        read = ((c.variable, value) for c, value in zip(self.clock, clock))
+        return [*zip(self.state, state), *zip(self.metrics, metrics), *seeds_cast, *read]
+
+    def _loss_scale(self, clock: Sequence[tf.Tensor]) -> tf.Tensor | None:
+        """The dynamic scale of the loss, if it has one."""
+        return next((value for c, value in zip(self.clock, clock) if c.kind is ClockKind.LOSS_SCALE), None)
 
     def _output(
         self,
@@ -248,13 +260,16 @@ class ReplicaStep:
         scope: keras.StatelessScope,
         state: Sequence[tf.Tensor],
         num_examples: tf.Tensor | int,
+        scale: tf.Tensor | None,
     ) -> ReplicaOutput:
         """What came out of a step that ran in `scope`."""
         if all(gradient is None for gradient in gradients):
             raise ConfigError(f"model {self.model.name}: the loss depends on no trainable variable")
-        gradients = unscaled(self.model.optimizer, gradients)
+        overflows = overflow_of(gradients, scale)
+        gradients = unscaled(main_optimizer(self.model), gradients, scale)
         new_state, new_metrics = self._new_values(scope, state)
-        return ReplicaOutput(gradients, [None] * len(gradients), new_state, new_metrics, num_examples)
+        unassigned = [None] * len(gradients)
+        return ReplicaOutput(gradients, unassigned, new_state, new_metrics, num_examples, overflow=overflows)
 
     def _new_values(self, scope: keras.StatelessScope, state: Sequence[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         """State, None where it is the given one, and metrics after a step that ran in `scope`."""
@@ -278,14 +293,16 @@ class ReplicaStep:
             return
         readers: dict[int, list[Any]] = {}
 
-        def probe(tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any) -> None:
+        def probe(
+            tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any, clock: Any
+        ) -> None:
             given = list(trainable)
             for index, layer in candidates.items():
                 given[index] = lambda ids, layer=layer: tf.zeros(
                     [tf.size(ids), layer.output_dim], table_of(layer).dtype
                 )
             whole = dict(zip(candidates, tables))
-            output, lookups = self._run(given, state, metrics, seeds, batch, candidates, whole)
+            output, lookups = self._run(given, state, metrics, seeds, batch, clock, candidates, whole)
             self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
             self.whole_tables |= lookups.hidden
             readers.update((index, table.consumers()) for index, table in whole.items())
@@ -297,6 +314,7 @@ class ReplicaStep:
             [_spec(v) for v in self.metrics],
             tf.TensorSpec([len(self.seeds), 2], tf.uint32),
             batch_spec,
+            [_spec(c.variable) for c in self.clock],
         )
         for index, reading in readers.items():
             if reading:

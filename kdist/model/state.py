@@ -8,9 +8,16 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
-from kdist._compat.keras import step_counter
+from kdist._compat.keras import loss_scaling, main_optimizer, step_counter
 from kdist.model.loss_weights import LossWeights
-from kdist.model.names import GLOBAL_STEP, is_seed, variable_names
+from kdist.model.names import (
+    DROPPED_STEPS,
+    DYNAMIC_SCALE,
+    DYNAMIC_SCALE_STEPS,
+    GLOBAL_STEP,
+    is_seed,
+    variable_names,
+)
 from kdist.model.updates import OptimizerGroup, StepUpdates
 
 #: The parameters and the other variables of each model that has been trained here.
@@ -59,15 +66,18 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
         # The states of random seeds belong to each worker and are not stored.
         if name in values:
             variable.assign(values[name])
-    for group in _groups.get(model, ())[1:]:
-        if GLOBAL_STEP in values:
-            step_counter(group.optimizer).assign(group.iteration(int(values[GLOBAL_STEP])))
+    if GLOBAL_STEP in values:
+        # Keras's optimizers do not count a step whose gradients have overflowed.
+        step = int(values[GLOBAL_STEP]) - int(values.get(DROPPED_STEPS, 0))
+        step_counter(main_optimizer(model)).assign(step)
+        for group in _groups.get(model, ())[1:]:
+            step_counter(group.optimizer).assign(group.iteration(step))
 
 
 def finalize_ema(model: keras.Model) -> None:
     """Gives the model the moving averages of its parameters, as Keras does at the end of `fit`, if it keeps any."""
-    if model.optimizer.use_ema:
-        model.optimizer.finalize_variable_values(variables_of(model)[0])
+    if main_optimizer(model).use_ema:
+        main_optimizer(model).finalize_variable_values(variables_of(model)[0])
 
 
 def parameter_names(model: keras.Model) -> dict[str, keras.Variable]:
@@ -82,6 +92,9 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     names = variable_names(model, variables)
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
-    for group in _groups.get(model) or StepUpdates.of_all(model.optimizer, trainable, LossWeights.EQUAL).groups:
+    optimizer, scaling = main_optimizer(model), loss_scaling(model)
+    for group in _groups.get(model) or StepUpdates.of_all(optimizer, trainable, LossWeights.EQUAL).groups:
         named |= group.state(trainable, names[: len(trainable)])
-    return {**named, GLOBAL_STEP: step_counter(model.optimizer)}
+    if scaling is not None:
+        named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}
+    return {**named, GLOBAL_STEP: step_counter(optimizer)}

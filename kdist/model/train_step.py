@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from kdist._compat.keras import (
     built_variables,
     is_multi_optimizer,
     learning_rate_variable,
+    loss_scaling,
     loss_tracker,
+    main_optimizer,
     optimizers_of,
     recorded_reductions,
     step_counter,
@@ -83,13 +86,21 @@ class StandIns(keras.StatelessScope):
         self._roots |= values
 
 
+class ClockKind(Enum):
+    """What a variable of an optimizer says."""
+
+    STEP = auto()
+    LEARNING_RATE = auto()
+    LOSS_SCALE = auto()
+
+
 @dataclass(frozen=True)
 class Clock:
-    """A variable of an optimizer that a step reads: the step counter, or the learning rate, of the group's."""
+    """A variable of an optimizer that a step reads: of the group's, or of what scales the loss."""
 
     variable: keras.Variable
     group: int
-    is_counter: bool
+    kind: ClockKind
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,8 @@ class OwnTrainStep:
         self._scope: StandIns | None = None
         self._later: Sequence[Sequence[tf.Tensor]] = ()
         self.clock: list[Clock] = []
-        if is_multi_optimizer(model.optimizer):
+        self._scaling = loss_scaling(model)
+        if is_multi_optimizer(main_optimizer(model)):
             raise self._refusal("uses MultiOptimizer; call several optimizers instead, or leave train_step to Keras")
         # Layers, metrics and seeds get their variables.
         with recorded_reductions() as reductions:
@@ -220,12 +232,16 @@ class OwnTrainStep:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """In this context, the model's optimizers record what they are given."""
-        for optimizer in self._optimizers.values():
-            object.__setattr__(optimizer, "apply", partial(self._record, tf.compat.v1.get_default_graph(), optimizer))
+        graph, called = tf.compat.v1.get_default_graph(), list(self._optimizers.values())
+        for optimizer in called:
+            object.__setattr__(optimizer, "apply", partial(self._record, graph, optimizer))
+        if self._scaling is not None:
+            object.__setattr__(self._scaling, "apply", partial(self._record, graph, main_optimizer(self._model)))
+            called.append(self._scaling)
         try:
             yield
         finally:
-            for optimizer in self._optimizers.values():
+            for optimizer in called:
                 object.__delattr__(optimizer, "apply")
 
     def _record(
@@ -251,7 +267,7 @@ class OwnTrainStep:
     def _given_to_optimizers(self) -> list[keras.Variable]:
         model, applied = self._model, self._applied
         given = {id(variable): variable for one in applied for variable in one.variables}
-        also = {id(variable) for variable in built_variables(model.optimizer)}
+        also = {id(variable) for variable in built_variables(main_optimizer(model))}
         trainable = [v for v in model.trainable_variables if id(v) in given or id(v) in also]
         known = {id(variable) for variable in trainable}
         if unknown := [variable.path for key, variable in given.items() if key not in known]:
@@ -264,7 +280,7 @@ class OwnTrainStep:
     def _build_optimizers(self) -> tuple[OptimizerGroup, ...]:
         """The groups, with their optimizers built; sets the `_order` in which the step calls them."""
         model, applied = self._model, self._applied
-        step = int(step_counter(model.optimizer).numpy())
+        step = int(step_counter(main_optimizer(model)).numpy())
         used = {id(one.optimizer) for one in applied}
         names = [name for name, optimizer in self._optimizers.items() if name == "" or id(optimizer) in used]
         groups = []
@@ -273,12 +289,18 @@ class OwnTrainStep:
             calls = [one for one in applied if one.optimizer is optimizer]
             given = {id(v) for v in (*(v for one in calls for v in one.variables), *built_variables(optimizer))}
             indices = [i for i, variable in enumerate(self.trainable) if id(variable) in given]
-            if not optimizer.built:
-                optimizer.build([self.trainable[i] for i in indices])
+            built = optimizer if name or self._scaling is None else self._scaling
+            if not built.built:
+                built.build([self.trainable[i] for i in indices])
             first = first_iteration(optimizer, len(calls), step) if name else 0
             groups.append(OptimizerGroup(optimizer, tuple(indices), name, len(calls), first))
         by_id = {id(group.optimizer): i for i, group in enumerate(groups)}
         self.order = [by_id[id(one.optimizer)] for one in applied]
+        if self._scaling is not None and len(self.order) > 1:
+            raise self._refusal(
+                "calls optimizers several times, and scales its loss; use the policy mixed_bfloat16, which needs no "
+                "loss scaling, or compile with auto_scale_loss=False"
+            )
         return tuple(groups)
 
     def find_clock(self, traced: tf.types.experimental.ConcreteFunction) -> list[Clock]:
@@ -290,9 +312,14 @@ class OwnTrainStep:
         used = {id(variable): variable.name for variable in traced.variables}
         self.clock = []
         for g, group in enumerate(self.groups):
-            for variable in (step_counter(group.optimizer), learning_rate_variable(group.optimizer)):
-                if variable is not None and used.pop(id(variable.value), None):
-                    self.clock.append(Clock(variable, g, is_counter=variable is step_counter(group.optimizer)))
+            read = [(step_counter(group.optimizer), ClockKind.STEP)]
+            if (rate := learning_rate_variable(group.optimizer)) is not None:
+                read.append((rate, ClockKind.LEARNING_RATE))
+            if (scaling := self._scaling) is not None and g == 0:
+                read.append((scaling.dynamic_scale, ClockKind.LOSS_SCALE))
+            for variable, kind in read:
+                if used.pop(id(variable.value), None) or kind is ClockKind.LOSS_SCALE:
+                    self.clock.append(Clock(variable, g, kind))
         if used:
             raise self._refusal(
                 f"uses {', '.join(sorted(used.values()))}, which other tasks do not have; the model's own weights and "

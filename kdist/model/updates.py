@@ -27,6 +27,8 @@ class ReplicaOutput:
         num_examples: of the batch.
         phase: which phase it is of.
         weight: float32 scalar, what the loss was divided by; None if replicas have equal weights.
+        overflow: float32 scalar: what the loss was multiplied by, if that has made a gradient infinite or no number, so
+            that no parameter is updated; otherwise 0. None if the loss is not scaled.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices | None]
@@ -36,6 +38,7 @@ class ReplicaOutput:
     num_examples: tf.Tensor | int
     phase: int = 0
     weight: tf.Tensor | None = None
+    overflow: tf.Tensor | None = None
 
     def weighted(self) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """The gradients times the weight."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
 from kdist.model.updates import ReplicaOutput, scaled
-from kdist.parameters.store import ParameterStore, Pulled
+from kdist.parameters.store import Assigned, Overflow, ParameterStore, Pulled
 from kdist.parameters.transport import Layout
 
 #: The tensors of one gradient, on the servers.
@@ -55,8 +55,8 @@ class GradientAggregator:
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
             with tf.device(self._store.device_of(layout)):
                 of_each = [layout.split(tensor) for tensor in tensors]
-                for block in of_each[0]:
-                    means[block] = self._mean(block, [changes[block] for changes in of_each])
+                for key in of_each[0]:
+                    means[key] = self._mean(key, [changes[key] for changes in of_each])
         factor = self._factor(contributions)
         for block in {block for update in self._store.updates.updates for block in self._store.blocks_in(update)}:
             if factor is not None and block in means:
@@ -77,12 +77,15 @@ class GradientAggregator:
                 return tf.math.divide_no_nan(1.0, _mean_of([tensors[-1] for tensors in contributions]))
         return None
 
-    def _mean(self, block: int, changes: Sequence[Gradient]) -> Gradient:
+    def _mean(self, key: int | Assigned | Overflow, changes: Sequence[Gradient]) -> Gradient:
+        if isinstance(key, Overflow):
+            # What has overflowed in one of them does so in the mean.
+            return tf.reduce_max(changes)
         if not isinstance(changes[0], tf.IndexedSlices):
             return _mean_of(changes)
         values = tf.concat([change.values for change in changes], 0) / len(changes)
         rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
-        return sum_duplicates(rows) if self._store.blocks[block].is_row_wise else rows
+        return sum_duplicates(rows) if self._store.blocks[key].is_row_wise else rows
 
     def _clipped(self, gradients: dict[int, Gradient], optimizer: keras.optimizers.Optimizer) -> dict[int, Gradient]:
         """Clips as the optimizer would clip the whole gradients: norms are summed up over servers, on the chief."""

@@ -29,6 +29,7 @@ class ModelVariables:
         looked_up: indices of the parameters that a step looks up by rows and never sees whole.
         row_wise: of those, the ones whose optimizer touches looked-up rows only.
         dense: indices of the parameters that get a dense gradient in every step.
+        loss_scaling: what scales the loss of the model, built.
     """
 
     parameters: Sequence[keras.Variable]
@@ -36,6 +37,7 @@ class ModelVariables:
     looked_up: frozenset[int] = frozenset()
     row_wise: frozenset[int] = frozenset()
     dense: frozenset[int] = frozenset()
+    loss_scaling: keras.optimizers.LossScaleOptimizer | None = None
 
     @property
     def all(self) -> list[keras.Variable]:

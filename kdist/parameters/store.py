@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist._compat.keras import step_counter
 from kdist.model.names import GLOBAL_STEP
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
+from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
 from kdist.parameters.packing import Blocks, ModelVariables
@@ -25,13 +26,21 @@ from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
 Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
-class Assigned(NamedTuple):
+@dataclass(frozen=True)
+class Assigned:
     """The key of what a step has assigned to the parameters of a block."""
 
     block: int
 
 
-#: Changes by shard, or by block or `Assigned`; those without one are missing.
+@dataclass(frozen=True)
+class Overflow:
+    """The key of what tells a server whether the gradients of a step have overflowed."""
+
+    server: int
+
+
+#: Changes by shard, or by block, `Assigned` or `Overflow`; those without one are missing.
 Changes: TypeAlias = "dict[Any, tf.Tensor | tf.IndexedSlices]"
 
 
@@ -120,6 +129,11 @@ class ParameterStore:
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         for g in range(len(updates.groups)):
             self._make_optimizers(g, names, parts, copies)
+        self._loss_scale: ServerLossScale | None = None
+        if model_variables.loss_scaling is not None:
+            self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
+            copies |= self._loss_scale.variables
+            parts |= {name: [Part.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
         initial = {
             name: variable
             for of_group in updates.groups
@@ -149,6 +163,8 @@ class ParameterStore:
             counter.assign(step)
         for counter in self._applied:
             counter.assign(step * self.updates.num_phases)
+        if self._loss_scale is not None:
+            self._loss_scale.align()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name; the others stay unchanged."""
@@ -161,6 +177,11 @@ class ParameterStore:
         server = min(server for server, of_group in self._optimizers if of_group == group)
         with tf.device(self.devices[server]):
             return self._optimizers[server, group].learning_rate(step)
+
+    def loss_scale(self) -> tf.Tensor:
+        """What a step multiplies its loss with, a float32 scalar on the first server; called while a call is traced."""
+        assert self._loss_scale is not None
+        return self._loss_scale.read()
 
     def gather(self, only: Collection[int] | None = None) -> Gathered:
         """The present values on their servers, fused; for several `pull`s of the same values.
@@ -250,6 +271,8 @@ class ParameterStore:
                 dtype = self._variables[b].dtype
                 by_shard |= {i: tf.zeros(self.blocks.shape_of(i), dtype) for i in block.shards if i not in by_shard}
                 changes[b] = self.blocks.join(b, by_shard)
+        if output.overflow is not None:
+            changes |= {Overflow(server): output.overflow for server in range(len(self.devices))}
         return changes
 
     def fuse(self, changes: Changes) -> list[Fused]:
@@ -340,7 +363,9 @@ class ParameterStore:
     def _apply_on(self, server: int, arrived: Changes, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
-        of_server = [arrived[key] for b in blocks for key in (b, Assigned(b)) if key in arrived]
+        keys = [*(key for b in blocks for key in (b, Assigned(b))), Overflow(server)]
+        of_server = [arrived[key] for key in keys if key in arrived]
+        overflow = arrived.get(Overflow(server))
         graph = tf.compat.v1.get_default_graph()
         with tf.device(self.devices[server]):
             with tf.control_dependencies(tf.nest.flatten(of_server, expand_composites=True)):
@@ -351,8 +376,10 @@ class ParameterStore:
             for b in blocks:
                 if Assigned(b) in arrived:
                     self._variables[b].value.assign_add(arrived[Assigned(b)], read_value=False)
-            for update in self.updates.in_phase(phase):
-                self._update_on(server, update, arrived, step - 1)
+            if overflow is None or self._loss_scale is None:
+                self._update_on(server, phase, arrived, step - 1)
+            else:
+                self._loss_scale.apply(server, overflow, step - 1, partial(self._update_on, server, phase, arrived))
             for b in blocks:
                 if not self.blocks[b].is_parameter and b in arrived:
                     variable = self._variables[b].value
@@ -363,15 +390,16 @@ class ParameterStore:
                 self._applied[server].assign_add(1, read_value=False)
         return step
 
-    def _update_on(self, server: int, update: Update, arrived: Changes, step: tf.Tensor) -> None:
-        """One update of the variables that a server has, in the step after `step`."""
-        group = self.updates.groups[update.group]
-        blocks = [b for b in self._parameter_blocks(server) if self._variable_of(b) in group.variables]
-        if blocks:
-            self._optimizers[server, update.group].apply(
-                [arrived.get(b) if self._is_in(update, b) else None for b in blocks],
-                group.iteration(step, update.number),
-            )
+    def _update_on(self, server: int, phase: int, arrived: Changes, step: tf.Tensor) -> None:
+        """The updates of a phase, of the variables that a server has, in the step after `step`."""
+        for update in self.updates.in_phase(phase):
+            group = self.updates.groups[update.group]
+            blocks = [b for b in self._parameter_blocks(server) if self._variable_of(b) in group.variables]
+            if blocks:
+                self._optimizers[server, update.group].apply(
+                    [arrived.get(b) if self._is_in(update, b) else None for b in blocks],
+                    group.iteration(step, update.number),
+                )
 
     def _look_up(self, index: int, ids: tf.Tensor) -> tf.Tensor:
         """Rows of a parameter, from whichever servers hold them: unique ids, int64 `[n]` -> `[n, ...]`."""
@@ -399,6 +427,8 @@ class ParameterStore:
             return None
         return tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
 
-    def _device(self, key: int | Assigned) -> str:
+    def _device(self, key: int | Assigned | Overflow) -> str:
+        if isinstance(key, Overflow):
+            return self.devices[key.server]
         block = key.block if isinstance(key, Assigned) else key
         return self.devices[self.blocks[block].server]

@@ -72,6 +72,8 @@ class Result:
         gradients: see `Gradients`.
         restarts: restarted `worker`s, and restarts of the whole `cluster`.
         extra_steps: steps beyond those requested, repeated after the loss of a worker.
+        overflowed_steps: steps of the model that updated nothing, because their gradients overflowed; None if the loss
+            is not scaled.
         error: the message of what ended a failed run.
         versions: of kdist, TensorFlow, Keras and Python.
     """
@@ -91,6 +93,7 @@ class Result:
     gradients: Gradients = field(default_factory=Gradients)
     restarts: dict[str, int] = field(default_factory=lambda: {"worker": 0, "cluster": 0})
     extra_steps: int = 0
+    overflowed_steps: int | None = None
     error: str | None = None
     versions: dict[str, str] = field(default_factory=versions)
 

@@ -120,6 +120,7 @@ class AllReduce(StoreBackedStrategy):
             for tensors, mean in zip(each, reduced):
                 tensors[i] = sum_duplicates(mean) if i in step.row_wise else mean
         number = len(step.trainable)
+        overflow = self._overflow(outputs)
         return [
             replace(
                 output,
@@ -128,9 +129,18 @@ class AllReduce(StoreBackedStrategy):
                 ),
                 assigned=tensors[number : 2 * number],
                 state=tensors[2 * number : -1],
+                overflow=overflow[i],
             )
-            for tensors, output in zip(each, outputs)
+            for i, (tensors, output) in enumerate(zip(each, outputs))
         ]
+
+    def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:
+        """The overflow of all replicas together, for each of this process; None if the loss is not scaled."""
+        of_each = [output.overflow for output in outputs if output.overflow is not None]
+        if not of_each:
+            return [None] * len(outputs)
+        gathered = self._in_each_replica(lambda context, local: context.all_gather(here(of_each[local][None]), 0))
+        return [tf.reduce_max(of_all) for of_all in gathered]
 
     def _factor(self, mean_weight: tf.Tensor | None) -> tf.Tensor | None:
         """What the means of weighted gradients are multiplied with; None if their weights are equal."""

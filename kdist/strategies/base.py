@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import keras
 import numpy as np
 
-from kdist._compat.keras import is_multi_optimizer, step_counter
+from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
 from kdist.config.schema import RunConfig
 from kdist.data.sources import TrainingData
@@ -68,11 +68,12 @@ class TrainingSpec:
     @property
     def first_step(self) -> int:
         """The global step of the model."""
-        return int(step_counter(self.model.optimizer))
+        return int(step_counter(main_optimizer(self.model)))
 
     def learning_rate(self, step: int) -> float:
         """The learning rate at a global step, by the optimizer's schedule if it has one; the first one's of several."""
-        optimizer, counter = self.model.optimizer, step_counter(self.model.optimizer)
+        optimizer = main_optimizer(self.model)
+        counter = step_counter(optimizer)
         if is_multi_optimizer(optimizer):
             optimizer = optimizer.optimizers[0]
             counter = step_counter(optimizer)
@@ -85,7 +86,7 @@ class TrainingSpec:
         Raises:
             ConfigError: it follows a schedule.
         """
-        if is_multi_optimizer(self.model.optimizer):
+        if is_multi_optimizer(main_optimizer(self.model)):
             raise ConfigError(f"learning_rate={value}: the optimizers of a MultiOptimizer have a learning rate each")
         try:
             self.model.optimizer.learning_rate = value

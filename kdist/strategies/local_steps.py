@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.replica_step import ReplicaStep
+from kdist.model.train_step import ClockKind
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.store import Change, ParameterStore, Pulled
 
@@ -34,7 +35,11 @@ def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
         clock = []
         for read in replica_step.clock:
             iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
-            clock.append(tf.identity(iteration if read.is_counter else store.learning_rate(iteration, read.group)))
+            if read.kind is ClockKind.LOSS_SCALE:
+                value = store.loss_scale()
+            else:
+                value = iteration if read.kind is ClockKind.STEP else store.learning_rate(iteration, read.group)
+            clock.append(tf.identity(value))
         return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock)
 
     return compute
@@ -80,7 +85,8 @@ class LocalSteps:
             gradients = [self._sum(i, pair) for i, pair in enumerate(zip(sums.gradients, output.gradients))]
             num_examples = sums.num_examples + output.num_examples
             state = _newer(sums.state, output.state)
-            sums = replace(output, gradients=gradients, state=state, num_examples=num_examples)
+            overflow = None if output.overflow is None else tf.maximum(sums.overflow, output.overflow)
+            sums = replace(output, gradients=gradients, state=state, num_examples=num_examples, overflow=overflow)
         return sums
 
     def _clipped(self, output: ReplicaOutput) -> ReplicaOutput:

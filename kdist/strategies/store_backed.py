@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import worker_arguments, worker_dataset
@@ -172,7 +173,9 @@ class PreparedTraining:
         """Creates the variables on `devices`; `wire` says how their values travel."""
         step = self.replica_step
         dense = step.dense_gradients()
-        variables = ModelVariables(step.trainable, step.state, frozenset(step.tables), step.row_wise, dense)
+        variables = ModelVariables(
+            step.trainable, step.state, frozenset(step.tables), step.row_wise, dense, loss_scaling(self.spec.model)
+        )
         return ParameterStore(variables, step.updates, devices, plan, wire)
 
     def calls(
@@ -215,7 +218,7 @@ class PreparedTraining:
 
     def _note(self, index: int, variable: keras.Variable) -> str:
         """A remark about a variable for the reader of a plan."""
-        step, optimizer = self.replica_step, self.spec.model.optimizer
+        step, optimizer = self.replica_step, main_optimizer(self.spec.model)
         if index in step.whole_tables:
             return f"the whole table travels in every step, because of {step.whole_tables[index]}"
         if index in step.tables:

@@ -19,6 +19,8 @@ EXAMPLES, BATCH, STEPS = 320, 64, 30
 OWN_STEP, SEVERAL = "own_train_step", "several_optimizers"
 #: Each variable has one of several optimizers.
 MULTI = "multi_optimizer"
+#: The scale of the loss is dynamic, and the gradients of one replica overflow in one of the steps.
+SCALED = "loss_scaled"
 #: The loss of a replica is divided by what another replica's is not, or by nothing.
 REDUCED = ("masked", "weighted", "summed")
 
@@ -38,6 +40,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         OWN_STEP: lambda: o.Adam(0.01),
         SEVERAL: lambda: o.Adam(0.01, clipnorm=0.05),
         MULTI: multi_optimizer,
+        SCALED: lambda: o.LossScaleOptimizer(o.Adam(decay, clipvalue=0.01), 1024.0, dynamic_growth_steps=2),
         **dict.fromkeys(REDUCED, lambda: o.SGD(0.002, momentum=0.9)),
     }
 
@@ -137,6 +140,8 @@ def train(optimizer: str, run_dir: Path, cluster: str, num_replicas: int, **opti
 
     x, y = data()
     weights = None
+    if optimizer == SCALED:
+        weights = np.where(np.arange(EXAMPLES) == BATCH + 1, 3e37, 1.0)
     if optimizer in REDUCED:
         y = np.stack([y, x["ids"][:, 1] % 3, x["ids"][:, 2] % 2], axis=1)
         x["ids"] = x["ids"] // 20

@@ -68,6 +68,7 @@ OPTIMIZERS: dict[str, Callable[[], optimizers.Optimizer]] = {
     "Ftrl": lambda: optimizers.Ftrl(0.1),
     "Lamb": lambda: optimizers.Lamb(0.01),
     "Lion": lambda: optimizers.Lion(0.001),
+    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=2),
     "MultiOptimizer": lambda: _multi_optimizer(),
     "Muon": lambda: optimizers.Muon(0.01),
     "Nadam": lambda: optimizers.Nadam(0.01),
@@ -296,7 +297,6 @@ CALLBACKS: dict[str, Callable[[Path], list[callbacks.Callback]]] = {
 PLACED: dict[str, dict[str, Entry]] = {
     "optimizers": dict.fromkeys(OPTIMIZERS, EQUAL)
     | {
-        "LossScaleOptimizer": _refused("the scale follows from all gradients; use mixed_bfloat16, which needs none"),
         "Optimizer": BASE,
         "OptimizerMap": Entry(Result.NO_TRAINING, "what MultiOptimizer keeps"),
     },

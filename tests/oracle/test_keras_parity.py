@@ -94,7 +94,8 @@ def assert_same_as_keras(
     for ours, theirs in zip(trainer.model.variables, expected.variables):
         if "seed" not in ours.name:
             np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=2e-4, atol=2e-6, err_msg=theirs.path)
-    optimizers = zip(optimizers_of(trainer.model).values(), optimizers_of(expected).values())
+    optimizers = list(zip(optimizers_of(trainer.model).values(), optimizers_of(expected).values()))
+    optimizers.append((trainer.model.optimizer, expected.optimizer))
     pairs = [pair for ours, theirs in optimizers for pair in zip(ours.variables, theirs.variables)]
     for ours, theirs in pairs:
         if theirs is expected.optimizer.iterations and not compare_iterations:
