@@ -24,7 +24,7 @@ from kdist.model.logs import Logs
 from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.state import parameter_names, variables_of
+from kdist.model.state import parameter_names, stateful_layers, variables_of
 
 
 class Parts(abc.ABC):
@@ -208,10 +208,10 @@ class OutputsOnWorkers(_OnWorkers):
 
 
 def can_evaluate(model: keras.Model) -> bool:
-    """Whether workers can: the model is built, has no `test_step` or `compute_metrics` of its own, and its metrics need
-    no order.
+    """Whether workers can: the model is built, has neither a stateful layer nor a `test_step` or `compute_metrics` of
+    its own, and its metrics need no order.
     """
-    if not model.built or not metrics_are_built(model):
+    if not model.built or not metrics_are_built(model) or stateful_layers(model):
         return False
     is_in_order = not {"mean", "last"} & set(rules_of(model.metrics, metric_variables(model)))
     kind, own = keras.Model, type(model)
@@ -220,8 +220,8 @@ def can_evaluate(model: keras.Model) -> bool:
 
 
 def can_predict(model: keras.Model) -> bool:
-    """Whether workers can predict: the model is built, and does not override `predict_step`."""
-    return model.built and type(model).predict_step is keras.Model.predict_step
+    """Whether workers can predict: the model is built, stateless, and does not override `predict_step`."""
+    return model.built and not stateful_layers(model) and type(model).predict_step is keras.Model.predict_step
 
 
 def _as_keras_feeds(array: np.ndarray) -> np.ndarray:

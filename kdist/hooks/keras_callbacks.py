@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -16,8 +17,8 @@ from kdist._compat.keras import forget_model, overrides
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.nan_tensor import NanTensor
-from kdist.model.names import GLOBAL_STEP
-from kdist.model.state import read_from_model, write_to_model
+from kdist.model.names import GLOBAL_STEP, STATE_RESETS
+from kdist.model.state import layer_states, read_from_model, stateful_layers, write_to_model
 
 CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 
@@ -58,6 +59,12 @@ class Callbacks:
         self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
         self._seen: dict[str, np.ndarray] = {}
+        self._stateful = stateful_layers(model)
+        #: Those that callbacks have reset.
+        self._reset: set[int] = set()
+        for layer in self._stateful:
+            # Their states are on the workers, and the model's own do not show it.
+            object.__setattr__(layer, "reset_state", partial(self._reset_state, layer))
         self._has_ended = False
 
     def begin(self, session: Session, epoch: int) -> None:
@@ -100,6 +107,8 @@ class Callbacks:
         self.list.on_train_end(dict(logs))
         self._has_ended = True
         self._push(session)
+        for layer in self._stateful:
+            vars(layer).pop("reset_state", None)
 
     def _begin_epoch(self, session: Session, epoch: int) -> None:
         if not session.should_stop():
@@ -113,6 +122,10 @@ class Callbacks:
 
     def _push(self, session: Session) -> None:
         self._stop_if_asked(session)
+        if self._reset:
+            times = [id(layer) in self._reset for layer in self._stateful for _ in layer_states(layer)]
+            session.write({STATE_RESETS: session.read()[STATE_RESETS] + times})
+            self._reset.clear()
         if self.looks_at_model:
             now = read_from_model(self._model)
             # The global step is that of the tasks, and they have random seeds of their own.
@@ -120,6 +133,10 @@ class Callbacks:
             if changed := {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}:
                 session.write(changed)
                 self._seen = now
+
+    def _reset_state(self, layer: keras.layers.RNN) -> None:
+        type(layer).reset_state(layer)
+        self._reset.add(id(layer))
 
     def _stop_if_asked(self, session: Session) -> None:
         if self._model.stop_training:

@@ -8,6 +8,7 @@ which some strategies need, and `ExternalTask` takes part in a fit whose chief i
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,12 @@ class FitRequest:
         """What the workers read."""
         return self.arguments.training_data(self.seed)
 
+    def steps_per_epoch(self, data: TrainingData) -> int | None:
+        """Global steps of an epoch; None if neither the arguments nor the data say how many."""
+        if self.arguments.steps_per_epoch is not None or data.steps_per_epoch is None:
+            return self.arguments.steps_per_epoch
+        return math.ceil(data.steps_per_epoch / self.strategy.make().batches_per_step)
+
     def training_spec(self, data: TrainingData, last_step: int | None = None) -> TrainingSpec:
         """What a strategy is to run."""
         model = self.source.model
@@ -116,6 +123,7 @@ class FitRequest:
             log_dir=self.files.logs if self.strategy.is_chief else Path(),
             last_step=last_step,
             grace_secs=self.grace_secs,
+            steps_per_epoch=self.steps_per_epoch(data),
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
             data_begins_at=int(step_counter(main_optimizer(model))),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -108,9 +107,7 @@ class LocalFit:
     def _make_session(self) -> TrainSession:
         request, arguments, model = self._request, self._request.arguments, self._model
         data = request.training_data()
-        steps_per_epoch = arguments.steps_per_epoch
-        if steps_per_epoch is None and data.steps_per_epoch is not None:
-            steps_per_epoch = math.ceil(data.steps_per_epoch / request.strategy.make().batches_per_step)
+        steps_per_epoch = request.steps_per_epoch(data)
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.

@@ -17,6 +17,8 @@ LEARNING_RATE = "optimizer/learning_rate"
 DYNAMIC_SCALE = "optimizer/dynamic_scale"
 DYNAMIC_SCALE_STEPS = "optimizer/dynamic_scale_steps"
 DROPPED_STEPS = "optimizer/dropped_steps"
+#: The name of how often callbacks have reset each state of a stateful layer.
+STATE_RESETS = "state_resets"
 #: The name of the run's seed in checkpoints.
 SEED = "seed"
 

@@ -34,9 +34,10 @@ from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import check_optimizer, is_elementwise, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
-from kdist.model.state import choose_variables, remember_groups
+from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
 from kdist.model.train_step import Clock, ClockKind, OwnTrainStep, overrides_train_step
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
+from kdist.model.worker_state import WorkerState
 
 
 class ReplicaStep:
@@ -45,9 +46,11 @@ class ReplicaStep:
     Args:
         model: a compiled model: Sequential, Functional or subclassed. It is built if necessary.
         batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        steps_per_epoch, begins_at: those of `WorkerState`.
 
     Attributes:
         updates: what it updates, and in how many phases.
+        worker_state: the states of stateful layers.
         clock: what the step reads of its optimizers.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
@@ -56,7 +59,9 @@ class ReplicaStep:
         ConfigError: the model cannot be trained; `check_model` finds what can be found before it is built.
     """
 
-    def __init__(self, model: keras.Model, batch_spec: Any) -> None:
+    def __init__(
+        self, model: keras.Model, batch_spec: Any, steps_per_epoch: int | None = None, begins_at: int = 0
+    ) -> None:
         self.model = model
         #: The model's own `train_step`, if it has one.
         self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
@@ -72,6 +77,8 @@ class ReplicaStep:
         self.state = [v for v in others if not is_seed(v)]
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
+        states = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
+        self.worker_state = WorkerState(states, steps_per_epoch, begins_at)
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
@@ -102,6 +109,10 @@ class ReplicaStep:
         return self.own
 
     @property
+    def _all_state(self) -> list[keras.Variable]:
+        return [*self.state, *self.worker_state.variables]
+
+    @property
     def row_wise(self) -> frozenset[int]:
         """The tables of which the optimizer updates only the rows that were looked up, by index."""
         # Optimizers that are not elementwise need the whole variable.
@@ -125,6 +136,7 @@ class ReplicaStep:
         seeds: tf.Tensor,
         batch: Any,
         clock: Sequence[tf.Tensor] = (),
+        moment: tuple[tf.Tensor, tf.Tensor] | None = None,
     ) -> RunningStep:
         """One step on one batch, begun when its first output is asked for.
 
@@ -134,16 +146,20 @@ class ReplicaStep:
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             clock: values of `self.clock`.
+            moment: what `WorkerState.read` takes; None if there is no such state.
         """
+        if moment is not None:
+            state = [*state, *self.worker_state.read(*moment)]
         num_examples = batch_size_of(batch)
         arguments = list(trainable), list(state), list(metrics), seeds, batch, list(clock)
         if self.tables:
             # Rows are fetched in the middle of the step, which only the caller can trace.
             output, _ = self._run(trainable, state, metrics, seeds, batch, clock, self.tables)
-            yield output
+            yield replace(output, state=self._keep(output.state))
         elif self.updates.num_phases == 1:
             gradients, assigned, new_state, new_metrics, weight, overflow = self._dense_step(*arguments)
-            yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples, 0, weight, overflow)
+            shared = self._keep(new_state)
+            yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, 0, weight, overflow)
         else:
             if self._phases is None:
                 self._phases = self._trace_phases().phases(self._jit_compile)
@@ -151,13 +167,21 @@ class ReplicaStep:
             outputs = next(running)
             for phase in range(self.updates.num_phases):
                 gradients, assigned, new_state, new_metrics = outputs
-                fresh = yield ReplicaOutput(gradients, assigned, new_state, new_metrics, num_examples, phase)
+                shared = self._keep(new_state)
+                fresh = yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, phase)
                 if phase + 1 < self.updates.num_phases:
                     outputs = running.send([fresh[i] for i in sorted(self.updates.pulled_again[phase + 1])])
 
+    def _keep(self, new_state: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
+        """Sets the states that stay on the worker; returns the new state that is shared."""
+        number = len(self.state)
+        if any(value is not None for value in new_state[number:]):
+            self.worker_state.write(new_state[number:])
+        return list(new_state[:number])
+
     def _traced(self, step: Any) -> tf.types.experimental.ConcreteFunction:
         """A step without tables, for values and batches of this model."""
-        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
+        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self._all_state, self.metrics)]
         seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
         return step.get_concrete_function(*specs, seeds, self._batch_spec, [_spec(c.variable) for c in self.clock])
 
@@ -191,7 +215,7 @@ class ReplicaStep:
     def _trace_phases(self) -> TracedPhases:
         """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
         own, traced = self._own, TracedPhases(self._own)
-        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self.state, self.metrics)]
+        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self._all_state, self.metrics)]
         later = [[_spec(self.trainable[i]) for i in indices] for indices in own.updated]
         seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
         clock = [_spec(c.variable) for c in self.clock]
@@ -248,7 +272,7 @@ class ReplicaStep:
         """All variables but the trainable ones, with their values."""
         seeds_cast = ((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds))
         read = ((c.variable, value) for c, value in zip(self.clock, clock))
-        return [*zip(self.state, state), *zip(self.metrics, metrics), *seeds_cast, *read]
+        return [*zip(self._all_state, state), *zip(self.metrics, metrics), *seeds_cast, *read]
 
     def _loss_scale(self, clock: Sequence[tf.Tensor]) -> tf.Tensor | None:
         """The dynamic scale of the loss, if it has one."""
@@ -273,7 +297,7 @@ class ReplicaStep:
 
     def _new_values(self, scope: keras.StatelessScope, state: Sequence[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         """State, None where it is the given one, and metrics after a step that ran in `scope`."""
-        new_state = [scope.get_current_value(variable) for variable in self.state]
+        new_state = [scope.get_current_value(variable) for variable in self._all_state]
         changed = [None if new is old else new for old, new in zip(state, new_state)]
         return changed, [scope.get_current_value(variable) for variable in self.metrics]
 
@@ -310,7 +334,7 @@ class ReplicaStep:
         tf.function(probe, autograph=False).get_concrete_function(
             [_spec(self.trainable[i]) for i in candidates],
             [tf.TensorSpec([]) if i in candidates else _spec(v) for i, v in enumerate(self.trainable)],
-            [_spec(v) for v in self.state],
+            [_spec(v) for v in self._all_state],
             [_spec(v) for v in self.metrics],
             tf.TensorSpec([len(self.seeds), 2], tf.uint32),
             batch_spec,
@@ -338,10 +362,12 @@ def check_model(model: keras.Model, strategy: str) -> None:
             f"model {model.name} is compiled without an optimizer; a model with its own `compile` gives it to "
             "super().compile(optimizer=...)"
         )
-    if stateful := [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]:
+    known = (keras.layers.RNN, keras.layers.Bidirectional)
+    stateful = [layer for layer in layers_of(model) if getattr(layer, "stateful", False)]
+    if names := [layer.name for layer in stateful if not isinstance(layer, known)]:
         raise ConfigError(
-            f"model {model.name}: {', '.join(stateful)}: stateful=True is not supported; workers read different "
-            "batches, and no state could follow them"
+            f"model {model.name}: {', '.join(names)}: only layers that derive from keras.layers.RNN may be stateful; "
+            "others keep what they remember in self.add_weight(..., trainable=False), which all workers share"
         )
     saved = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.TFSMLayer)]
     if names := [layer.name for layer in saved if layer.trainable_variables]:

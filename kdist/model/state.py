@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
-from kdist._compat.keras import loss_scaling, main_optimizer, step_counter
+from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import (
     DROPPED_STEPS,
@@ -53,6 +53,17 @@ def choose_variables(
 def variables_of(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters and the other variables that the last training of a model has chosen, or would choose now."""
     return _variables.get(model) or (model.trainable_variables, model.non_trainable_variables)
+
+
+def stateful_layers(model: keras.Model) -> list[keras.layers.RNN]:
+    """The recurrent layers that begin a batch with the state in which the one before has ended."""
+    layers = (layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful)
+    return list({id(layer): layer for layer in layers}.values())
+
+
+def layer_states(layer: keras.layers.RNN) -> list[keras.Variable]:
+    """The states of a stateful layer that is built. Keras does not count them among its variables."""
+    return keras.tree.flatten(layer.states)
 
 
 def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:

@@ -30,6 +30,7 @@ class ModelVariables:
         row_wise: of those, the ones whose optimizer touches looked-up rows only.
         dense: indices of the parameters that get a dense gradient in every step.
         loss_scaling: what scales the loss of the model, built.
+        num_worker_states: how many states of layers stay on each worker.
     """
 
     parameters: Sequence[keras.Variable]
@@ -38,6 +39,7 @@ class ModelVariables:
     row_wise: frozenset[int] = frozenset()
     dense: frozenset[int] = frozenset()
     loss_scaling: keras.optimizers.LossScaleOptimizer | None = None
+    num_worker_states: int = 0
 
     @property
     def all(self) -> list[keras.Variable]:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import step_counter
-from kdist.model.names import GLOBAL_STEP
+from kdist.model.names import GLOBAL_STEP, STATE_RESETS
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
 from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
@@ -134,6 +134,10 @@ class ParameterStore:
             self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
             copies |= self._loss_scale.variables
             parts |= {name: [Part.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
+        if model_variables.num_worker_states:
+            with tf.device(self.devices[0]):
+                self._resets = tf.Variable(tf.zeros([model_variables.num_worker_states], tf.int64), trainable=False)
+            parts[STATE_RESETS] = [Part.whole(self._resets)]
         initial = {
             name: variable
             for of_group in updates.groups
@@ -182,6 +186,11 @@ class ParameterStore:
         """What a step multiplies its loss with, a float32 scalar on the first server; called while a call is traced."""
         assert self._loss_scale is not None
         return self._loss_scale.read()
+
+    def state_resets(self) -> tf.Tensor:
+        """How often each state of stateful layers was reset, int64 `[n]`, on the first server; called as above."""
+        with tf.device(self.devices[0]):
+            return self._resets.read_value()
 
     def gather(self, only: Collection[int] | None = None) -> Gathered:
         """The present values on their servers, fused; for several `pull`s of the same values.

@@ -52,6 +52,7 @@ class TrainingSpec:
         log_dir: folder for the logs of the tasks.
         last_step: the global step at which training ends; None if it is not known.
         grace_secs: seconds that an interrupted run has to end.
+        steps_per_epoch: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
     """
 
@@ -63,6 +64,7 @@ class TrainingSpec:
     log_dir: Path
     last_step: int | None = None
     grace_secs: float = RunConfig.grace_secs
+    steps_per_epoch: int | None = None
     data_begins_at: int = 0
 
     @property

@@ -40,7 +40,10 @@ def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
             else:
                 value = iteration if read.kind is ClockKind.STEP else store.learning_rate(iteration, read.group)
             clock.append(tf.identity(value))
-        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock)
+        moment = None
+        if replica_step.worker_state.variables:
+            moment = tf.identity(pulled.global_step), tf.identity(store.state_resets())
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment)
 
     return compute
 

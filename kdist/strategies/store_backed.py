@@ -174,7 +174,13 @@ class PreparedTraining:
         step = self.replica_step
         dense = step.dense_gradients()
         variables = ModelVariables(
-            step.trainable, step.state, frozenset(step.tables), step.row_wise, dense, loss_scaling(self.spec.model)
+            step.trainable,
+            step.state,
+            frozenset(step.tables),
+            step.row_wise,
+            dense,
+            loss_scaling(self.spec.model),
+            len(step.worker_state.variables),
         )
         return ParameterStore(variables, step.updates, devices, plan, wire)
 
@@ -252,4 +258,5 @@ def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
         seed=spec.seed,
     )
     batch_spec, _ = example.structured_outputs.element_spec
-    return PreparedTraining(spec, ReplicaStep(spec.model, batch_spec), num_workers)
+    step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
+    return PreparedTraining(spec, step, num_workers)

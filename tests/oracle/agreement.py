@@ -21,6 +21,8 @@ OWN_STEP, SEVERAL = "own_train_step", "several_optimizers"
 MULTI = "multi_optimizer"
 #: The scale of the loss is dynamic, and the gradients of one replica overflow in one of the steps.
 SCALED = "loss_scaled"
+#: Each example continues where that of the batch before has ended.
+STATEFUL = "stateful"
 #: The loss of a replica is divided by what another replica's is not, or by nothing.
 REDUCED = ("masked", "weighted", "summed")
 
@@ -40,6 +42,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         OWN_STEP: lambda: o.Adam(0.01),
         SEVERAL: lambda: o.Adam(0.01, clipnorm=0.05),
         MULTI: multi_optimizer,
+        STATEFUL: lambda: o.Adam(0.01),
         SCALED: lambda: o.LossScaleOptimizer(o.Adam(decay, clipvalue=0.01), 1024.0, dynamic_growth_steps=2),
         **dict.fromkeys(REDUCED, lambda: o.SGD(0.002, momentum=0.9)),
     }
@@ -59,8 +62,12 @@ def data() -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {"numbers": numbers, "ids": ids}, ((numbers.sum(1) > 0) + ids[:, 0] % 2).astype(np.int64)
 
 
-def build(optimizer: str) -> Any:
-    """Dense layers with L2, Keras's embedding and kdist's; the same initial values each time."""
+def build(optimizer: str, batch_size: int) -> Any:
+    """Dense layers with L2, Keras's embedding and kdist's; the same initial values each time.
+
+    Args:
+        batch_size: of a replica; only stateful layers need to know it.
+    """
     import keras
     from keras import layers
 
@@ -72,6 +79,11 @@ def build(optimizer: str) -> Any:
     hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(layers.Concatenate()(parts))
     if optimizer in REDUCED:
         return reduced(optimizer, numbers, ids)
+    if optimizer == STATEFUL:
+        sizes = {"batch_size": batch_size}
+        numbers, ids = layers.Input((6,), name="numbers", **sizes), layers.Input((3,), name="ids", **sizes)
+        steps = layers.LSTM(5, stateful=True, return_sequences=True)(layers.Reshape((3, 2))(numbers))
+        hidden = layers.Bidirectional(layers.GRU(4, stateful=True))(steps)
     kind = {OWN_STEP: own_step_model, SEVERAL: several_optimizers_model}.get(optimizer, lambda: keras.Model)()
     model = kind({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))
     model.compile(optimizers()[optimizer](), "sparse_categorical_crossentropy", metrics=["accuracy"])
@@ -147,8 +159,8 @@ def train(optimizer: str, run_dir: Path, cluster: str, num_replicas: int, **opti
         x["ids"] = x["ids"] // 20
         # Shared out, no two replicas have the same sum of weights in a step.
         weights = np.where(np.arange(EXAMPLES) % 5 < 2, 1.0, 0.2)[:, None] if optimizer == "weighted" else None
-    trainer = kdist.Trainer(lambda: build(optimizer), cluster=cluster, run_dir=run_dir, **options)
     batch_size = BATCH // num_replicas
+    trainer = kdist.Trainer(lambda: build(optimizer, batch_size), cluster=cluster, run_dir=run_dir, **options)
     trainer.fit(x, y, sample_weight=weights, batch_size=batch_size, steps=STEPS, shuffle=False, verbose=0)
     return trainer.model.get_weights()
 

@@ -17,7 +17,7 @@ import kdist
 from kdist.cluster.local import free_ports
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
-IN_SHORT = {"sgd", agreement.SEVERAL, agreement.MULTI, agreement.SCALED, *agreement.REDUCED}
+IN_SHORT = {"sgd", agreement.SEVERAL, agreement.MULTI, agreement.SCALED, agreement.STATEFUL, *agreement.REDUCED}
 OPTIMIZERS = [
     name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in agreement.optimizers()
 ]

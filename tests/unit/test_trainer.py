@@ -261,19 +261,6 @@ def test_a_fit_that_begins_at_an_earlier_step_keeps_its_checkpoints(run_dir: Pat
         np.testing.assert_array_equal(mine, theirs)
 
 
-def stateful() -> keras.Model:
-    layers = keras.layers
-    model = keras.Sequential([layers.Input((6,), batch_size=10), layers.Reshape((6, 1)), layers.LSTM(4, stateful=True)])
-    model.add(layers.Dense(3, activation="softmax"))
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    return model
-
-
-def test_layers_that_keep_what_no_server_holds_are_refused(run_dir: Path) -> None:
-    with pytest.raises(kdist.ConfigError, match="stateful=True"):
-        fit(kdist.Trainer(stateful, run_dir=run_dir), steps=3)
-
-
 def test_lists_of_numbers_are_refused(run_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"numpy\.asarray"):
         kdist.Trainer(models.mlp, run_dir=run_dir).fit(X.tolist(), Y.tolist(), verbose=0)
