@@ -256,7 +256,6 @@ class _Forks:
         for descriptor in descriptors:
             os.close(descriptor)
         self._numbers[pid] = order.number
-        self._report("pid", order.number, pid)
 
     def _become(self, order: _Order, descriptors: Sequence[int]) -> NoReturn:
         """Turns a child into its task."""
@@ -264,6 +263,8 @@ class _Forks:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
+            # From the task itself: the chief has it before it hears that the task is ready.
+            self._report("pid", order.number, os.getpid())
             for target, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
