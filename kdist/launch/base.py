@@ -105,13 +105,18 @@ class FitRequest:
         return self.arguments.training_data(self.seed)
 
     def steps_per_epoch(self, data: TrainingData) -> int | None:
-        """Global steps of an epoch; None if neither the arguments nor the data say how many."""
+        """Global steps of an epoch; None if neither the arguments nor the data say how many.
+
+        All-reduce workers must have joined each other: only then is the number of replicas known.
+        """
         if self.arguments.steps_per_epoch is not None or data.steps_per_epoch is None:
             return self.arguments.steps_per_epoch
         return math.ceil(data.steps_per_epoch / self.strategy.make().batches_per_step)
 
-    def training_spec(self, data: TrainingData, last_step: int | None = None) -> TrainingSpec:
-        """What a strategy is to run."""
+    def training_spec(
+        self, data: TrainingData, *, last_step: int | None = None, steps_per_epoch: int | None = None
+    ) -> TrainingSpec:
+        """What a strategy is to run. What only checks the model need not know where the run and its epochs end."""
         model = self.source.model
         return TrainingSpec(
             model=model,
@@ -123,7 +128,7 @@ class FitRequest:
             log_dir=self.files.logs if self.strategy.is_chief else Path(),
             last_step=last_step,
             grace_secs=self.grace_secs,
-            steps_per_epoch=self.steps_per_epoch(data),
+            steps_per_epoch=steps_per_epoch,
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
             data_begins_at=int(step_counter(main_optimizer(model))),
         )

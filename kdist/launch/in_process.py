@@ -143,7 +143,7 @@ class LocalFit:
         )
         return TrainSession(
             request.strategy.make,
-            request.training_spec(data, last_step),
+            request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch),
             [*_in_order(hooks, recorder, has_last_step=last_step is not None), *self._evaluator()],
             checkpoints=checkpoints,
             summaries=request.files.summaries(),
