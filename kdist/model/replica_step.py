@@ -16,10 +16,8 @@ import tensorflow as tf
 from kdist._compat.keras import (
     compile_arguments,
     global_seed,
-    layers_of,
     loss_scaling,
     main_optimizer,
-    optimizers_of,
     recorded_reductions,
     table_of,
 )
@@ -32,7 +30,7 @@ from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import check_optimizer, is_elementwise, overflow_of, unscaled
+from kdist.model.optimizer import is_elementwise, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
 from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
 from kdist.model.train_step import Clock, ClockKind, OwnTrainStep, overrides_train_step
@@ -56,7 +54,7 @@ class ReplicaStep:
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
 
     Raises:
-        ConfigError: the model cannot be trained; `check_model` finds what can be found before it is built.
+        ConfigError: the model cannot be trained; `kdist.model.model_checks` finds what can be found before it is built.
     """
 
     def __init__(
@@ -344,39 +342,6 @@ class ReplicaStep:
             if reading:
                 self.whole_tables.setdefault(index, "another use of it in the model")
         self.tables = {index: layer for index, layer in candidates.items() if index not in self.whole_tables}
-
-
-def check_model(model: keras.Model, strategy: str) -> None:
-    """Refuses a model that no replica step can train under the strategy of this name.
-
-    Raises:
-        ConfigError: says what to do instead.
-    """
-    if not model.compiled:
-        raise ConfigError(
-            f"model {model.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function that "
-            "builds it, or give optimizer, loss and metrics in the config"
-        )
-    if model.optimizer is None:
-        raise ConfigError(
-            f"model {model.name} is compiled without an optimizer; a model with its own `compile` gives it to "
-            "super().compile(optimizer=...)"
-        )
-    known = (keras.layers.RNN, keras.layers.Bidirectional)
-    stateful = [layer for layer in layers_of(model) if getattr(layer, "stateful", False)]
-    if names := [layer.name for layer in stateful if not isinstance(layer, known)]:
-        raise ConfigError(
-            f"model {model.name}: {', '.join(names)}: only layers that derive from keras.layers.RNN may be stateful; "
-            "others keep what they remember in self.add_weight(..., trainable=False), which all workers share"
-        )
-    saved = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.TFSMLayer)]
-    if names := [layer.name for layer in saved if layer.trainable_variables]:
-        raise ConfigError(
-            f"model {model.name}: {', '.join(names)}: a TFSMLayer cannot be trained here, for the function in its file "
-            "reads its own variables; give it trainable=False, or build the model of Keras layers"
-        )
-    for optimizer in optimizers_of(model).values():
-        check_optimizer(optimizer, strategy)
 
 
 def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, bool]:

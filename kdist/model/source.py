@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from kdist.errors import ConfigError
-from kdist.model.replica_step import check_model
+from kdist.model.model_checks import check_model
 
 
 class ModelSource:

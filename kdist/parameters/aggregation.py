@@ -19,8 +19,9 @@ import tensorflow as tf
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
 from kdist.model.updates import ReplicaOutput, scaled
-from kdist.parameters.store import Assigned, Overflow, ParameterStore, Pulled
+from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Layout
+from kdist.parameters.travelling import Assigned, Overflow, Pulled
 
 #: The tensors of one gradient, on the servers.
 Contribution: TypeAlias = "list[tf.Tensor]"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -21,52 +19,8 @@ from kdist.parameters.optimizer import ServerOptimizer
 from kdist.parameters.packing import Blocks, ModelVariables
 from kdist.parameters.placement import PlacementPlan
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
-
-#: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
-Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
-
-
-@dataclass(frozen=True)
-class Assigned:
-    """The key of what a step has assigned to the parameters of a block."""
-
-    block: int
-
-
-@dataclass(frozen=True)
-class Overflow:
-    """The key of what tells a server whether the gradients of a step have overflowed."""
-
-    server: int
-
-
-#: Changes by shard, or by block, `Assigned` or `Overflow`; those without one are missing.
-Changes: TypeAlias = "dict[Any, tf.Tensor | tf.IndexedSlices]"
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """The values that a replica step starts from.
-
-    Attributes:
-        trainable: values of the trainable variables, in the model's order; for a table that is looked up by rows, a
-            function from unique ids, int64 `[n]`, to those rows.
-        state: values of the state variables (BatchNormalization statistics), in the model's order.
-        global_step: scalar int64 on the first server: the number of updates in these values.
-    """
-
-    trainable: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]]
-    state: list[tf.Tensor]
-    global_step: tf.Tensor
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Values on their servers, ready to be sent: by block in one process (`single`), fused on servers."""
-
-    single: dict[int, tf.Tensor]
-    fused: list[Fused]
-    global_step: tf.Tensor
+from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
+from kdist.parameters.update_counters import UpdateCounters
 
 
 class ParameterStore:
@@ -84,6 +38,7 @@ class ParameterStore:
 
     Attributes:
         values: all stored values, by name, for checkpoints and models.
+        counters: of the updates.
     """
 
     def __init__(
@@ -101,13 +56,9 @@ class ParameterStore:
         self._originals = model_variables.all
         self._num_trainable = len(model_variables.parameters)
         self._looked_up = model_variables.looked_up
-        # The first server's counter is the global step. The other servers count the updates that they apply themselves,
-        # so that none has to wait for another one before it applies what has arrived.
         self.updates = updates
         step = int(step_counter(updates.groups[0].optimizer).numpy())
-        self._steps = [self._counter(device, step) for device in self.devices]
-        # Counts each phase of a step when it is applied completely; if it lags behind, a task was lost in the middle.
-        self._applied = [self._counter(device, step * updates.num_phases) for device in self.devices]
+        self.counters = UpdateCounters(self.devices, step, updates.num_phases)
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)
@@ -115,7 +66,7 @@ class ParameterStore:
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
-        parts: dict[str, list[Part]] = {GLOBAL_STEP: [Part.whole(self._steps[0])]}
+        parts: dict[str, list[Part]] = {GLOBAL_STEP: [Part.whole(self.counters.begun[0])]}
         for index, shards in self._shards_of.items():
             group = "parameters" if model_variables.is_parameter(index) else "state"
             parts[f"{group}/{plan.variables[index].name}"] = [
@@ -123,7 +74,7 @@ class ParameterStore:
             ]
         # Every server has its own copy of values of the whole optimizer, such as the learning rate, so that applying
         # needs nothing from another server.
-        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: list(self._steps)})
+        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: list(self.counters.begun)})
         #: By server and group.
         self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
@@ -151,22 +102,9 @@ class ParameterStore:
         self.values = NamedValues(parts, copies)
         self.values.write({name: variable.numpy() for name, variable in initial.items()})
 
-    def global_step(self) -> int:
-        """The exact number of updates applied."""
-        return int(self._steps[0].numpy())
-
-    def is_consistent(self) -> bool:
-        """Whether every update that a server has started to apply was applied completely by all of them."""
-        begun = {int(counter.numpy()) * self.updates.num_phases for counter in self._steps}
-        return len(begun | {int(counter.numpy()) for counter in self._applied}) == 1
-
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""
-        step = self._steps[0].read_value()
-        for counter in self._steps[1:]:
-            counter.assign(step)
-        for counter in self._applied:
-            counter.assign(step * self.updates.num_phases)
+        self.counters.align()
         if self._loss_scale is not None:
             self._loss_scale.align()
 
@@ -199,7 +137,7 @@ class ParameterStore:
             only: the variables that are wanted, by index; all of them if None.
         """
         with tf.device(self.devices[0]):
-            step = self._steps[0].read_value()
+            step = self.counters.begun[0].read_value()
         wanted = {b for b, block in enumerate(self.blocks) if not block.is_table}
         if only is not None:
             wanted = {self.blocks.of_shard[shard] for index in only for shard in self._shards_of[index]}
@@ -313,11 +251,6 @@ class ParameterStore:
         parts = [by_shard[i] for i in self._shards_of[index]]
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
-    @staticmethod
-    def _counter(device: str, value: int) -> tf.Variable:
-        with tf.device(device):
-            return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
-
     def _part(self, shard: int, variable: keras.Variable) -> Part:
         return Part(variable.value, self.blocks.start_of(shard), self.blocks.shape_of(shard))
 
@@ -379,8 +312,8 @@ class ParameterStore:
         with tf.device(self.devices[server]):
             with tf.control_dependencies(tf.nest.flatten(of_server, expand_composites=True)):
                 if phase == 0:
-                    self._steps[server].assign_add(1, read_value=False)
-                step = self._steps[server].read_value()
+                    self.counters.begun[server].assign_add(1, read_value=False)
+                step = self.counters.begun[server].read_value()
             num_operations = len(graph.get_operations())
             for b in blocks:
                 if Assigned(b) in arrived:
@@ -396,7 +329,7 @@ class ParameterStore:
                     change(arrived[b], read_value=False)
             begun = graph.get_operations()[num_operations:]
             with tf.control_dependencies([operation for operation in begun if operation.op_def.is_stateful]):
-                self._applied[server].assign_add(1, read_value=False)
+                self.counters.applied[server].assign_add(1, read_value=False)
         return step
 
     def _update_on(self, server: int, phase: int, arrived: Changes, step: tf.Tensor) -> None:

@@ -79,7 +79,7 @@ class AllReduce(StoreBackedStrategy):
         return reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
 
     def _worker_arguments(self) -> list[tuple[Any, ...]]:
-        step = self._store.global_step()
+        step = self._store.counters.global_step()
         replicas = range(self._first_replica, self._first_replica + len(self._stores))
         return [self._prepared.worker_arguments(replica, step, self.batches_per_step) for replica in replicas]
 

@@ -18,7 +18,8 @@ from kdist.data.worker_dataset import next_of
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import GradientAggregator
-from kdist.parameters.store import ParameterStore, Pulled
+from kdist.parameters.store import ParameterStore
+from kdist.parameters.travelling import Pulled
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.traced_calls import CallLogs
 

@@ -101,7 +101,7 @@ class StoreBackedStrategy(Strategy):
         return None
 
     def global_step(self) -> int:
-        return self._store.global_step()
+        return self._store.counters.global_step()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -195,7 +195,7 @@ class SyncReplicas(PsStrategy):
             self._failures += 1
             if self._failures > _TRIES:
                 raise error
-        if not self._watched(self._store.is_consistent):
+        if not self._watched(self._store.counters.is_consistent):
             self._step = None
             names = self._names(self._lost()) or "a worker"
             raise TornUpdateError(f"{names} was lost in the middle of an update")
@@ -314,7 +314,7 @@ class SyncReplicas(PsStrategy):
     def _forget_in_flight(self) -> None:
         self._busy.clear()
         self._in_lockstep = False
-        if not self._watched(self._store.is_consistent):
+        if not self._watched(self._store.counters.is_consistent):
             raise ClusterError("training was interrupted in the middle of an update")
 
     def _set_calls_aside(self) -> None:

@@ -30,7 +30,7 @@ class Watch(kdist.hooks.Hook):
         strategy: Any = context.session.strategy
         self.in_flight.append(strategy._in_flight.total())
         self.functions.append(len(strategy._calls._functions))
-        self.steps_ahead.append(strategy._store.global_step() - values.global_step)
+        self.steps_ahead.append(strategy._store.counters.global_step() - values.global_step)
 
     def due_in(self, step: int) -> int | None:
         return 10 - step % 10

@@ -162,8 +162,8 @@ def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
     def torn_once(store: ParameterStore) -> bool:
         if not seen:
             # As if the second server had applied the update that the lost worker was in, and the first had not.
-            store._steps[1].assign_add(1)
-            store._applied[1].assign_add(1)
+            store.counters.begun[1].assign_add(1)
+            store.counters.applied[1].assign_add(1)
         seen.append(is_consistent(store))
         return seen[-1]
 

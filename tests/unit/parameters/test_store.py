@@ -52,9 +52,9 @@ def push(store: ParameterStore, broken: int | None = None) -> None:
 def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
     for _ in range(3):
         push(store)
-    assert store.global_step() == 3
-    assert store.is_consistent()
-    assert {int(counter.numpy()) for counter in [*store._steps, *store._applied]} == {3}
+    assert store.counters.global_step() == 3
+    assert store.counters.is_consistent()
+    assert {int(counter.numpy()) for counter in [*store.counters.begun, *store.counters.applied]} == {3}
 
 
 def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +71,8 @@ def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, mon
     monkeypatch.setattr(optimizer, "apply", apply_and_fail)
     with pytest.raises(tf.errors.InvalidArgumentError):
         push(store)
-    assert store.global_step() == 2
-    assert not store.is_consistent()
+    assert store.counters.global_step() == 2
+    assert not store.counters.is_consistent()
 
 
 @pytest.mark.parametrize("broken", range(4))
@@ -84,6 +84,6 @@ def test_an_update_that_ends_in_the_middle_is_not_whole_or_was_never_begun(store
     after = store.values.read()
     changed = [name for name in before if not np.array_equal(before[name], after[name])]
     # Whatever was changed, the counters tell of it.
-    assert not changed or not store.is_consistent()
+    assert not changed or not store.counters.is_consistent()
     store.align()
-    assert store.is_consistent()
+    assert store.counters.is_consistent()

@@ -1,0 +1,57 @@
+"""What travels between servers and a worker in a step: the values that it pulls, the changes that it pushes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from kdist.parameters.transport import Fused
+
+#: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
+Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """The key of what a step has assigned to the parameters of a block."""
+
+    block: int
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The key of what tells a server whether the gradients of a step have overflowed."""
+
+    server: int
+
+
+#: Changes by shard, or by block, `Assigned` or `Overflow`; those without one are missing.
+Changes: TypeAlias = "dict[Any, tf.Tensor | tf.IndexedSlices]"
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The values that a replica step starts from.
+
+    Attributes:
+        trainable: values of the trainable variables, in the model's order; for a table that is looked up by rows, a
+            function from unique ids, int64 `[n]`, to those rows.
+        state: values of the state variables (BatchNormalization statistics), in the model's order.
+        global_step: scalar int64 on the first server: the number of updates in these values.
+    """
+
+    trainable: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]]
+    state: list[tf.Tensor]
+    global_step: tf.Tensor
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Values on their servers, ready to be sent: by block in one process (`single`), fused on servers."""
+
+    single: dict[int, tf.Tensor]
+    fused: list[Fused]
+    global_step: tf.Tensor
