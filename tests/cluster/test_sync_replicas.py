@@ -16,7 +16,7 @@ import kdist
 from kdist.dispatch.connection import reconnect
 from kdist.dispatch.first_call_lock import first_calls
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
-from kdist.parameters.store import ParameterStore
+from kdist.parameters.update_counters import UpdateCounters
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -157,17 +157,17 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, mo
 def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_consistent, seen = ParameterStore.is_consistent, []
+    is_consistent, seen = UpdateCounters.is_consistent, []
 
-    def torn_once(store: ParameterStore) -> bool:
+    def torn_once(counters: UpdateCounters) -> bool:
         if not seen:
             # As if the second server had applied the update that the lost worker was in, and the first had not.
-            store.counters.begun[1].assign_add(1)
-            store.counters.applied[1].assign_add(1)
-        seen.append(is_consistent(store))
+            counters.begun[1].assign_add(1)
+            counters.applied[1].assign_add(1)
+        seen.append(is_consistent(counters))
         return seen[-1]
 
-    monkeypatch.setattr(ParameterStore, "is_consistent", torn_once)
+    monkeypatch.setattr(UpdateCounters, "is_consistent", torn_once)
 
     class KillOnce(Hook):
         def after_run(self, context: Any, values: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
             return 15 - step if step < 15 else None
 
         def end(self, session: Any) -> None:
-            seen.append(is_consistent(session.strategy._store))
+            seen.append(is_consistent(session.strategy._store.counters))
 
     x, y = toy_data()
     trainer = kdist.Trainer(
