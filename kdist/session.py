@@ -21,7 +21,7 @@ from kdist.console import lines
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.model.names import LEARNING_RATE, SEED
+from kdist.model.names import LEARNING_RATE
 from kdist.run.run_lock import check_not_taken_over
 from kdist.run.statistics import RunStatistics
 from kdist.strategies.gradient_counts import add_counts
@@ -196,7 +196,7 @@ class TrainSession:
         # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
         step = self.strategy.global_step()
         check_not_taken_over(self.run_dir)
-        path = self.checkpoints.save(step, self.values(), keep=keep)
+        path = self.checkpoints.save(step, self.strategy, keep=keep)
         self._saved_step = step
         self.print_line(lines.save_line(step, self.last_step, path))
 
@@ -204,10 +204,6 @@ class TrainSession:
     def is_saved(self) -> bool:
         """Whether there is nothing to save: a checkpoint of the present step exists, or training has diverged."""
         return self._diverged or self._saved_step == self.strategy.global_step()
-
-    def values(self) -> dict[str, np.ndarray]:
-        """What a checkpoint of the present step holds, by name."""
-        return {**self.strategy.read(), SEED: np.array(self.spec.seed, np.int64)}
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
         """Sets values on the tasks between two runs.
@@ -377,13 +373,9 @@ class TrainSession:
     def _restore_newest(self) -> bool:
         """Restores the newest undamaged checkpoint; False if there is none."""
         self.checkpoints.tidy()
-        if (restored := self.checkpoints.restore(self.strategy.shapes)) is None:
+        if (path := self.checkpoints.restore(self.strategy)) is None:
             return False
-        path, values = restored
-        # The learning rate is that of this run, not of an earlier one.
-        values.pop(LEARNING_RATE, None)
-        self.strategy.write(values)
-        self._saved_step = int(values["global_step"])
+        self._saved_step = self.strategy.global_step()
         self.print_line(lines.resume_line(self._saved_step, self.last_step, path))
         return True
 

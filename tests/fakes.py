@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from kdist.hooks import Hook
+from kdist.parameters.named_values import NamedValues, Part
+from kdist.parameters.value_files import ValueFiles
 from kdist.run.run_lock import Holder
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
@@ -42,6 +45,29 @@ class FakeTotals:
     @property
     def loss(self) -> float:
         return float(np.mean(self.losses))
+
+
+class ValuesHere:
+    """Values in this process that are saved and restored as those of a strategy are."""
+
+    def __init__(self, values: Mapping[str, np.ndarray]) -> None:
+        self.values = dict(values)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: value.shape for name, value in self.values.items() if name != "seed"}
+
+    def save(self, prefix: Path) -> None:
+        first, *others = self.values
+        ValueFiles(self._in_variables(others)).save(prefix, {first: self.values[first]})
+
+    def restore(self, path: Path) -> None:
+        values = self._in_variables(self.shapes)
+        ValueFiles(values).restore(path)
+        self.values = values.read()
+
+    def _in_variables(self, names: Iterable[str]) -> NamedValues:
+        return NamedValues({name: [Part.whole(tf.Variable(self.values[name]))] for name in names}, {})
 
 
 class CountingStrategy(Strategy):
@@ -98,6 +124,12 @@ class CountingStrategy(Strategy):
         self.step = int(values.get("global_step", self.step))
         self.written = dict(values)
 
+    def save(self, prefix: Path) -> None:
+        ValuesHere({**self.read(), "seed": np.array(self.spec.seed)}).save(prefix)
+
+    def restore(self, path: Path) -> None:
+        self.step = int(path.name.rpartition("-")[2])
+
     def set_active(self, workers: Collection[int]) -> None:
         self.employed = list(workers)
 
@@ -116,14 +148,16 @@ class FakeCheckpoints:
     was_set_aside: bool = False
     folder: Path = Path("checkpoints")
 
-    def save(self, step: int, values: Mapping[str, Any], *, keep: int) -> Path:
+    def save(self, step: int, stored: Any, *, keep: int) -> Path:
         self.saved.append(step)
         return self.folder / f"ckpt-{step}"
 
-    def restore(self, shapes: Mapping[str, Any]) -> tuple[Path, dict[str, np.ndarray]] | None:
+    def restore(self, stored: Any) -> Path | None:
         if self.restorable is None or self.was_set_aside:
             return None
-        return self.folder / f"ckpt-{self.restorable}", {"global_step": np.array(self.restorable)}
+        path = self.folder / f"ckpt-{self.restorable}"
+        stored.restore(path)
+        return path
 
     def steps(self) -> list[int]:
         return sorted(self.saved)

@@ -101,9 +101,6 @@ class Session(Protocol):
     def read(self) -> dict[str, np.ndarray]:
         """The value of everything that training changes, by its name in a checkpoint."""
 
-    def values(self) -> dict[str, np.ndarray]:
-        """What a checkpoint of the present step holds, by name."""
-
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
         """Sets values by their names in a checkpoint; `learning_rate` is that of the optimizer."""
 

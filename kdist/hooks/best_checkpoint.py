@@ -68,7 +68,7 @@ class BestCheckpoint(Hook):
     def _save(self, session: Session, logs: Mapping[str, Any]) -> None:
         step, checkpoints = session.global_step, _best(session)
         check_not_taken_over(session.run_dir)
-        path = checkpoints.save(step, session.values())
+        path = checkpoints.save(step, session.strategy)
         checkpoints.keep_only(step)
         record = {"global_step": step, "validation": dict(logs)}
         write_whole(session.run_dir / _FOLDER / _RECORD, json.dumps(record, indent=2) + "\n")

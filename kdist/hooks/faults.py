@@ -151,7 +151,7 @@ class DamageCheckpoint(Drill):
         newest = session.checkpoints.newest()
         if newest is None:
             raise ConfigError(f"drill: at step {session.global_step} there is no checkpoint to damage")
-        data = Path(f"{newest}.data-00000-of-00001")
+        data = max(newest.parent.glob(f"{newest.name}.data-*"), key=lambda path: path.stat().st_size)
         content = bytearray(data.read_bytes())
         middle = len(content) // 2
         content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])

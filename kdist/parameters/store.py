@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import step_counter
-from kdist.model.names import GLOBAL_STEP, STATE_RESETS
+from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
 from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
@@ -21,6 +22,7 @@ from kdist.parameters.placement import PlacementPlan
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
 from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
 from kdist.parameters.update_counters import UpdateCounters
+from kdist.parameters.value_files import ValueFiles
 
 
 class ParameterStore:
@@ -38,6 +40,7 @@ class ParameterStore:
 
     Attributes:
         values: all stored values, by name, for checkpoints and models.
+        files: saves and restores them.
         counters: of the updates.
     """
 
@@ -100,6 +103,7 @@ class ParameterStore:
                 with tf.device(self.devices[0]):
                     parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
+        self.files = ValueFiles(self.values)
         self.values.write({name: variable.numpy() for name, variable in initial.items()})
 
     def align(self) -> None:
@@ -113,6 +117,12 @@ class ParameterStore:
         self.values.write(values)
         if GLOBAL_STEP in values:
             self.align()
+
+    def restore(self, path: Path) -> None:
+        """Reads all values from a checkpoint but the learning rate, which stays; see `ValueFiles.restore`."""
+        self.files.restore(path)
+        reader = tf.train.load_checkpoint(str(path))
+        self.write({name: reader.get_tensor(name) for name in self.values.copies if name != LEARNING_RATE})
 
     def learning_rate(self, step: tf.Tensor, group: int = 0) -> tf.Tensor:
         """The learning rate of a group after `step` updates, a scalar on a server; called while a call is traced."""

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +23,7 @@ from kdist.errors import CheckpointError, NonFiniteError, reason
 from kdist.model.names import SEED
 from kdist.run.files import write_whole
 
-_INDEX_SUFFIX, _DATA_SUFFIX = ".index", ".data-00000-of-00001"
+_INDEX_SUFFIX = ".index"
 _INDEX = re.compile(r"ckpt-(\d+)\.index")
 _FILE = re.compile(r"ckpt-(\d+)\.(?:index|data-\d+-of-\d+)")
 _SAVED = re.compile(r"unfinished-(\d+)\.index")
@@ -30,6 +31,20 @@ _SAVED = re.compile(r"unfinished-(\d+)\.index")
 _LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.checkpoint")
 # Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
 _DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
+
+
+class Stored(Protocol):
+    """Something with values to save and restore: a strategy."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each value, by its name in checkpoints."""
+
+    def save(self, prefix: Path) -> None:
+        """Writes a checkpoint with all values; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`."""
+
+    def restore(self, path: Path) -> None:
+        """Reads all values from a checkpoint; raises `tf.errors.OpError` if it is damaged."""
 
 
 class Checkpoints:
@@ -51,32 +66,29 @@ class Checkpoints:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
-    def save(self, step: int, values: Mapping[str, np.ndarray], *, keep: int | None = None) -> Path:
+    def save(self, step: int, stored: Stored, *, keep: int | None = None) -> Path:
         """Writes a checkpoint and deletes all but the newest `keep`; none if None.
 
         It is written under another name and renamed, the index last: without its index it does not exist.
+
+        Args:
+            stored: what has the values.
 
         Raises:
             NonFiniteError: a value is NaN or infinite; nothing is written.
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
         """
-        if broken := [name for name, value in values.items() if not _is_finite(value)]:
-            raise NonFiniteError(
-                f"step {step} is not saved: {', '.join(broken[:5])} {'is' if len(broken) == 1 else 'are'} not finite\n"
-                f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
-            )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=str(self._unfinished(step)),
-                    tensor_names=list(values),
-                    shape_and_slices=[""] * len(values),
-                    tensors=[tf.constant(value) for value in values.values()],
-                )
+            stored.save(self._unfinished(step))
             self._move_into_place(step)
             for old in self.steps()[:-keep] if keep else []:
                 self._delete(old)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"step {step} is not saved: {error}\n"
+                f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
+            ) from error
         except (tf.errors.OpError, OSError) as error:
             # A full disk should not be filled by what could not be written.
             self._remove_left_behind()
@@ -97,14 +109,14 @@ class Checkpoints:
                     self._delete(other)
             self._write_state([self.path(step).name])
 
-    def restore(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Path, dict[str, np.ndarray]] | None:
+    def restore(self, stored: Stored) -> Path | None:
         """Reads the newest undamaged checkpoint completely; warns about each damaged one.
 
         Args:
-            shapes: the values of the model, by name.
+            stored: gets the values.
 
         Returns:
-            The checkpoint and its values, those that `shapes` names; None if there is no checkpoint at all.
+            The checkpoint; None if there is no checkpoint at all.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest undamaged one is of another model.
@@ -113,13 +125,18 @@ class Checkpoints:
         for step in reversed(found):
             path = self.path(step)
             try:
-                values = _values_of(path)
+                if differences := _differences(_shapes_in(path), stored.shapes):
+                    # If it is damaged, they mean nothing.
+                    _values_of(path)
+                    raise CheckpointError(
+                        f"{path} is of another model or optimizer:\n{differences}"
+                        "  use another run.dir, or run.resume=never to start anew"
+                    )
+                stored.restore(path)
+                return path
             except _DAMAGE_ERRORS as error:
                 why = type(error).__name__ if step in self.steps() else "its index is missing"
                 warn(f"{path} is damaged; skipped ({why})")
-                continue
-            _check_fits(path, values, shapes)
-            return path, values
         if found:
             raise CheckpointError(
                 f"every checkpoint in {self.folder} is damaged; move the folder away or set run.resume=never to start "
@@ -177,8 +194,12 @@ class Checkpoints:
         unfinished, target = self._unfinished(step), self.path(step)
         Path(f"{target}{_INDEX_SUFFIX}").unlink(missing_ok=True)
         # A process that was killed in between has moved the data.
-        if (data := Path(f"{unfinished}{_DATA_SUFFIX}")).exists():
-            data.replace(f"{target}{_DATA_SUFFIX}")
+        if data := self._data_of(unfinished):
+            for stale in self._data_of(target):
+                if _part(stale).rpartition("-")[2] != _part(data[0]).rpartition("-")[2]:
+                    stale.unlink()
+        for path in data:
+            path.replace(f"{target}{_part(path)}")
         Path(f"{unfinished}{_INDEX_SUFFIX}").replace(f"{target}{_INDEX_SUFFIX}")
 
     def _remove_left_behind(self) -> None:
@@ -195,8 +216,13 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         # The index first: a half-deleted checkpoint no longer counts.
-        for suffix in (_INDEX_SUFFIX, _DATA_SUFFIX):
-            Path(f"{self.path(step)}{suffix}").unlink(missing_ok=True)
+        Path(f"{self.path(step)}{_INDEX_SUFFIX}").unlink(missing_ok=True)
+        for path in self._data_of(self.path(step)):
+            path.unlink(missing_ok=True)
+
+    def _data_of(self, prefix: Path) -> list[Path]:
+        """The files with the data of a checkpoint; every task that wrote one has some."""
+        return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
 
 
 def _values_of(path: Path) -> dict[str, np.ndarray]:
@@ -210,24 +236,26 @@ def _in_a_line(error: tf.errors.OpError | OSError) -> str:
     return " ".join(str(text).split())
 
 
-def _is_finite(value: np.ndarray) -> bool:
-    # numpy does not count bfloat16 as a float; everything but integers and bools is checked.
-    return value.dtype.kind in "iub" or bool(np.isfinite(value.astype(np.float32)).all())
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all values of a model in a checkpoint, by name."""
+    shapes = tf.train.load_checkpoint(str(path)).get_variable_to_shape_map()
+    return {name: tuple(shape) for name, shape in shapes.items() if name != SEED}
 
 
-def _check_fits(path: Path, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Lines that say how the values of a checkpoint differ from those of the model; empty if they do not."""
     differences = {
-        "missing": sorted(shapes.keys() - values.keys()),
-        "unexpected": sorted(values.keys() - shapes.keys()),
+        "missing": sorted(shapes.keys() - saved.keys()),
+        "unexpected": sorted(saved.keys() - shapes.keys()),
         "of another shape": [
-            f"{name} {values[name].shape} (the model has {shapes[name]})"
-            for name in sorted(shapes.keys() & values.keys())
-            if values[name].shape != tuple(shapes[name])
+            f"{name} {saved[name]} (the model has {shapes[name]})"
+            for name in sorted(shapes.keys() & saved.keys())
+            if saved[name] != tuple(shapes[name])
         ],
     }
-    lines = [f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names]
-    if lines:
-        raise CheckpointError(
-            f"{path} is of another model or optimizer:\n{''.join(lines)}"
-            "  use another run.dir, or run.resume=never to start anew"
-        )
+    return "".join(f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names)
+
+
+def _part(path: Path) -> str:
+    """The suffix of a file with data: `.data-00000-of-00002`."""
+    return path.name[path.name.index(".data-") :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -56,6 +57,11 @@ class AllReduce(StoreBackedStrategy):
         super().write(values)
         for other in self._stores[1:]:
             other.write(values)
+
+    def restore(self, path: Path) -> None:
+        super().restore(path)
+        for other in self._stores[1:]:
+            other.restore(path)
 
     def stop(self) -> None:
         self._iterators.clear()

@@ -167,6 +167,28 @@ class Strategy(abc.ABC):
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name."""
 
+    @abc.abstractmethod
+    def save(self, prefix: Path) -> None:
+        """Writes everything that training changes, and the seed, as a TensorFlow checkpoint.
+
+        Waits until nothing is in flight, as `restore` does.
+
+        Args:
+            prefix: of its files.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite; nothing is written.
+            tf.errors.OpError, OSError: it cannot be written.
+        """
+
+    @abc.abstractmethod
+    def restore(self, path: Path) -> None:
+        """Reads everything that training changes from a checkpoint, except for the learning rate.
+
+        Raises:
+            tf.errors.OpError: the checkpoint is damaged; some values may have been read.
+        """
+
     def check_values(self, values: Mapping[str, np.ndarray]) -> None:
         """Refuses values that `write` could not set.
 

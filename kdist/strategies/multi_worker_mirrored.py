@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -111,12 +112,11 @@ class MultiWorkerMirrored(AllReduce):
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         super().write(values)
+        self._share_with_all()
 
-        def share() -> None:
-            self._say(_WRITE)
-            self._share(self._store.values.read())
-
-        self._bounded(share)
+    def restore(self, path: Path) -> None:
+        super().restore(path)
+        self._share_with_all()
 
     def stop(self) -> None:
         if self._is_chief and self._is_started:
@@ -145,6 +145,15 @@ class MultiWorkerMirrored(AllReduce):
                 tf.distribute.ReduceOp.SUM, here(values if local == 0 else tf.zeros_like(values))
             )
         )[0]
+
+    def _share_with_all(self) -> None:
+        """Sends what this process has now to every worker."""
+
+        def share() -> None:
+            self._say(_WRITE)
+            self._share(self._store.values.read())
+
+        self._bounded(share)
 
     def _share(self, values: Mapping[str, np.ndarray]) -> None:
         """Sends the chief's values to every worker."""

@@ -20,7 +20,7 @@ from kdist.config.schema import ServerOptions
 from kdist.console.warn import warn
 from kdist.dispatch.coordinator import CallsCancelled, Coordinator
 from kdist.dispatch.health import Supervisor, describe_lost
-from kdist.dispatch.worker_threads import OUT_OF_REACH
+from kdist.dispatch.worker_threads import OUT_OF_REACH, may_be_lost
 from kdist.errors import ClusterError, TaskError
 from kdist.model.train_step import overrides_train_step
 from kdist.parameters.optimizer import check_slots_only
@@ -150,6 +150,24 @@ class PsStrategy(StoreBackedStrategy):
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.drain()
         self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))
+
+    def save(self, prefix: Path) -> None:
+        self.drain()
+        self._on_files(lambda: super(PsStrategy, self).save(prefix), "save")
+
+    def restore(self, path: Path) -> None:
+        self.drain()
+        self._on_files(lambda: super(PsStrategy, self).restore(path), "restore")
+
+    def _on_files(self, function: Callable[[], None], kind: str) -> None:
+        """As `_watched`, but what is wrong with a file is not an error of a task."""
+        try:
+            self._running().before_tracing()
+            self._running().watch(function, kind)
+        except tf.errors.OpError as error:
+            if may_be_lost(error):
+                raise self._explained(error) from error
+            raise
 
     def stop(self) -> None:
         if self._cluster is None:

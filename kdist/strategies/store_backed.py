@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import worker_arguments, worker_dataset
 from kdist.model.loss_weights import LossWeights
-from kdist.model.names import GLOBAL_STEP, variable_names
+from kdist.model.names import GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.packing import ModelVariables
@@ -30,8 +31,9 @@ from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
 
 
 class StoreBackedStrategy(Strategy):
-    """A strategy that keeps its values in a `ParameterStore`. Subclasses set `_store` and `_sizer` in `start`."""
+    """A strategy that keeps its values in a `ParameterStore`. Subclasses set these three in `start`."""
 
+    _prepared: PreparedTraining
     _store: ParameterStore
     _sizer: CallSizer
     _warming_up = True
@@ -113,9 +115,19 @@ class StoreBackedStrategy(Strategy):
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._store.write(values)
         if GLOBAL_STEP in values:
-            # Training continues at another step: the steps before it no longer count.
-            self._ahead = self._last_end = None
-            self._sizer.begin_at(int(values[GLOBAL_STEP]))
+            self._continue_at(int(values[GLOBAL_STEP]))
+
+    def save(self, prefix: Path) -> None:
+        self._store.files.save(prefix, {SEED: np.array(self._prepared.spec.seed, np.int64)})
+
+    def restore(self, path: Path) -> None:
+        self._store.restore(path)
+        self._continue_at(self._store.counters.global_step())
+
+    def _continue_at(self, step: int) -> None:
+        """Training continues at another step: the steps before it no longer count."""
+        self._ahead = self._last_end = None
+        self._sizer.begin_at(step)
 
     @property
     def warming_up(self) -> bool:

@@ -13,7 +13,7 @@ have to be repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -383,8 +383,8 @@ class SyncReplicas(PsStrategy):
             self._step = self.global_step()
         return self._step
 
-    def write(self, values: Mapping[str, np.ndarray]) -> None:
-        super().write(values)
+    def _continue_at(self, step: int) -> None:
+        super()._continue_at(step)
         self._step = None
 
     @property

@@ -27,9 +27,8 @@ class FailingStrategy(CountingStrategy):
         self._fail("run", self.step + num_steps)
         return super().run(num_steps, interrupted, may_begin)
 
-    def read(self) -> Any:
-        self._fail("read", self.step)
-        return super().read()
+    def save(self, prefix: Any) -> None:
+        self._fail("save", self.step)
 
     def _fail(self, what: str, step: int) -> None:
         if what == self._fail_in and step in self._fail_at_steps:
@@ -40,9 +39,10 @@ class FailingStrategy(CountingStrategy):
 class SavedCheckpoints(FakeCheckpoints):
     """Restores what was saved last."""
 
-    def save(self, step: int, values: Any, *, keep: int) -> Any:
+    def save(self, step: int, stored: Any, *, keep: int) -> Any:
+        stored.save(self.folder)
         self.restorable = step
-        return super().save(step, values, keep=keep)
+        return super().save(step, stored, keep=keep)
 
 
 def session_that_fails(
@@ -133,7 +133,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to() -> None:
 
 
 def test_a_cluster_that_fails_at_the_last_save_trains_to_its_step_again() -> None:
-    session, made = session_that_fails({50}, savers(last_step=50), fail_in="read")
+    session, made = session_that_fails({50}, savers(last_step=50), fail_in="save")
     with pytest.warns(UserWarning, match="ckpt-40"):
         run_all(session)
     assert (session.global_step, session.stopped_by) == (50, "StopAtStep")

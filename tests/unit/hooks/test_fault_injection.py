@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import make_session, run_all
+from fakes import ValuesHere, make_session, run_all
 
 from kdist.errors import ConfigError
 from kdist.hooks import StopAtStep
@@ -60,10 +60,10 @@ def test_a_large_file_system_is_not_filled(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     values = {"global_step": np.array(5), "parameters/kernel": np.ones((100, 100), np.float32)}
-    checkpoints.save(4, values, keep=2)
-    checkpoints.save(5, values, keep=2)
+    checkpoints.save(4, ValuesHere(values), keep=2)
+    checkpoints.save(5, ValuesHere(values), keep=2)
     DamageCheckpoint(1).inject(SimpleNamespace(checkpoints=checkpoints, global_step=5))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="ckpt-5 is damaged"):
-        restored = checkpoints.restore({name: value.shape for name, value in values.items()})
+        restored = checkpoints.restore(ValuesHere(values))
     assert restored is not None
-    assert restored[0].name == "ckpt-4"
+    assert restored.name == "ckpt-4"

@@ -1,0 +1,88 @@
+"""Models that are too large to pass through the chief; here the limits are made small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kdist
+from kdist.hooks import CheckpointSaver
+from kdist.parameters.named_values import NamedValues
+from kdist.parameters.value_files import ValueFiles
+from kdist.run.checkpoint import Checkpoints
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
+
+ROWS, DIM = 1000, 8
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NamedValues, "piece_bytes", 1 << 12)
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential(
+        [layers.Input((2,), dtype="int64"), kdist.layers.Embedding(ROWS, DIM), layers.Flatten(), layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    return model
+
+
+def ids() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).integers(0, ROWS, (256, 2))
+    return x, (x.sum(1) % 7).astype(np.float32)
+
+
+def train(run_dir: Path, cluster: str, steps: int, **options: Any) -> dict[str, np.ndarray]:
+    trainer = kdist.Trainer(build, cluster=cluster, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=10)], **options)
+    trainer.fit(*ids(), batch_size=16, steps=steps, verbose=0, shuffle=False)
+    saved = Checkpoints(run_dir / "checkpoints").read(steps)
+    assert saved is not None
+    return saved
+
+
+def test_servers_save_their_rows_and_any_number_of_them_restores_them(run_dir: Path) -> None:
+    trained = train(run_dir, "2ps1w", 20)
+    # Each server has written files of its own.
+    files = list((run_dir / "checkpoints").glob("ckpt-20.data-*"))
+    assert len(files) >= 5
+    reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / "ckpt-20"))
+    table = reader.get_tensor("parameters/embedding/embeddings")
+    assert table.shape == (ROWS, DIM)
+    # What is resumed elsewhere comes to what an uninterrupted run comes to.
+    resumed = train(run_dir, "3ps1w", 30)
+    whole = train(run_dir.with_name("whole"), "local", 30)
+    assert trained.keys() == resumed.keys() == whole.keys()
+    for name, value in whole.items():
+        np.testing.assert_allclose(resumed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_servers_with_disks_of_their_own_save_and_restore_through_the_chief(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ValueFiles, "_look_for", lambda files, path: setattr(files, "_are_seen", False))
+    train(run_dir, "2ps1w", 20)
+    resumed = train(run_dir, "3ps1w", 30)
+    whole = train(run_dir.with_name("whole"), "local", 30)
+    for name, value in whole.items():
+        np.testing.assert_allclose(resumed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_damaged_file_of_one_server_damages_its_checkpoint_alone(run_dir: Path) -> None:
+    before = train(run_dir, "2ps1w", 20)
+    largest = max((run_dir / "checkpoints").glob("ckpt-20.data-*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    largest.write_bytes(content)
+    with pytest.warns(UserWarning, match="ckpt-20 is damaged; skipped"):
+        again = train(run_dir, "2ps1w", 20)
+    for name, value in before.items():
+        np.testing.assert_allclose(again[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
