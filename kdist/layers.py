@@ -2,7 +2,46 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
 import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras import table_of
+from kdist._compat.reserved import no_rows, reserve
+
+#: Rows are drawn in blocks of this size. It is part of what a seed means, and never changes.
+_BLOCK_BYTES = 64 << 20
+
+_UNIFORM, _NORMAL = keras.initializers.RandomUniform, keras.initializers.RandomNormal
+_TRUNCATED = keras.initializers.TruncatedNormal
+_BY_FANS = (
+    keras.initializers.VarianceScaling,
+    keras.initializers.GlorotUniform,
+    keras.initializers.GlorotNormal,
+    keras.initializers.HeUniform,
+    keras.initializers.HeNormal,
+    keras.initializers.LecunUniform,
+    keras.initializers.LecunNormal,
+)
+_made_on_servers: ContextVar[bool] = ContextVar("made_on_servers", default=False)
+
+
+@contextmanager
+def made_on_servers() -> Iterator[None]:
+    """In this context large tables get no values: parameter servers make them."""
+    token = _made_on_servers.set(True)
+    try:
+        yield
+    finally:
+        _made_on_servers.reset(token)
 
 
 @keras.saving.register_keras_serializable("kdist")
@@ -18,5 +57,92 @@ class Embedding(keras.layers.Embedding):
     A table with a regularizer, a constraint or LoRA, or one that the model also uses outside this layer (tied weights),
     is needed as a whole in every step, and is treated as in Keras; `placement.txt` says so.
 
+    Tables of more than 64 MB are drawn in blocks, each from a seed of its own. In a model that parameter servers train,
+    the servers draw them; where the model is built, they have neither values nor memory.
+
     Args: those of `keras.layers.Embedding`.
     """
+
+    def build(self, input_shape: Any = None) -> None:
+        shape, given = (self.input_dim, self.output_dim), vars(self)["embeddings_initializer"]
+        initializer = TableInitializer.of(given, shape)
+        is_large = self.input_dim * self.output_dim * tf.as_dtype(self.variable_dtype).size > _BLOCK_BYTES
+        if self.built or initializer is None or not is_large or self.quantization_mode is not None:
+            super().build(input_shape)
+            return
+        self.embeddings_initializer = no_rows if _made_on_servers.get() else initializer
+        try:
+            super().build(input_shape)
+        finally:
+            self.embeddings_initializer = given
+        if _made_on_servers.get():
+            reserve(table_of(self), initializer)
+
+
+class TableInitializer:
+    """Draws a table in blocks of rows, each from a seed of its own, so that any rows can be drawn without the others.
+
+    The first block is what the initializer draws for a table of that length.
+
+    Args:
+        initializer: draws each element independently of the others.
+    """
+
+    def __init__(self, initializer: keras.initializers.Initializer) -> None:
+        self._initializer = initializer
+
+    @staticmethod
+    def of(given: Any, shape: Sequence[int]) -> TableInitializer | None:
+        """For an initializer of Keras; None for one that may depend on the whole table."""
+        if type(given) in _BY_FANS:
+            given = _with_fans(given, *shape)
+        is_constant = type(given) in (keras.initializers.Zeros, keras.initializers.Ones)
+        is_constant |= type(given) is keras.initializers.Constant and np.ndim(given.value) == 0
+        is_random = type(given) in (_UNIFORM, _NORMAL, _TRUNCATED) and isinstance(given.seed, int)
+        return TableInitializer(given) if is_constant or is_random else None
+
+    def __call__(self, shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
+        """The whole table."""
+        return tf.concat([self.block(block, shape, dtype) for block in range(len(self.blocks(shape, dtype)))], 0)
+
+    @staticmethod
+    def blocks(shape: Sequence[int], dtype: Any) -> list[tuple[int, int]]:
+        """The first row of each block, and the row after its last one."""
+        step = max(1, _BLOCK_BYTES // (int(np.prod(shape[1:])) * tf.as_dtype(dtype).size))
+        return list(pairwise([*range(0, shape[0], step), shape[0]]))
+
+    def block(self, number: int, shape: Sequence[int], dtype: Any, zero: tf.Tensor | None = None) -> tf.Tensor:
+        """The rows of a block of a table of this shape.
+
+        Args:
+            zero: uint32 scalar; in a graph whose optimization must not draw the rows beforehand, an argument of it.
+        """
+        start, stop = self.blocks(shape, dtype)[number]
+        own = copy.copy(self._initializer)
+        if hasattr(own, "seed"):
+            seed = own.seed
+            if number:
+                seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+            own.seed = _Seed(tf.constant([seed, 0], tf.uint32) + (0 if zero is None else zero))
+        return own((stop - start, *shape[1:]), dtype)
+
+
+class _Seed(keras.random.SeedGenerator):
+    """A seed for one draw: Keras makes the same of an integer, but takes no tensor."""
+
+    def __init__(self, seed: tf.Tensor) -> None:
+        self._seed = seed
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        return self._seed
+
+
+def _with_fans(given: Any, fan_in: int, fan_out: int) -> keras.initializers.Initializer:
+    """The same distribution as that of a `VarianceScaling` for a matrix of this shape, as Keras computes it."""
+    scale = given.scale / max(1.0, {"fan_in": fan_in, "fan_out": fan_out}.get(given.mode, (fan_in + fan_out) / 2))
+    if given.distribution == "truncated_normal":
+        # The standard deviation of a standard normal distribution that is cut off at 2.
+        return _TRUNCATED(0.0, sqrt(scale) / 0.87962566103423978, given.seed)
+    if given.distribution == "untruncated_normal":
+        return _NORMAL(0.0, sqrt(scale), given.seed)
+    return _UNIFORM(-sqrt(3.0 * scale), sqrt(3.0 * scale), given.seed)

@@ -167,6 +167,15 @@ class TrainSession:
         """The value of everything that training changes, by name, when no step is in flight."""
         return self._insist(lambda: self.strategy.read())  # noqa: PLW0108 - of the strategy that runs then
 
+    def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
+        """The same, passed to `take` in portions, so that not all of it is in memory at once."""
+
+        def read() -> None:
+            for portion in self.strategy.portions():
+                take(portion)
+
+        self._insist(read)
+
     def _run(self) -> RunValues | None:
         step = self.global_step
         num_steps = max(1, _fewest(self._longest_run, (hook.due_in(step) for hook in self.hooks)))

@@ -29,6 +29,7 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
 from kdist.launch.select import launcher_for
 from kdist.model.source import ModelSource
+from kdist.model.state import num_bytes
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir, name_of_program
@@ -64,6 +65,8 @@ class Trainer:
             in `cluster`.
         max_worker_restarts: how often each lost worker of a local cluster is restarted; None: as in `cluster`.
         max_restarts: how often training resumes from the newest checkpoint after a failure, on a new local cluster.
+        export_max_bytes: a model whose parameters take more stays on its parameter servers and in checkpoints: `model`
+            does not get the trained values, and there is no `model.keras`.
         grace_secs: seconds to save and exit after a stop signal or Ctrl-C.
         stop_signals: names of the signals at which the run saves and exits; a program that handles SIGUSR1 or the like
             itself keeps its handler.
@@ -99,6 +102,7 @@ class Trainer:
         step_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         max_restarts: int = TrainConfig.max_restarts,
+        export_max_bytes: int = RunConfig.export_max_bytes,
         grace_secs: float = RunConfig.grace_secs,
         stop_signals: Sequence[str] = STOP_SIGNALS,
         use_default_hooks: bool = True,
@@ -133,9 +137,10 @@ class Trainer:
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams or {})
-        self._source = ModelSource(build_model, self.strategy_name)
+        self._source = ModelSource(build_model, self.strategy_name, on_servers=self._strategy.shape.num_ps > 0)
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._max_restarts = max_restarts
+        self._export_max_bytes = export_max_bytes
         self._grace_secs = grace_secs
         check_stop_signals("stop_signals", stop_signals)
         self._stop_signals = tuple(stop_signals)
@@ -306,6 +311,7 @@ class Trainer:
             self._resume,
             self.seed,
             self._max_restarts,
+            self._export_max_bytes,
             self._grace_secs,
             self._stop_signals,
             self.hparams,
@@ -349,6 +355,7 @@ class Trainer:
                 is worthwhile if the evaluation takes much longer than a cluster needs to start. Data that cannot be
                 split (functions, generators, or with `steps`) is evaluated in this process.
         """
+        self._check_has_values()
         if on_workers and steps is None and (workers := self._workers()) is not None:
             logs = workers.evaluate(self.model, x, y, sample_weight, batch_size)
             if logs is not None:
@@ -370,11 +377,22 @@ class Trainer:
 
         Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
         """
+        self._check_has_values()
         if on_workers and steps is None and (workers := self._workers()) is not None:
             outputs = workers.predict(self.model, x, batch_size)
             if outputs is not None:
                 return outputs
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+
+    def _check_has_values(self) -> None:
+        """Refuses to use a model whose trained values stayed on the servers."""
+        size = num_bytes(self.model)
+        if self.result.status and self._strategy.shape.num_ps and size > self._export_max_bytes:
+            raise ConfigError(
+                f"model {self.model.name}: has {size} bytes, more than export_max_bytes={self._export_max_bytes}, so "
+                f"its trained values are in {self.files.checkpoints().folder} only; a fit with the same run_dir and a "
+                "larger export_max_bytes brings them here"
+            )
 
     def _workers(self) -> WorkerPool | None:
         """The workers that can be started for an evaluation; None without parameter servers."""

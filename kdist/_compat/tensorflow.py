@@ -18,11 +18,13 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.eager.executor import Executor
 from tensorflow.python.framework.function import Defun
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 __all__ = [
     "IteratorSpec",
     "NumberedMirroredStrategy",
     "QuietExecutor",
+    "UninitializedVariable",
     "allow_many_next",
     "dataset_as_graph",
     "executor_scope",

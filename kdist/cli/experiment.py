@@ -62,6 +62,7 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
             resume=config.run.resume,
             seed=config.run.seed,
             max_restarts=config.train.max_restarts,
+            export_max_bytes=config.run.export_max_bytes,
             grace_secs=config.run.grace_secs,
             stop_signals=config.run.stop_signals,
             use_default_hooks=False,

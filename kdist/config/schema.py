@@ -319,6 +319,9 @@ class RunConfig:
     soft_device_placement: bool = True
     """Runs an op on another device if its own has no kernel for it."""
 
+    export_max_bytes: int = 2 << 30
+    """A larger model stays on its servers and in checkpoints, without a `model.keras`; at least 0."""
+
     grace_secs: float = 30.0
     """Seconds to save and exit after a stop signal or Ctrl-C; more than 0."""
 
@@ -340,6 +343,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         checks.check_one_of("run.resume", self.resume, RESUME_MODES)
         checks.check_verbose("run.verbose", self.verbose)
+        checks.check_whole_number("run.export_max_bytes", self.export_max_bytes, at_least=0)
         checks.check_more_than_zero("run.grace_secs", self.grace_secs)
         checks.check_stop_signals("run.stop_signals", self.stop_signals)
         targets.check_packages("run.trust", self.trust)

@@ -63,6 +63,12 @@ def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
     return [_line("task", f"{name:<8}", f"pid {pid:>6}", _short(log)) for name, pid, log in tasks]
 
 
+def stays_line(num_bytes: int, limit: int) -> str:
+    """`model | 4.8 GiB, more than run.export_max_bytes (2.0 GiB): its values are in the checkpoints only`"""
+    size, allowed = (f"{n / (1 << 30):.1f} GiB" for n in (num_bytes, limit))
+    return _line("model", f"{size}, more than run.export_max_bytes ({allowed}): its values are in the checkpoints only")
+
+
 def resume_line(step: int, last_step: int | None, path: Path) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
     return _line("load", _step(step).ljust(len(_step(step, last_step))), _short(path))

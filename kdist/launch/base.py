@@ -23,6 +23,7 @@ from kdist.data.sources import TrainingData
 from kdist.hooks import Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
+from kdist.model.state import num_bytes
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
@@ -81,6 +82,7 @@ class FitRequest:
         resume: `auto`, `never` or `must`; None continues from the model as it is.
         seed: where shuffling and random states start.
         max_restarts: how often training goes back to the newest checkpoint after a failure.
+        export_max_bytes: a model on servers that is larger does not come back to this process.
         grace_secs: seconds to save and exit after a stop signal.
         stop_signals: names of the signals at which the run saves and exits.
         hparams: of the run, for TensorBoard.
@@ -96,9 +98,15 @@ class FitRequest:
     resume: str | None
     seed: int
     max_restarts: int
+    export_max_bytes: int
     grace_secs: float
     stop_signals: Sequence[str]
     hparams: Mapping[str, Any]
+
+    @property
+    def keeps_model_on_servers(self) -> bool:
+        """Whether the trained values are too large to come back to this process; the model is built."""
+        return self.strategy.shape.num_ps > 0 and num_bytes(self.source.model) > self.export_max_bytes
 
     def training_data(self) -> TrainingData:
         """What the workers read."""
@@ -128,6 +136,7 @@ class FitRequest:
             log_dir=self.files.logs if self.strategy.is_chief else Path(),
             last_step=last_step,
             grace_secs=self.grace_secs,
+            on_servers=self.strategy.shape.num_ps > 0,
             steps_per_epoch=steps_per_epoch,
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
             data_begins_at=int(step_counter(main_optimizer(model))),

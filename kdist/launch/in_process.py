@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import keras
+import numpy as np
 
-from kdist._compat.keras import loss_scaling, main_optimizer, step_counter
+from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster import isolate
 from kdist.cluster.local import log_path
 from kdist.console import lines
@@ -21,7 +22,7 @@ from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
 from kdist.launch.signals import StopSignals
 from kdist.model.names import DROPPED_STEPS
-from kdist.model.state import finalize_ema, write_to_model
+from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.best_values import BestValues
 from kdist.run.result import Result, describe, final_metrics
 from kdist.session import TrainSession
@@ -66,7 +67,7 @@ class LocalFit:
         """The session, started; when it has ended, `outcome` is complete."""
         request, model = self._request, self._model
         session = self._make_session()
-        recorder, validate, print_line = self._recorder, self._validate, session.print_line
+        print_line = session.print_line
         self._print_begin(session)
         started = time.monotonic()
         signals = StopSignals(session, request.grace_secs, request.stop_signals)
@@ -77,18 +78,17 @@ class LocalFit:
                     self._print_tasks(session)
                 request.files.describe(session.summaries, model, session.global_step)
                 yield session
-                values = session.read()
-                write_to_model(model, values)
-                if loss_scaling(model) is not None:
-                    self._overflowed_steps = int(values[DROPPED_STEPS])
-            if main_optimizer(model).use_ema and not session.interrupted:
-                # As Keras does at the end of fit: the model gets the averages, and they are what is reported.
-                finalize_ema(model)
-                recorder.validation_logs = validate.evaluate()
-                self._best.add(session.global_step, recorder.validation_logs)
-            if not session.interrupted:
-                request.files.write_model(model)
-            self._resume = None
+                if not request.keeps_model_on_servers:
+                    self._take_values(session)
+                elif not any(isinstance(hook, CheckpointSaver) for hook in session.hooks):
+                    # Else nothing of it would be left.
+                    session.save(keep=1)
+            if request.keeps_model_on_servers:
+                print_line(lines.stays_line(num_bytes(model), request.export_max_bytes))
+            elif not session.interrupted:
+                self._finish_model(session)
+            # What the model did not get is in the last checkpoint.
+            self._resume = "auto" if request.keeps_model_on_servers else None
         except BaseException as error:
             if session.is_started:
                 # The model did not get the values: another fit continues from the last checkpoint.
@@ -103,6 +103,25 @@ class LocalFit:
             )
             signals.raise_received()
         self._print_end(session, time.monotonic() - started)
+
+    def _take_values(self, session: TrainSession) -> None:
+        """Gives the model the trained values."""
+
+        def take(values: Mapping[str, np.ndarray]) -> None:
+            write_to_model(self._model, values)
+            if DROPPED_STEPS in values:
+                self._overflowed_steps = int(values[DROPPED_STEPS])
+
+        session.read_into(take)
+
+    def _finish_model(self, session: TrainSession) -> None:
+        """Writes `model.keras`."""
+        if main_optimizer(self._model).use_ema:
+            # As Keras does at the end of fit: the model gets the averages, and they are what is reported.
+            finalize_ema(self._model)
+            self._recorder.validation_logs = self._validate.evaluate()
+            self._best.add(session.global_step, self._recorder.validation_logs)
+        self._request.files.write_model(self._model)
 
     def _make_session(self) -> TrainSession:
         request, arguments, model = self._request, self._request.arguments, self._model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from kdist._compat.keras import layers_of, optimizers_of
+from kdist._compat.reserved import made_by
 from kdist.errors import ConfigError
 from kdist.model.optimizer import check_optimizer
 
@@ -40,3 +41,16 @@ def check_model(model: keras.Model, strategy: str) -> None:
         )
     for optimizer in optimizers_of(model).values():
         check_optimizer(optimizer, strategy)
+
+
+def check_has_values(model: keras.Model) -> None:
+    """Refuses a model whose values stayed on parameter servers.
+
+    Raises:
+        ConfigError: says what to give instead.
+    """
+    if names := [variable.path for variable in model.variables if made_by(variable) is not None]:
+        raise ConfigError(
+            f"model {model.name}: the values of {', '.join(names)} were on parameter servers only; give the function "
+            "that builds the model, and the run dir that has its checkpoints"
+        )

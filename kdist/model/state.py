@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter
 from kdist.model.loss_weights import LossWeights
@@ -53,6 +55,11 @@ def choose_variables(
 def variables_of(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters and the other variables that the last training of a model has chosen, or would choose now."""
     return _variables.get(model) or (model.trainable_variables, model.non_trainable_variables)
+
+
+def num_bytes(model: keras.Model) -> int:
+    """The size of the parameters and the other variables, without the optimizer's."""
+    return sum(prod(v.shape) * tf.as_dtype(v.dtype).size for variables in variables_of(model) for v in variables)
 
 
 def stateful_layers(model: keras.Model) -> list[keras.layers.RNN]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -89,10 +89,13 @@ class NamedValues:
     def __init__(self, parts: Mapping[str, Sequence[Part]], copies: Mapping[str, Sequence[tf.Variable]]) -> None:
         self._parts = {name: list(found) for name, found in parts.items()}
         self.copies = copies
+        self._large = [variable for variable in self.variables if self._is_large(variable)]
         groups: dict[tuple[str, tf.DType], list[tf.Variable]] = defaultdict(list)
         for variable in self.variables:
-            groups[variable.device, variable.dtype].append(variable)
+            if not self._is_large(variable):
+                groups[variable.device, variable.dtype].append(variable)
         self._groups = list(groups.values())
+        self._functions: dict[tuple[str, int], tf.types.experimental.ConcreteFunction] = {}
         self._read_fused = tf.function(self._fuse_all, autograph=False)
 
     @property
@@ -129,19 +132,25 @@ class NamedValues:
         return {name: [part.variable.device for part in parts] for name, parts in self._parts.items()}
 
     def read(self) -> dict[str, np.ndarray]:
-        """Every value, by name. Reads one tensor per server and dtype."""
+        """Every value, by name."""
+        return {name: value for portion in self.portions() for name, value in portion.items()}
+
+    def portions(self) -> Iterator[dict[str, np.ndarray]]:
+        """Every value, by name: the small ones, one tensor per server and dtype, and then each large one by itself."""
         flat: dict[int, np.ndarray] = {}
         for variables, fused in zip(self._groups, self._read_fused()):
             bounds = np.cumsum([variable.shape.num_elements() for variable in variables])[:-1]
             flat |= zip(map(id, variables), np.split(fused.numpy(), bounds))
-
-        def value(part: Part) -> np.ndarray:
-            return flat[id(part.variable)][part.start : part.stop].reshape(part.shape)
-
-        return {
-            name: value(parts[0]) if len(parts) == 1 else np.concatenate([value(part) for part in parts])
+        large = {n: parts for n, parts in self._parts.items() if any(id(part.variable) not in flat for part in parts)}
+        yield {
+            name: np.concatenate([flat[id(p.variable)][p.start : p.stop] for p in parts]).reshape(self.shapes[name])
             for name, parts in self._parts.items()
+            if name not in large
         }
+        for name, parts in large.items():
+            value = np.empty(self.shapes[name], parts[0].variable.dtype.as_numpy_dtype)
+            self._read_large(value.reshape(-1), parts)
+            yield {name: value}
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name; the others stay unchanged."""
@@ -159,6 +168,10 @@ class NamedValues:
         for pairs in written.values():
             variable = pairs[0][0].variable
             size = variable.shape.num_elements()
+            if self._is_large(variable):
+                for part, piece in pairs:
+                    self._write_large(part, piece)
+                continue
             if sum(part.stop - part.start for part, _ in pairs) == size:
                 flat = np.empty(size, pairs[0][1].dtype)
             else:
@@ -167,9 +180,66 @@ class NamedValues:
                 flat[part.start : part.stop] = piece.ravel()
             variable.assign(tf.cast(flat.reshape(variable.shape), variable.dtype))
 
+    def _is_large(self, variable: tf.Variable) -> bool:
+        return variable.shape.num_elements() * variable.dtype.size > self.piece_bytes
+
+    def _read_large(self, target: np.ndarray, parts: Sequence[Part]) -> None:
+        """Reads parts one after the other, in pieces, into a vector."""
+        end = 0
+        for part in parts:
+            variable, row_size = part.variable, prod(part.variable.shape[1:])
+            function = self._function("read", variable, lambda a, b, of=variable: of.read_value_no_copy()[a:b])
+            last, rows = part.stop // row_size, self._rows_at_once(variable)
+            for start in range(part.start // row_size, last, rows):
+                piece = function(tf.constant(start), tf.constant(min(last, start + rows))).numpy().ravel()
+                target[end : end + piece.size] = piece
+                end += piece.size
+
+    def _write_large(self, part: Part, value: np.ndarray) -> None:
+        variable, row_size = part.variable, prod(part.variable.shape[1:])
+
+        def assign(start: tf.Tensor, stop: tf.Tensor, rows: tf.Tensor) -> None:
+            assign_rows(variable, start, stop, rows)
+
+        function = self._function("write", variable, assign, tf.TensorSpec([None, *variable.shape[1:]], variable.dtype))
+        # As an argument of a function, a tensor reaches a server several times faster than by itself.
+        first, rows = part.start // row_size, self._rows_at_once(variable)
+        of_rows = value.reshape(-1, *variable.shape[1:])
+        for start in range(0, len(of_rows), rows):
+            chosen = tf.constant(of_rows[start : start + rows], variable.dtype)
+            function(tf.constant(first + start), tf.constant(first + start + len(chosen)), chosen)
+
+    def _rows_at_once(self, variable: tf.Variable) -> int:
+        return max(1, self.piece_bytes // (prod(variable.shape[1:]) * variable.dtype.size))
+
+    def _function(
+        self, kind: str, variable: tf.Variable, function: Callable[..., object], *specs: tf.TensorSpec
+    ) -> tf.types.experimental.ConcreteFunction:
+        """A function of two rows, and what `specs` says, on the device of a variable; traced once."""
+        key = kind, id(variable)
+        if key not in self._functions:
+
+            def there(*arguments: tf.Tensor) -> object:
+                with tf.device(variable.device):
+                    return function(*arguments)
+
+            row = tf.TensorSpec([], tf.int32)
+            self._functions[key] = tf.function(there, autograph=False).get_concrete_function(row, row, *specs)
+        return self._functions[key]
+
     def _fuse_all(self) -> list[tf.Tensor]:
         fused = []
         for variables in self._groups:
             with tf.device(variables[0].device):
                 fused.append(fuse([variable.read_value() for variable in variables]))
         return fused
+
+
+def assign_rows(variable: tf.Variable, start: Any, stop: Any, rows: tf.Tensor) -> tf.Operation:
+    """Sets rows `start` to `stop` of a variable in place."""
+    assigned = tf.raw_ops.ResourceStridedSliceAssign(
+        ref=variable.handle, begin=[start], end=[stop], strides=[1], value=rows
+    )
+    with tf.control_dependencies([assigned]):
+        # Otherwise every later read, and every dense update, would copy the whole variable.
+        return tf.raw_ops.DisableCopyOnRead(resource=variable.handle)

@@ -20,6 +20,7 @@ from kdist._compat.keras import (
     step_counter,
     unbuilt_copy,
 )
+from kdist._compat.reserved import cheap_constants
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import optimizer_state
@@ -192,7 +193,8 @@ def _copy_for(
     excluded = [variable for original, variable in zip(originals, variables) if not decays(optimizer, original)]
     if excluded:
         copy.exclude_from_weight_decay(var_list=excluded)
-    copy.build(list(variables))
+    with cheap_constants(copy):
+        copy.build(list(variables))
     if missing := missing_variables(copy, optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} cannot be copied to the servers: it creates {', '.join(missing)} "

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import decays, set_path
 from kdist.model.updates import StepUpdates, Update
+from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import fuse, unfuse
 
@@ -139,17 +140,20 @@ class Blocks(Sequence[Block]):
         """The variable of the model that a block stands for; of a flat one the first, in all that matters like it."""
         return self._all_variables[self._shards[self._blocks[block].shards[0]].variable]
 
+    def is_large(self, block: int) -> bool:
+        """Whether a block is made without values, because they do not travel at once."""
+        itemsize = tf.as_dtype(self.original(block).dtype).size
+        return sum(prod(self.shape_of(i)) for i in self._blocks[block].shards) * itemsize > NamedValues.piece_bytes
+
     def make_variable(self, block: int, device: str) -> keras.Variable:
-        """The variable that stores a block, with its initial value."""
+        """The variable that stores a block, with its initial value if it is not large."""
         original, is_flat = self.original(block), self._blocks[block].is_flat
-        pieces = []
-        for i in self._blocks[block].shards:
-            shard = self._shards[i]
-            value = self._all_variables[shard.variable].numpy()
-            pieces.append(value[shard.start : shard.stop] if value.ndim else value)
+        shards = self._blocks[block].shards
+        size = sum(prod(self.shape_of(i)) for i in shards)
         with tf.device(device):
             variable = keras.Variable(
-                np.concatenate([piece.ravel() for piece in pieces]) if is_flat else pieces[0],
+                _capacity if self.is_large(block) else self._initial_value(block),
+                shape=(size,) if is_flat else self.shape_of(shards[0]),
                 dtype=original.dtype,
                 trainable=original.trainable,
                 name=f"v{block}",
@@ -160,6 +164,14 @@ class Blocks(Sequence[Block]):
             variable.constraint = original.constraint
             variable.overwrite_with_gradient = original.overwrite_with_gradient
         return variable
+
+    def _initial_value(self, block: int) -> np.ndarray:
+        pieces = []
+        for i in self._blocks[block].shards:
+            shard = self._shards[i]
+            value = self._all_variables[shard.variable].numpy()
+            pieces.append(value[shard.start : shard.stop] if value.ndim else value)
+        return np.concatenate([piece.ravel() for piece in pieces]) if self._blocks[block].is_flat else pieces[0]
 
     def _block(self, shards: Sequence[int], *, is_flat: bool) -> Block:
         first, variables = self._shards[shards[0]], self._variables
@@ -187,3 +199,8 @@ class Blocks(Sequence[Block]):
             return False
         is_dense = variable in variables.dense and variable not in variables.looked_up
         return is_dense and updates.is_elementwise(variable) and not has_own_rule
+
+
+def _capacity(shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
+    """Memory without values: the system provides it when it is first written to."""
+    return tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(dtype), init=False)

@@ -12,8 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import step_counter
+from kdist._compat.reserved import made_by
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
+from kdist.parameters.initial_values import fill_large
 from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
@@ -70,9 +72,12 @@ class ParameterStore:
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
         parts: dict[str, list[Part]] = {GLOBAL_STEP: [Part.whole(self.counters.begun[0])]}
+        stored_names = [
+            f"{'parameters' if model_variables.is_parameter(index) else 'state'}/{variable.name}"
+            for index, variable in enumerate(plan.variables)
+        ]
         for index, shards in self._shards_of.items():
-            group = "parameters" if model_variables.is_parameter(index) else "state"
-            parts[f"{group}/{plan.variables[index].name}"] = [
+            parts[stored_names[index]] = [
                 self._part(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
             ]
         # Every server has its own copy of values of the whole optimizer, such as the learning rate, so that applying
@@ -104,7 +109,10 @@ class ParameterStore:
                     parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
         self.files = ValueFiles(self.values)
-        self.values.write({name: variable.numpy() for name, variable in initial.items()})
+        # Where the model has no values, servers have made the slots, too.
+        given = {name: variable for name, variable in initial.items() if made_by(variable) is None}
+        self.values.write({name: variable.numpy() for name, variable in given.items()})
+        fill_large(self.blocks, self.shards, self._variables, self._originals, stored_names, self.values)
 
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from kdist.console.warn import warn
 from kdist.errors import NonFiniteError
-from kdist.parameters.named_values import NamedValues, Piece
+from kdist.parameters.named_values import NamedValues, Piece, assign_rows
 
 #: How many pieces a task reads or writes at once; it may need memory for them beside the values themselves.
-_PIECES_AT_ONCE = 4
+_PIECES_AT_ONCE = 2
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 _PATH = tf.TensorSpec([], tf.string)
 
@@ -225,12 +225,7 @@ def _assign(run: Sequence[Piece], values: Sequence[tf.Tensor]) -> tf.Operation:
     joined = tf.concat(parts, 0) if len(run) > 1 else parts[0]
     if _cover(places, variable):
         return variable.assign(tf.reshape(joined, variable.shape), read_value=False)
-    assigned = tf.raw_ops.ResourceStridedSliceAssign(
-        ref=variable.handle, begin=[places[0].start], end=[places[-1].stop], strides=[1], value=joined
-    )
-    with tf.control_dependencies([assigned]):
-        # Otherwise every later read, and every dense update, would copy the whole variable.
-        return tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+    return assign_rows(variable, places[0].start, places[-1].stop, joined)
 
 
 def _cover(places: Sequence[slice], whole: tf.Tensor | tf.Variable) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -52,6 +52,7 @@ class TrainingSpec:
         log_dir: folder for the logs of the tasks.
         last_step: the global step at which training ends; None if it is not known.
         grace_secs: seconds that an interrupted run has to end.
+        on_servers: whether parameter servers have the values, and make those of large tables.
         steps_per_epoch: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
     """
@@ -64,6 +65,7 @@ class TrainingSpec:
     log_dir: Path
     last_step: int | None = None
     grace_secs: float = RunConfig.grace_secs
+    on_servers: bool = False
     steps_per_epoch: int | None = None
     data_begins_at: int = 0
 
@@ -162,6 +164,10 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def read(self) -> dict[str, np.ndarray]:
         """The present value of everything that training changes, by name; waits until nothing is in flight."""
+
+    def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
+        """The same in portions, so that not all of it is in memory at once."""
+        yield self.read()
 
     @abc.abstractmethod
     def write(self, values: Mapping[str, np.ndarray]) -> None:

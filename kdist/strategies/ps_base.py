@@ -147,6 +147,13 @@ class PsStrategy(StoreBackedStrategy):
         self._running().before_tracing()
         return self._watched(super().read, "read")
 
+    def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
+        self.drain()
+        self._running().before_tracing()
+        portions = super().portions()
+        while (portion := self._watched(lambda: next(portions, None), "read")) is not None:
+            yield portion
+
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.drain()
         self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))

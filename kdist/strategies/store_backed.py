@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,9 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
+from kdist._compat.reserved import reserved_slots
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import worker_arguments, worker_dataset
+from kdist.layers import made_on_servers
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
@@ -111,6 +114,9 @@ class StoreBackedStrategy(Strategy):
 
     def read(self) -> dict[str, np.ndarray]:
         return self._store.values.read()
+
+    def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
+        yield from self._store.values.portions()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._store.write(values)
@@ -270,5 +276,6 @@ def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
         seed=spec.seed,
     )
     batch_spec, _ = example.structured_outputs.element_spec
-    step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
+    with made_on_servers() if spec.on_servers else nullcontext(), reserved_slots(spec.model):
+        step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
     return PreparedTraining(spec, step, num_workers)

@@ -25,6 +25,7 @@ ROWS, DIM = 1000, 8
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NamedValues, "piece_bytes", 1 << 12)
+    monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 1 << 11)
 
 
 def build() -> keras.Model:
@@ -86,3 +87,61 @@ def test_a_damaged_file_of_one_server_damages_its_checkpoint_alone(run_dir: Path
         again = train(run_dir, "2ps1w", 20)
     for name, value in before.items():
         np.testing.assert_allclose(again[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_any_number_of_servers_draws_the_same_values_and_comes_to_the_same(tmp_path: Path) -> None:
+    clusters = {"local": {}, "1ps1w": {}, "2ps1w": {}, "3ps1w": {}}
+    for strategy in ({}, {"strategy": "sync_replicas"}):
+        initial, trained = [], []
+        for cluster in clusters:
+            folder = tmp_path / f"{cluster}-{len(strategy)}"
+            trained.append(train(folder, cluster, 20, **(strategy if cluster != "local" else {})))
+            first = Checkpoints(folder / "checkpoints").read(0)
+            assert first is not None
+            initial.append(first)
+        for other in initial[1:]:
+            for name, value in initial[0].items():
+                np.testing.assert_array_equal(other[name], value, err_msg=name)
+        for other in trained[1:]:
+            for name, value in trained[0].items():
+                np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir, export_max_bytes=1000, use_default_hooks=False)
+    trainer.fit(*ids(), batch_size=16, steps=20, verbose=2)
+    assert "more than run.export_max_bytes" in capsys.readouterr().out
+    assert not (run_dir / "model.keras").exists()
+    # No hook saves, but nothing is lost.
+    assert Checkpoints(run_dir / "checkpoints").steps() == [20]
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        trainer.model.predict(ids()[0])
+    for use in (trainer.evaluate, trainer.predict):
+        with pytest.raises(kdist.ConfigError, match="more than export_max_bytes=1000, so its trained values are in"):
+            use(ids()[0])
+    with pytest.raises(kdist.ConfigError, match="were on parameter servers only"):
+        kdist.Trainer(trainer.model)
+    # The next fit continues from what was saved; one that may bring it here does.
+    trainer.fit(*ids(), batch_size=16, steps=30, verbose=0)
+    assert Checkpoints(run_dir / "checkpoints").steps() == [30]
+    brought = kdist.Trainer(build, cluster="1ps1w", run_dir=run_dir)
+    brought.fit(*ids(), batch_size=16, steps=40, verbose=0)
+    saved = Checkpoints(run_dir / "checkpoints").read(40)
+    assert saved is not None
+    np.testing.assert_array_equal(brought.model.layers[0].embeddings.numpy(), saved["parameters/embedding/embeddings"])
+    assert keras.saving.load_model(run_dir / "model.keras").layers[0].embeddings.shape == (ROWS, DIM)
+
+
+def test_values_of_the_users_own_travel_to_the_servers(run_dir: Path) -> None:
+    mine = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
+
+    def build_with_mine() -> keras.Model:
+        model = build()
+        model.layers[0].embeddings.assign(mine)
+        return model
+
+    trainer = kdist.Trainer(build_with_mine, cluster="2ps1w", run_dir=run_dir)
+    trainer.fit(*ids(), batch_size=16, steps=1, verbose=0)
+    first = Checkpoints(run_dir / "checkpoints").read(0)
+    assert first is not None
+    np.testing.assert_array_equal(first["parameters/embedding/embeddings"], mine)

@@ -76,6 +76,7 @@ run.seed = null
 run.plan_only = False
 run.log_device_placement = False
 run.soft_device_placement = True
+run.export_max_bytes = 2147483648
 run.grace_secs = 30.0
 run.stop_signals = [SIGTERM,SIGUSR1,SIGUSR2]
 run.resume = auto

@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 import kdist
-from kdist.layers import Embedding
+from kdist.layers import Embedding, TableInitializer
 
 ROWS, DIM = 30, 4
 
@@ -157,3 +157,50 @@ def test_model_keras_is_read_without_kdist(run_dir: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=run_dir, timeout=60)
     np.testing.assert_allclose(np.load(run_dir / "y.npy"), model(x).numpy(), rtol=1e-5)
+
+
+INITIALIZERS = [
+    "uniform",
+    "zeros",
+    "glorot_uniform",
+    "he_normal",
+    keras.initializers.Constant(0.5),
+    keras.initializers.TruncatedNormal(stddev=0.1, seed=5),
+    keras.initializers.VarianceScaling(2.0, "fan_avg", "untruncated_normal", seed=3),
+]
+
+
+@pytest.mark.parametrize("initializer", INITIALIZERS, ids=range(len(INITIALIZERS)))
+def test_the_first_block_of_a_table_is_drawn_as_by_keras(initializer: Any) -> None:
+    keras.utils.set_random_seed(3)
+    layer = layers.Embedding(ROWS, DIM, embeddings_initializer=initializer)
+    layer.build()
+    drawn = TableInitializer.of(layer.embeddings_initializer, (ROWS, DIM))
+    assert drawn is not None
+    np.testing.assert_array_equal(drawn((ROWS, DIM), "float32"), layer.embeddings.numpy())
+
+
+def test_blocks_differ_and_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 7 * DIM * 4)
+    keras.utils.set_random_seed(3)
+    layer = Embedding(ROWS, DIM)
+    layer.build()
+    table = layer.embeddings.numpy()
+    drawn = TableInitializer.of(layer.embeddings_initializer, (ROWS, DIM))
+    assert drawn is not None
+    blocks = drawn.blocks((ROWS, DIM), "float32")
+    assert blocks == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 30)]
+    for number, (start, stop) in enumerate(blocks):
+        np.testing.assert_array_equal(drawn.block(number, (ROWS, DIM), "float32"), table[start:stop])
+    assert len(np.unique(table)) == table.size
+    # What is saved is what was given.
+    assert layer.get_config()["embeddings_initializer"]["class_name"] == "RandomUniform"
+
+
+def own_zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize("initializer", ["orthogonal", own_zeros])
+def test_what_may_depend_on_the_whole_table_is_drawn_whole(initializer: Any) -> None:
+    assert TableInitializer.of(keras.initializers.get(initializer), (ROWS, DIM)) is None
