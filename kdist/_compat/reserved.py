@@ -23,6 +23,10 @@ class Reserved(keras.Variable):
 
     made_by: Callable[..., Any] | None
 
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        # Also called later, for variables that were made while a model was built symbolically.
+        self._value = UninitializedVariable(trainable=self.trainable, shape=self.shape, dtype=self.dtype)
+
     def _direct_assign(self, value: Any) -> None:
         self.made_by = None
         super()._direct_assign(value)
@@ -37,7 +41,8 @@ def reserve(variable: keras.Variable, made_by: Callable[..., Any]) -> None:
     """Makes a variable that was initialized by `no_rows` a reserved one."""
     variable.__class__ = Reserved
     variable.made_by = made_by
-    variable._value = UninitializedVariable(trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype)
+    if variable._value is not None:
+        variable._initialize_with_initializer(made_by)
 
 
 def made_by(variable: keras.Variable) -> Callable[..., Any] | None:

@@ -14,14 +14,21 @@ import tensorflow as tf
 from kdist._compat.keras import main_optimizer
 from kdist.data.sources import TrainingData, has_labels, read_locally, training_data
 from kdist.errors import ConfigError
-from kdist.evaluation.on_workers import MetricsOnWorkers, OutputsOnWorkers, can_evaluate, can_predict, parts_of
+from kdist.evaluation.on_workers import (
+    MetricsOnWorkers,
+    NeedsWholeTable,
+    OutputsOnWorkers,
+    can_evaluate,
+    can_predict,
+    parts_of,
+)
 from kdist.model.logs import Logs, as_logs
 from kdist.model.state import finalize_ema, read_from_model, write_to_model
 
 if TYPE_CHECKING:
     from kdist.hooks.base import Session
     from kdist.hooks.keras_callbacks import Callbacks
-    from kdist.strategies.base import Strategy, WorkerEvaluation
+    from kdist.strategies.base import WorkerEvaluation
 
 
 def evaluate(
@@ -132,16 +139,26 @@ class Validator:
         model: the trainer's own; it gets the values that are validated.
         arguments: without data there is nothing to evaluate.
         callbacks: called at the events of an evaluation.
+        stays_on_servers: whether the model, built, is too large for this process.
 
     Raises:
         ConfigError: moving averages are to be validated, and the optimizer keeps none.
     """
 
-    def __init__(self, model: keras.Model, arguments: ValidationArguments, callbacks: Callbacks | None = None) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        arguments: ValidationArguments,
+        callbacks: Callbacks | None = None,
+        stays_on_servers: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._model = model
+        self._stays_on_servers = stays_on_servers
         #: What the workers run; None if they cannot, once that has been determined.
         self._on_workers: MetricsOnWorkers | None = None
         self._has_looked = False
+        #: Whether the workers need what the model has: averages, or whole tables.
+        self._model_is_used = arguments.with_ema
         self._callbacks = callbacks
         self._arguments = arguments
         if arguments.with_ema and not main_optimizer(model).use_ema:
@@ -156,10 +173,27 @@ class Validator:
     def __call__(self, session: Session) -> Logs:
         """Loss and metrics of a session's present parameters, or of their averages if `with_ema`.
 
-        With several workers, they compute it.
+        With several workers, they compute it, and pull from the servers what they need for it.
+
+        Raises:
+            ConfigError: the model stays on the servers, and the workers cannot compute it.
         """
+        strategy = session.strategy
+        if strategy.has_workers and not self._has_looked:
+            self._has_looked, self._on_workers = True, self._evaluation_for(strategy.num_replicas)
+        logs = None
+        if strategy.has_workers and self._on_workers is not None:
+            logs = self._by_workers(session, self._on_workers)
+        if logs is not None or session.interrupted:
+            return logs or {}
+        if self._stays_on_servers():
+            raise ConfigError(
+                f"validation_data: model {self._model.name} is larger than run.export_max_bytes and stays on its "
+                "servers; its workers validate arrays or finite datasets with a batch for each of them, with the "
+                "test_step of Keras and metrics that add up, and without validation_steps and validate_with_ema"
+            )
         self._set(session.read())
-        return self._by_workers(session.strategy) or self.evaluate()
+        return self.evaluate()
 
     def of_values(self, values: Mapping[str, np.ndarray]) -> Logs:
         """Loss and metrics of other values, by their names in a checkpoint; computed in this process."""
@@ -187,30 +221,32 @@ class Validator:
         if self._arguments.with_ema:
             finalize_ema(self._model)
 
-    def _by_workers(self, strategy: Strategy) -> Logs | None:
-        """What the workers found; None if they cannot evaluate."""
-        if not strategy.has_workers:
-            return None
-        if not self._has_looked:
-            self._has_looked, self._on_workers = True, self._evaluation_for(strategy.num_replicas)
-        if self._on_workers is None:
-            return None
-        self._on_workers.values = read_from_model(self._model)
-        if self._callbacks is not None:
-            self._callbacks.list.on_test_begin()
-        evaluation: WorkerEvaluation = self._on_workers
-        results = strategy.on_workers(evaluation)
+    def _by_workers(self, session: Session, evaluation: MetricsOnWorkers) -> Logs | None:
+        """What the workers found; None if they were interrupted."""
+        callbacks = self._callbacks
+        if self._model_is_used or (callbacks is not None and callbacks.looks_at_model):
+            self._set(session.read())
+        evaluation.values = read_from_model(self._model) if self._model_is_used else None
+        if callbacks is not None:
+            callbacks.list.on_test_begin()
+        on_workers: WorkerEvaluation = evaluation
+        try:
+            results = session.strategy.on_workers(on_workers)
+        except NeedsWholeTable:
+            self._model_is_used = True
+            return self._by_workers(session, evaluation)
         if results is None:
             return None
-        logs = self._on_workers.logs(results)
-        if self._callbacks is not None:
-            self._callbacks.list.on_test_end(dict(logs))
+        logs = evaluation.logs(results)
+        if callbacks is not None:
+            callbacks.list.on_test_end(dict(logs))
         return logs
 
     def _evaluation_for(self, num_parts: int) -> MetricsOnWorkers | None:
         arguments = self._arguments
         acts_on_batches = self._callbacks is not None and self._callbacks.acts_on_test_batches
-        if num_parts < 2 or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
+        at_least = 1 if self._stays_on_servers() else 2
+        if num_parts < at_least or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
             return None
         parts = parts_of(*arguments.parts, arguments.batch_size, num_parts)
         return None if parts is None else MetricsOnWorkers(self._model, parts, num_parts)

@@ -6,8 +6,9 @@ Metrics are exact: a worker starts from zero and returns its sums, which the chi
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,12 +20,14 @@ from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
 from kdist.dispatch.first_call_lock import fetch
 from kdist.errors import ConfigError
+from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import Logs
 from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.state import parameter_names, stateful_layers, variables_of
+from kdist.strategies.base import PresentValues
 
 
 class Parts(abc.ABC):
@@ -88,6 +91,44 @@ def parts_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, num_par
     return _ArrayParts(arrays, batch_size or 32, num_parts) if is_enough else None
 
 
+class NeedsWholeTable(Exception):
+    """An evaluation uses a table otherwise than training does, which looks up rows."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Values of variables that were sent to the worker."""
+
+    variables: Sequence[keras.Variable]
+    values: Sequence[tf.Tensor]
+
+    @contextmanager
+    def scope(self, others: Sequence[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
+        with keras.StatelessScope([*zip(self.variables, self.values), *others], collect_losses=True) as scope:
+            yield scope
+
+
+class _Pulled:
+    """The present values of a training, which the worker pulls once, but rows of tables when it needs them."""
+
+    def __init__(self, training: PresentValues) -> None:
+        self._tables = training.tables
+        self._variables, self._values = training.variables, training.pull()
+
+    @contextmanager
+    def scope(self, others: Sequence[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
+        pairs = [*zip(self._variables, self._values)]
+        whole = [pair for i, pair in enumerate(pairs) if i not in self._tables]
+        with keras.StatelessScope([*whole, *others], collect_losses=True) as scope:
+            empty = {id(pairs[i][0]): tf.zeros([0, layer.output_dim]) for i, layer in self._tables.items()}
+            scope.state_mapping |= empty
+            lookups = RowLookups(self._tables, {i: pairs[i][1] for i in self._tables}, scope, None)
+            with lookups.active():
+                yield scope
+        if lookups.hidden or any(table.consumers() for table in empty.values()):
+            raise NeedsWholeTable
+
+
 class _OnWorkers(abc.ABC):
     """A computation that each worker runs on its part of the data.
 
@@ -97,27 +138,38 @@ class _OnWorkers(abc.ABC):
         num_parts: number of parts.
 
     Attributes:
-        values: of the model's variables, by their names in a checkpoint; set before each run.
+        values: of the model's variables, by their names in a checkpoint; set before each run. None: workers pull the
+            present ones of the training from the servers, of tables the rows that their examples need.
     """
 
     def __init__(self, model: keras.Model, parts: Parts, num_parts: int) -> None:
         self.num_parts = num_parts
-        self.values: Mapping[str, np.ndarray] = {}
+        self.values: Mapping[str, np.ndarray] | None = None
         self._model = model
         self._parts = parts
         self._names = parameter_names(model)
         self._variables = list(self._names.values())
         self._seeds = [*filter(is_seed, variables_of(model)[1]), global_seed()]
 
-    def trace(self) -> tuple[Any, Any]:
-        """The functions for the workers: one creates a part's dataset, one iterates over it."""
+    def trace(self, training: PresentValues | None) -> tuple[Any, Any]:
+        """The functions for the workers: one creates a part's dataset, one iterates over it.
+
+        Raises:
+            NeedsWholeTable: an evaluation that pulls needs more of a table than rows.
+        """
         arguments = [tf.convert_to_tensor(argument) for argument in self._parts.arguments(0)]
         specs = [tf.TensorSpec([None, *a.shape[1:]] if a.shape.rank else [], a.dtype) for a in arguments]
         make = tf.function(self._parts.dataset, autograph=False).get_concrete_function(
             tf.TensorSpec([], tf.int64), *specs
         )
+        if self.values is None:
+            assert training is not None
+            through = tf.function(lambda dataset: self._through(dataset, _Pulled(training)), autograph=False)
+            return make, through.get_concrete_function(make.structured_outputs)
         values = [tf.TensorSpec(v.shape, v.dtype) for v in self._variables]
-        through = tf.function(self._through, autograph=False)
+        through = tf.function(
+            lambda dataset, given: self._through(dataset, _Given(self._variables, given)), autograph=False
+        )
         return make, through.get_concrete_function(make.structured_outputs, values)
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
@@ -126,17 +178,21 @@ class _OnWorkers(abc.ABC):
 
     def run(self, functions: tuple[Any, Any], dataset: Any) -> Any:
         """What the worker brings of its part."""
-        values = [tf.constant(self.values[name], v.dtype) for name, v in self._names.items()]
-        return tf.nest.map_structure(fetch, functions[1](dataset, values))
+        arguments = [dataset]
+        if self.values is not None:
+            arguments.append([tf.constant(self.values[name], v.dtype) for name, v in self._names.items()])
+        return tf.nest.map_structure(fetch, functions[1](*arguments))
 
     @abc.abstractmethod
-    def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> Any:
+    def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> Any:
         """Iterates over a part; traced."""
 
-    def _scope(self, values: Sequence[tf.Tensor], others: Sequence[tuple[Any, Any]] = ()) -> keras.StatelessScope:
+    def _scope(
+        self, values: _Given | _Pulled, others: Sequence[tuple[Any, Any]] = ()
+    ) -> AbstractContextManager[keras.StatelessScope]:
         # Random numbers during evaluation are the same for every batch.
         seeds = [(seed, tf.zeros(seed.shape, seed.dtype)) for seed in self._seeds]
-        return keras.StatelessScope([*zip(self._variables, values), *seeds, *others], collect_losses=True)
+        return values.scope([*seeds, *others])
 
 
 class MetricsOnWorkers(_OnWorkers):
@@ -157,7 +213,7 @@ class MetricsOnWorkers(_OnWorkers):
         )
         return {"loss": logs["loss"], **logs}
 
-    def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> tf.Tensor:
         metrics = metric_variables(self._model)
         iterator = iter(dataset)
 
@@ -183,7 +239,7 @@ class OutputsOnWorkers(_OnWorkers):
         """The outputs of the whole."""
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *results)
 
-    def _through(self, dataset: tf.data.Dataset, values: Sequence[tf.Tensor]) -> Any:
+    def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> Any:
         def predict(batch: Any) -> Any:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with self._scope(values):

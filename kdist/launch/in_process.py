@@ -143,7 +143,9 @@ class LocalFit:
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         callbacks = Callbacks([*others, self._history], model, epochs=arguments.epochs, steps=steps_per_epoch)
-        self._validate = validate = Validator(model, arguments.validation, callbacks)
+        self._validate = validate = Validator(
+            model, arguments.validation, callbacks, lambda: request.keeps_model_on_servers
+        )
         has_evaluator = request.strategy.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:
             why = "with an evaluator the chief validates at the end only" if has_evaluator else "give validation_data"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -40,6 +40,7 @@ class RowLookups:
     Args:
         layers, fetch: the layers, and functions that fetch rows, by table index.
         scope: the stateless scope of the model; maps a table to its rows while its layer runs.
+        tape: watches the rows; None if nobody asks for their gradients.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RowLookups:
         layers: Mapping[int, keras.layers.Embedding],
         fetch: Mapping[int, FetchRows],
         scope: keras.StatelessScope,
-        tape: tf.GradientTape,
+        tape: tf.GradientTape | None,
     ) -> None:
         self._layers = layers
         self._fetch = fetch
@@ -109,9 +110,10 @@ class RowLookups:
                 return original(inputs)
             ids, positions = tf.unique(tf.reshape(tf.cast(inputs, tf.int64), [-1]))
             # Gradients are computed with respect to the rows; fetching them is not part of the model.
-            with self._tape.stop_recording():
+            with self._tape.stop_recording() if self._tape is not None else nullcontext():
                 rows = self._fetch[index](ids)
-            self._tape.watch(rows)
+            if self._tape is not None:
+                self._tape.watch(rows)
             self._fetched[index].append((ids, rows))
             # Everything else that the layer does with its table, it does with these rows.
             key = id(table_of(layer))

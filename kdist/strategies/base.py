@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -20,6 +20,21 @@ from kdist.parameters.placement import PlacementPlan
 from kdist.strategies.traced_calls import StepLogs
 
 
+@dataclass(frozen=True)
+class PresentValues:
+    """The values of a training, for functions that workers run.
+
+    Attributes:
+        variables: the model's, without seeds.
+        tables: embedding layers whose tables are looked up by rows, by the index of the table in `variables`.
+        pull: called while a function is traced: the values of `variables`, of tables functions that fetch rows.
+    """
+
+    variables: Sequence[keras.Variable]
+    tables: Mapping[int, keras.layers.Embedding]
+    pull: Callable[[], Sequence[Any]]
+
+
 class WorkerEvaluation(Protocol):
     """An evaluation that workers run, each on its part of the data.
 
@@ -29,8 +44,12 @@ class WorkerEvaluation(Protocol):
 
     num_parts: int
 
-    def trace(self) -> Any:
-        """Functions for the workers."""
+    def trace(self, training: PresentValues | None) -> Any:
+        """Functions for the workers.
+
+        Args:
+            training: what is being trained, if anything is.
+        """
 
     def place(self, functions: Any, part: int) -> Any:
         """A part of the data, on the worker that this is called for; it stays there."""

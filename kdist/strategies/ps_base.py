@@ -80,6 +80,7 @@ class PsStrategy(StoreBackedStrategy):
         self._supervisor: Supervisor | None = None
         self._coordinator: Coordinator | None = None
         self._evaluations: dict[WorkerEvaluation, _Traced] = {}
+        self._is_training = False
 
     def start(self, spec: TrainingSpec) -> None:
         # The chief builds the model while the tasks start, unless its own step may be refused.
@@ -91,6 +92,7 @@ class PsStrategy(StoreBackedStrategy):
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
             self._store = self._prepared.store(devices, self.plan, self._wire)
+        self._is_training = True
         self._make_dataset = self._prepared.trace_dataset()
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
@@ -219,7 +221,8 @@ class PsStrategy(StoreBackedStrategy):
         coordinator = self._running()
         if evaluation not in self._evaluations:
             coordinator.before_tracing()
-            self._evaluations[evaluation] = _Traced(evaluation.trace())
+            training = self._prepared.present_values(self._store) if self._is_training else None
+            self._evaluations[evaluation] = _Traced(evaluation.trace(training))
         traced = self._evaluations[evaluation]
 
         def call(part: int, worker: int) -> Any:

@@ -29,7 +29,7 @@ from kdist.parameters.packing import ModelVariables
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Wire
-from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.base import PresentValues, Strategy, TrainingSpec
 from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
 
 
@@ -201,6 +201,16 @@ class PreparedTraining:
             len(step.worker_state.variables),
         )
         return ParameterStore(variables, step.updates, devices, plan, wire)
+
+    def present_values(self, store: ParameterStore) -> PresentValues:
+        """What workers can read of a training."""
+        step = self.replica_step
+
+        def pull() -> list[Any]:
+            pulled = store.pull()
+            return [*pulled.trainable, *pulled.state]
+
+        return PresentValues([*step.trainable, *step.state], step.tables, pull)
 
     def calls(
         self, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = ParameterServerOptions.local_steps

@@ -145,3 +145,52 @@ def test_values_of_the_users_own_travel_to_the_servers(run_dir: Path) -> None:
     first = Checkpoints(run_dir / "checkpoints").read(0)
     assert first is not None
     np.testing.assert_array_equal(first["parameters/embedding/embeddings"], mine)
+
+
+def test_workers_validate_with_what_they_pull(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = ids()
+    trainer = kdist.Trainer(build, cluster="2ps2w", strategy="sync_replicas", run_dir=run_dir)
+    history = trainer.fit(x, y, batch_size=16, epochs=2, validation_data=(x, y), verbose=0)
+    expected = trainer.model.evaluate(x, y, batch_size=32, verbose=0)
+    assert history.history["val_loss"][-1] == pytest.approx(expected, rel=1e-5)
+
+    def read(values: NamedValues) -> None:
+        raise AssertionError("the model came to the chief")
+
+    monkeypatch.setattr(NamedValues, "portions", read)
+    for cluster in ("2ps2w", "1ps1w"):
+        large = kdist.Trainer(build, cluster=cluster, run_dir=run_dir.with_name(cluster), export_max_bytes=1000)
+        losses = large.fit(x, y, batch_size=16, epochs=2, validation_data=(x, y), verbose=0).history["val_loss"]
+        assert losses[1] < losses[0]
+    other = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir.with_name("other"), export_max_bytes=1000)
+    with pytest.raises(kdist.ConfigError, match="stays on its servers; its workers validate arrays or finite datasets"):
+        other.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), validation_steps=2, verbose=0)
+
+
+class WholeWhenEvaluated(keras.Model):
+    """Reads its whole table in evaluations only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = kdist.layers.Embedding(ROWS, DIM)
+        self.head = layers.Dense(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        rows = keras.ops.mean(self.table(x), 1)
+        if not training:
+            rows = rows - keras.ops.mean(self.table.embeddings, 0)
+        return self.head(rows)
+
+
+def test_an_evaluation_that_needs_a_whole_table_gets_it(run_dir: Path) -> None:
+    def build_it() -> keras.Model:
+        keras.utils.set_random_seed(4)
+        model = WholeWhenEvaluated()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    x, y = ids()
+    trainer = kdist.Trainer(build_it, cluster="2ps2w", strategy="sync_replicas", run_dir=run_dir)
+    history = trainer.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0)
+    expected = trainer.model.evaluate(x, y, batch_size=32, verbose=0)
+    assert history.history["val_loss"][-1] == pytest.approx(expected, rel=1e-5)

@@ -25,6 +25,32 @@ def test_a_reserved_variable_has_a_shape_of_any_size_and_no_values() -> None:
     assert variable.numpy().size == 0
 
 
+def test_it_may_be_made_while_a_model_is_built_symbolically() -> None:
+    made: list[keras.Variable] = []
+
+    class Table(keras.layers.Layer):
+        def build(self, input_shape: tuple[int, ...]) -> None:
+            self.table = self.add_weight(shape=SHAPE, initializer=no_rows)
+            reserve(self.table, ZEROS)
+            made.append(self.table)
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return keras.ops.take(self.table, x, axis=0)
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = Table(), keras.layers.Dense(1)
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return self.head(self.inner(x))
+
+    model = Model()
+    tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([2], tf.int64))
+    assert made[0].numpy().size == 0
+    assert model.head.kernel.numpy().shape == (2, 1)
+
+
 def test_it_is_as_any_other_once_it_is_assigned() -> None:
     variable = reserved((3, 2))
     variable.assign(np.ones((3, 2)))

@@ -62,7 +62,7 @@ def test_only_the_newest_are_kept_and_nothing_else_is_left(checkpoints: Checkpoi
     assert checkpoints.steps() == [9, 10]
     names = {path.name for path in checkpoints.folder.iterdir()}
     kept = {path.name for step in (9, 10) for path in files_of(checkpoints, step)}
-    assert len(kept) in (4, 6)
+    assert len(kept) >= 4
     assert names == {"checkpoint"} | kept
 
 
