@@ -145,7 +145,7 @@ def forget_server_def(present: tf.train.ServerDef | None) -> None:
 
 
 def initialize() -> None:
-    """Makes the devices of connected tasks known."""
+    """Makes the devices of this process, and of connected tasks, known."""
     context.ensure_initialized()
 
 

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.data.columns import Column, Share, without_copies
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.errors import ConfigError
 
@@ -48,8 +49,16 @@ class TrainingData(abc.ABC):
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         """The endless dataset of one worker's batches; called inside a `tf.function`."""
 
-    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
-        return ()
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        """What `dataset` takes as `arguments`."""
+        return []
+
+    def trace_transfer(self, num_workers: int) -> None:  # noqa: B027 - not every kind of data needs it
+        """Traces what sending the arguments needs; called when the workers have joined."""
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+        """The arguments of one worker; shares of arrays are not copied yet."""
+        return []
 
 
 class ArrayData(TrainingData):
@@ -60,15 +69,17 @@ class ArrayData(TrainingData):
     """
 
     def __init__(self, arrays: Any, *, batch_size: int, shuffle: bool, seed: int | None) -> None:
-        self._arrays = tf.nest.map_structure(_as_array, arrays)
+        self._structure = tf.nest.map_structure(type, arrays)
+        self._columns = [Column(array) for array in tf.nest.flatten(arrays)]
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-        if any(array.ndim == 0 for array in tf.nest.flatten(self._arrays)):
+        all_values = [column.values for column in self._columns]
+        if any(values.ndim == 0 for values in all_values):
             raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
-        lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
+        lengths = {len(values) for values in all_values}
         if len(lengths) != 1:
-            shapes = ", ".join(str(array.shape) for array in tf.nest.flatten(self._arrays))
+            shapes = ", ".join(str(values.shape) for values in all_values)
             raise ValueError(f"x, y and sample_weight differ in their number of examples; their shapes are {shapes}")
         self._num_examples = lengths.pop()
         if self._num_examples == 0:
@@ -78,14 +89,29 @@ class ArrayData(TrainingData):
         if shuffle:
             np.random.default_rng(self._seed).shuffle(self._order)
 
-    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        return [column.spec(self._max_rows(num_workers)) for column in self._columns]
+
+    def trace_transfer(self, num_workers: int) -> None:
+        for column in self._columns:
+            column.trace_transfer(self._max_rows(num_workers))
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+        # In the order of the array: what is in a file is read from one end to the other.
+        rows = np.sort(self._order[worker_index::num_workers]) if self._is_split(num_workers) else slice(None)
+        return [column.share(rows, self._max_rows(num_workers)) for column in self._columns]
+
+    def _is_split(self, num_workers: int) -> bool:
         # With fewer examples than workers, some would get nothing: then all of them read everything.
-        is_split = 1 < num_workers <= self._num_examples
-        shard = self._order[worker_index::num_workers] if is_split else slice(None)
-        return tuple(tf.constant(array[shard]) for array in tf.nest.flatten(self._arrays))
+        return 1 < num_workers <= self._num_examples
+
+    def _max_rows(self, num_workers: int) -> int:
+        """How many examples a worker gets at most."""
+        return -(-self._num_examples // num_workers) if self._is_split(num_workers) else self._num_examples
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        num_examples = tf.shape(arguments[0], out_type=tf.int64)[0]
+        arrays = [column.received(argument) for column, argument in zip(self._columns, arguments)]
+        num_examples = tf.shape(arrays[0], out_type=tf.int64)[0]
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         first_example = tf.cast(context.first_batch, tf.int64) * self._batch_size
         first_pass, place = first_example // num_examples, first_example % num_examples
@@ -99,9 +125,11 @@ class ArrayData(TrainingData):
 
         # Shuffling indices and gathering whole batches is much cheaper than moving single examples.
         passes = tf.data.Dataset.range(first_pass, tf.int64.max).map(order)
-        return passes.rebatch(self._batch_size, drop_remainder=True).map(
-            lambda chosen: tf.nest.pack_sequence_as(self._arrays, [tf.gather(array, chosen) for array in arguments])
+        batches = passes.rebatch(self._batch_size, drop_remainder=True).map(
+            lambda chosen: tf.nest.pack_sequence_as(self._structure, [tf.gather(array, chosen) for array in arrays])
         )
+        is_large = any(column.is_large(self._max_rows(context.num_workers)) for column in self._columns)
+        return without_copies(batches) if is_large else batches
 
 
 class DatasetData(TrainingData):
@@ -115,8 +143,11 @@ class DatasetData(TrainingData):
         self._element_spec = dataset.element_spec
         self._graph = dataset_graph(dataset)
 
-    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
-        return (self._graph,)
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([], tf.string)]
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+        return [self._graph]
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         dataset = dataset_of_graph(arguments[0], self._element_spec)
@@ -212,7 +243,13 @@ class _ClassWeighted(TrainingData):
         self._weights = np.ones(max(class_weight) + 1, dtype=np.float32)
         self._weights[list(class_weight)] = list(class_weight.values())
 
-    def arguments(self, worker_index: int, num_workers: int) -> tuple[Any, ...]:
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        return self._data.specs(num_workers)
+
+    def trace_transfer(self, num_workers: int) -> None:
+        self._data.trace_transfer(num_workers)
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
         return self._data.arguments(worker_index, num_workers)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
@@ -282,9 +319,3 @@ def as_tuples(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)) and any(hasattr(item, "__array__") or isinstance(item, dict) for item in tree):
         return tuple(as_tuples(item) for item in tree)
     return tree
-
-
-def _as_array(values: Any) -> np.ndarray:
-    """`values` as an array, floating point in Keras's `floatx`, as Keras itself feeds it."""
-    array = np.asarray(values)
-    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array

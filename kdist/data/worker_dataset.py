@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import IteratorSpec, allow_many_next
+from kdist._compat.tensorflow import IteratorSpec, allow_many_next, initialize
+from kdist.data.columns import Share
 from kdist.data.sources import DataContext, TrainingData
 
 
@@ -23,10 +24,9 @@ def worker_dataset(
     num_seeds: int,
     seed: int,
 ) -> tf.types.experimental.ConcreteFunction:
-    """Traces the function that creates one worker's dataset of `(batch, seeds)`.
+    """Traces the function that creates one worker's dataset of `(batch, seeds)`; `make_dataset` calls it.
 
-    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch; different workers and steps never share one. The arguments
-    of the function are those that `worker_arguments` returns.
+    `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch; different workers and steps never share one.
     """
 
     def make(
@@ -46,25 +46,36 @@ def worker_dataset(
         options.autotune.enabled = False
         return dataset.with_options(options)
 
-    specs = [tf.TensorSpec([], tf.int64)] * 3
-    for argument in data.arguments(0, num_workers):
-        # The lengths of shards differ by one.
-        shape = argument.shape if argument.shape.rank == 0 else [None, *argument.shape[1:]]
-        specs.append(tf.TensorSpec(shape, argument.dtype))
+    # If the first thing that TensorFlow does in a process is to trace a function, its config is another one.
+    initialize()
+    specs = [*[tf.TensorSpec([], tf.int64)] * 3, *data.specs(num_workers)]
     return tf.function(make, input_signature=specs).get_concrete_function()
 
 
-def worker_arguments(
-    data: TrainingData, worker_index: int, num_workers: int, first_step: int, first_batch: int = 0
-) -> tuple[Any, ...]:
-    """Arguments of the function that `worker_dataset` traced, for one worker.
+def make_dataset(
+    make: tf.types.experimental.ConcreteFunction,
+    data: TrainingData,
+    worker_index: int,
+    num_workers: int,
+    first_step: int,
+    first_batch: int = 0,
+) -> tf.data.Dataset:
+    """The dataset of one worker, on the device of the caller, which gets its share of the data.
 
     Args:
+        make: what `worker_dataset` has traced.
         first_step: the global step at which the run starts, so that a resumed run does not repeat its random states.
         first_batch: how many batches the worker has read by then.
     """
     numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
-    return (*numbers, *data.arguments(worker_index, num_workers))
+    return call_with(make, *numbers, *data.arguments(worker_index, num_workers))
+
+
+def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.Tensor | Share) -> Any:
+    """Calls a function on the device of the caller, after sending the shares among its arguments there."""
+    # Variables are kept until the function has read them.
+    sent = [argument.send() if isinstance(argument, Share) else argument for argument in arguments]
+    return function(*(item.handle if isinstance(item, tf.Variable) else item for item in sent))
 
 
 def next_of(iterator: Any) -> Any:

@@ -9,6 +9,7 @@ import abc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -16,8 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import call, global_seed, metrics_are_built
+from kdist.data.columns import Column, Share, without_copies
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
+from kdist.data.worker_dataset import call_with
 from kdist.dispatch.first_call_lock import fetch
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
@@ -34,8 +37,15 @@ class Parts(abc.ABC):
     """Data split into parts, one per worker."""
 
     @abc.abstractmethod
-    def arguments(self, part: int) -> Sequence[Any]:
-        """The arguments of `dataset` that are sent to a worker."""
+    def specs(self) -> list[tf.TensorSpec]:
+        """What `dataset` takes as `arguments`."""
+
+    def trace_transfer(self) -> None:  # noqa: B027 - not every kind of data needs it
+        """Traces what sending the arguments needs."""
+
+    @abc.abstractmethod
+    def arguments(self, part: int) -> list[tf.Tensor | Share]:
+        """The arguments of `dataset` for a part."""
 
     @abc.abstractmethod
     def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
@@ -46,20 +56,33 @@ class _ArrayParts(Parts):
     """Arrays, split between batches, so that the batches are those of a single reader."""
 
     def __init__(self, arrays: Any, batch_size: int, num_parts: int) -> None:
-        self._arrays = tf.nest.map_structure(np.asarray, arrays)
+        self._structure = tf.nest.map_structure(type, arrays)
+        self._columns = [Column(array) for array in tf.nest.flatten(arrays)]
         self._batch_size = batch_size
-        num_examples = len(tf.nest.flatten(self._arrays)[0])
+        num_examples = len(self._columns[0].values)
         num_batches = -(-num_examples // batch_size)
         self._cuts = [min(num_examples, i * num_batches // num_parts * batch_size) for i in range(num_parts)]
         self._cuts.append(num_examples)
 
-    def arguments(self, part: int) -> Sequence[Any]:
-        chosen = slice(self._cuts[part], self._cuts[part + 1])
-        return [_as_keras_feeds(array[chosen]) for array in tf.nest.flatten(self._arrays)]
+        self._max_rows = max(stop - start for start, stop in pairwise(self._cuts))
+
+    def specs(self) -> list[tf.TensorSpec]:
+        return [column.spec(self._max_rows) for column in self._columns]
+
+    def trace_transfer(self) -> None:
+        for column in self._columns:
+            column.trace_transfer(self._max_rows)
+
+    def arguments(self, part: int) -> list[tf.Tensor | Share]:
+        rows = slice(self._cuts[part], self._cuts[part + 1])
+        return [column.share(rows, self._max_rows) for column in self._columns]
 
     def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        arrays = tf.nest.pack_sequence_as(self._arrays, arguments)
-        return tf.data.Dataset.from_tensor_slices(arrays).batch(self._batch_size)
+        arrays = [column.received(argument) for column, argument in zip(self._columns, arguments)]
+        slices = tf.data.Dataset.from_tensor_slices(tf.nest.pack_sequence_as(self._structure, arrays))
+        batches = slices.batch(self._batch_size)
+        is_large = any(column.is_large(self._max_rows) for column in self._columns)
+        return without_copies(batches) if is_large else batches
 
 
 class _DatasetParts(Parts):
@@ -68,7 +91,10 @@ class _DatasetParts(Parts):
     def __init__(self, dataset: tf.data.Dataset, num_parts: int) -> None:
         self._graph, self._spec, self._num_parts = dataset_graph(dataset), dataset.element_spec, num_parts
 
-    def arguments(self, part: int) -> Sequence[Any]:
+    def specs(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([], tf.string)]
+
+    def arguments(self, part: int) -> list[tf.Tensor | Share]:
         return [self._graph]
 
     def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
@@ -157,10 +183,9 @@ class _OnWorkers(abc.ABC):
         Raises:
             NeedsWholeTable: an evaluation that pulls needs more of a table than rows.
         """
-        arguments = [tf.convert_to_tensor(argument) for argument in self._parts.arguments(0)]
-        specs = [tf.TensorSpec([None, *a.shape[1:]] if a.shape.rank else [], a.dtype) for a in arguments]
+        self._parts.trace_transfer()
         make = tf.function(self._parts.dataset, autograph=False).get_concrete_function(
-            tf.TensorSpec([], tf.int64), *specs
+            tf.TensorSpec([], tf.int64), *self._parts.specs()
         )
         if self.values is None:
             assert training is not None
@@ -174,7 +199,7 @@ class _OnWorkers(abc.ABC):
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
         """A part's dataset, on the worker that this is called for."""
-        return functions[0](tf.constant(part, tf.int64), *map(tf.constant, self._parts.arguments(part)))
+        return call_with(functions[0], tf.constant(part, tf.int64), *self._parts.arguments(part))
 
     def run(self, functions: tuple[Any, Any], dataset: Any) -> Any:
         """What the worker brings of its part."""
@@ -278,7 +303,3 @@ def can_evaluate(model: keras.Model) -> bool:
 def can_predict(model: keras.Model) -> bool:
     """Whether workers can predict: the model is built, stateless, and does not override `predict_step`."""
     return model.built and not stateful_layers(model) and type(model).predict_step is keras.Model.predict_step
-
-
-def _as_keras_feeds(array: np.ndarray) -> np.ndarray:
-    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array

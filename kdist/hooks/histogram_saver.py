@@ -65,14 +65,15 @@ class HistogramSaver(TimedHook):
         import keras
         import tensorflow as tf
 
-        from kdist.data.worker_dataset import worker_arguments, worker_dataset
+        from kdist.data.worker_dataset import make_dataset, worker_dataset
         from kdist.model.forward import forward
         from kdist.model.state import variables_of
 
         spec = session.spec
         if self._batches is None:
             make = worker_dataset(spec.data, num_workers=1, batch_size=spec.batch_size, num_seeds=0, seed=spec.seed)
-            self._batches = iter(make(*worker_arguments(spec.data, 0, 1, session.global_step)))
+            spec.data.trace_transfer(1)
+            self._batches = iter(make_dataset(make, spec.data, 0, 1, session.global_step))
         batch, _ = next(self._batches)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = spec.model

@@ -77,17 +77,19 @@ class AllReduce(StoreBackedStrategy):
     def _call(self, num_steps: int) -> StepLogs:
         """Runs steps on all replicas; every process has to call it."""
         if not self._iterators:
-            self._iterators = [iter(self._make_dataset(*arguments)) for arguments in self._worker_arguments()]
+            self._iterators = [iter(dataset) for dataset in self._datasets()]
         try:
             packed = self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
         return reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
 
-    def _worker_arguments(self) -> list[tuple[Any, ...]]:
+    def _datasets(self) -> Iterator[tf.data.Dataset]:
+        """The data of each replica of this process."""
         step = self._store.counters.global_step()
         replicas = range(self._first_replica, self._first_replica + len(self._stores))
-        return [self._prepared.worker_arguments(replica, step, self.batches_per_step) for replica in replicas]
+        for replica in replicas:
+            yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""

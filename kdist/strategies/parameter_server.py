@@ -97,8 +97,8 @@ class ParameterServer(PsStrategy):
         if worker not in self._iterators:
             # A worker that returns continues to read where training is.
             step = (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
-            arguments = self._prepared.worker_arguments(worker, step, self.batches_per_step)
-            self._iterators[worker] = iter(self._make_dataset(*arguments))
+            dataset = self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
+            self._iterators[worker] = iter(dataset)
         return fetch(function(self._iterators[worker]))
 
     @property

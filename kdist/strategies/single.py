@@ -35,8 +35,9 @@ class Single(StoreBackedStrategy):
         if interrupted():
             return None
         if self._iterator is None:
-            arguments = self._prepared.worker_arguments(0, self.global_step(), self.batches_per_step)
-            self._iterator = iter(self._make_dataset(*arguments))
+            step = self.global_step()
+            dataset = self._prepared.make_dataset(self._make_dataset, 0, step, self.batches_per_step)
+            self._iterator = iter(dataset)
         size = self._sizer.next_size(may_begin)
         self._warming_up |= not self._calls.traced(size)
         function = self._calls.function(size)

@@ -19,7 +19,7 @@ from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist._compat.reserved import reserved_slots
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
-from kdist.data.worker_dataset import worker_arguments, worker_dataset
+from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.layers import made_on_servers
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names
@@ -156,6 +156,7 @@ class PreparedTraining:
 
     def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
         """The function that creates one worker's dataset. Workers know only functions traced after they joined."""
+        self.spec.data.trace_transfer(self.num_workers)
         return worker_dataset(
             self.spec.data,
             num_workers=self.num_workers,
@@ -164,11 +165,17 @@ class PreparedTraining:
             seed=self.spec.seed,
         )
 
-    def worker_arguments(self, worker_index: int, step: int, batches_per_step: int) -> tuple[Any, ...]:
-        """Arguments of that function for one worker that continues at global step `step`."""
+    def make_dataset(
+        self,
+        make: tf.types.experimental.ConcreteFunction,
+        worker_index: int,
+        step: int,
+        batches_per_step: int,
+    ) -> tf.data.Dataset:
+        """Calls that function for one worker, which continues at global step `step`, on the device of the caller."""
         data, num_workers = self.spec.data, self.num_workers
         first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
-        return worker_arguments(data, worker_index, num_workers, step, first_batch)
+        return make_dataset(make, data, worker_index, num_workers, step, first_batch)
 
     def warn_of_unknown_weights(self) -> None:
         """Warns of losses with which synchronous replicas are not exactly one process with all their examples."""

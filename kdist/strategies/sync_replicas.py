@@ -373,8 +373,9 @@ class SyncReplicas(PsStrategy):
         """The iterator over a worker's data."""
         if worker not in self._iterators:
             with tf.device(Task("worker", worker).device):
-                arguments = self._prepared.worker_arguments(worker, self._step or 0, self.batches_per_step)
-                self._iterators[worker] = iter(self._make_dataset(*arguments))
+                step = self._step or 0
+                dataset = self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
+                self._iterators[worker] = iter(dataset)
         return self._iterators[worker]
 
     def _present_step(self) -> int:

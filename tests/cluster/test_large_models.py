@@ -1,4 +1,4 @@
-"""Models that are too large to pass through the chief; here the limits are made small."""
+"""Models and data that are too large to pass through the chief; here the limits are made small."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import kdist
+from kdist.data.columns import Column
 from kdist.hooks import CheckpointSaver
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.value_files import ValueFiles
@@ -26,6 +27,8 @@ ROWS, DIM = 1000, 8
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NamedValues, "piece_bytes", 1 << 12)
     monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 1 << 11)
+    # The arrays of a worker travel in several chunks.
+    monkeypatch.setattr(Column, "chunk_bytes", 1 << 9)
 
 
 def build() -> keras.Model:

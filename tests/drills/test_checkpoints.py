@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -79,8 +80,12 @@ def names(folder: Path) -> set[str]:
 
 def whole(folder: Path) -> set[str]:
     """What is in a folder of complete checkpoints, and nothing else."""
-    files = {f"ckpt-{step}{suffix}" for step in steps_saved(folder) for suffix in (DATA, INDEX)}
-    return {"checkpoint", *files}
+    found = {"checkpoint"}
+    for step in steps_saved(folder):
+        # Each task that saves has files of its own.
+        number = max(path.name.rpartition("-")[2] for path in folder.glob(f"ckpt-{step}.data-*"))
+        found |= {f"ckpt-{step}.data-{i:05}-of-{number}" for i in range(int(number))} | {f"ckpt-{step}{INDEX}"}
+    return found
 
 
 def values(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -244,6 +249,44 @@ def test_kill_9_while_saving_leaves_the_checkpoint_before(drill: Drill) -> None:
     assert steps_saved(folder) == [step + 1, step + 2]
     assert names(folder) == whole(folder)
     drill.report(20, "kill -9 of the chief while it saves, 5 times", f"half a save left {left} times; resumed", done)
+
+
+SHARDED = (*LARGE, "+model.megabytes=200", "cluster=2ps1w", "strategy.placement=partitioned", "hooks.checkpoint.keep=2")
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_while_it_saves_leaves_the_checkpoint_before(drill: Drill) -> None:
+    run = drill.start(*SHARDED, "hooks.checkpoint.every_steps=20", "train.steps=60")
+    folder = drill.cwd / "D" / "checkpoints"
+    run.wait_for(r"save  \| step +20")
+    for is_saving in (False, True):
+        wait_until(lambda want=is_saving: any(folder.glob("unfinished-*/[01]-*")) == want, 60, f"saving: {is_saving}")
+    run.signal_task("ps:1")
+    ended = run.end()
+    assert (ended.code, ended.step) == (0, 60)
+    assert lines(ended, "ps:1 died (signal 9, SIGKILL); restarting the cluster from checkpoints/ckpt-")
+    assert names(folder) == whole(folder)
+    drill.report(43, "a ps killed while it saves", "resumed from the checkpoint before", ended)
+
+
+@pytest.mark.long
+def test_a_disk_that_is_full_on_one_server_costs_a_warning_and_leaves_the_checkpoint_before(drill: Drill) -> None:
+    run = drill.start(*SHARDED, "hooks.checkpoint.every_steps=20", "train.steps=100000")
+    folder = drill.cwd / "D" / "checkpoints"
+    run.wait_for(r"save  \| step +20")
+    # It can write no more than this to a file, as if its disk were full.
+    pid = run.tasks()["ps:1"]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    run.wait_for(r"could not be saved to .*File too large; last good checkpoint: .*ckpt-\d+; training continues")
+    before = steps_saved(folder)
+    assert before
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    wait_until(lambda: steps_saved(folder)[-1] > before[-1], 60, "a later checkpoint")
+    os.kill(run.process.pid, signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 143
+    assert names(folder) == whole(folder)
+    drill.report(44, "the disk of one ps full", "a warning; saved again when there was room", ended)
 
 
 @pytest.mark.long

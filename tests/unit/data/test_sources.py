@@ -8,7 +8,7 @@ import tensorflow as tf
 from kdist.recipes.mnist import load_data
 
 from kdist.data.sources import DataContext, split_validation, training_data
-from kdist.data.worker_dataset import worker_arguments, worker_dataset
+from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 
 
@@ -16,7 +16,8 @@ def batches(
     data: Any, num_workers: int, worker: int, count: int, seed: int = 0, first_step: int = 0, first_batch: int = 0
 ) -> list[Any]:
     make = worker_dataset(data, num_workers=num_workers, batch_size=4, num_seeds=2, seed=seed)
-    dataset = make(*worker_arguments(data, worker, num_workers, first_step, first_batch))
+    data.trace_transfer(num_workers)
+    dataset = make_dataset(make, data, worker, num_workers, first_step, first_batch)
     return [tf.nest.map_structure(lambda t: t.numpy(), element) for element in dataset.take(count)]
 
 

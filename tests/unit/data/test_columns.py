@@ -1,0 +1,67 @@
+"""Shares of arrays reach a worker whole, however they travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.data.columns import Column
+from kdist.data.sources import training_data
+from kdist.data.worker_dataset import call_with
+from kdist.errors import ConfigError
+
+
+def received(column: Column, rows: Any, max_rows: int) -> np.ndarray:
+    """What a worker reads of a share."""
+    column.trace_transfer(max_rows)
+    read = tf.function(column.received, autograph=False).get_concrete_function(column.spec(max_rows))
+    return call_with(read, column.share(rows, max_rows)).numpy()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("rows", [slice(None), slice(3, 17), np.array([1, 2, 5, 7, 11, 13, 19])], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "uint8", "bool", "object"])
+def test_a_share_arrives_whole(dtype: str, rows: Any, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Column, "chunk_bytes", chunk_bytes)
+    numbers = np.arange(60).reshape(20, 3) % 7
+    values = np.array([[str(i).encode() for i in row] for row in numbers], object) if dtype == "object" else numbers
+    column = Column(values.astype(dtype))
+    found = received(column, rows, 20)
+    np.testing.assert_array_equal(found, values.astype(dtype)[rows])
+    assert found.dtype == (np.float32 if dtype.startswith("float") else np.dtype(dtype))
+
+
+def test_a_memory_mapped_array_is_read_in_parts_and_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Column, "chunk_bytes", 64)
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(100, dtype=np.float64).reshape(50, 2))
+    for mode in ("r", "r+", "c"):
+        values = np.load(path, mmap_mode=mode)
+        if mode == "c":
+            values[3] = 77
+        column = Column(values)
+        assert column.values is values
+        expected = np.array(values)
+        np.testing.assert_array_equal(received(column, slice(None), 50), expected)
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_python_objects_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shape \(2,\) has Python objects as elements"):
+        training_data(np.array([[1, 2], [3]], object))
+
+
+def test_specs_copy_nothing() -> None:
+    class Untouchable(np.ndarray):
+        def __getitem__(self, item: Any) -> Any:
+            raise AssertionError("read")
+
+    data = training_data(np.zeros((1 << 20, 64), np.float32).view(Untouchable), batch_size=4, shuffle=False)
+    assert [spec.dtype for spec in data.specs(2)] == [tf.resource]
+    assert [spec.dtype for spec in data.specs(1 << 10)] == [tf.float32]
