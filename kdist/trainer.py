@@ -29,7 +29,6 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
 from kdist.launch.select import launcher_for
 from kdist.model.source import ModelSource
-from kdist.model.state import num_bytes
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir, name_of_program
@@ -355,7 +354,7 @@ class Trainer:
                 is worthwhile if the evaluation takes much longer than a cluster needs to start. Data that cannot be
                 split (functions, generators, or with `steps`) is evaluated in this process.
         """
-        self._check_has_values()
+        self._request(FitArguments(x)).check_model_came_back(self.result)
         if on_workers and steps is None and (workers := self._workers()) is not None:
             logs = workers.evaluate(self.model, x, y, sample_weight, batch_size)
             if logs is not None:
@@ -377,22 +376,12 @@ class Trainer:
 
         Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
         """
-        self._check_has_values()
+        self._request(FitArguments(x)).check_model_came_back(self.result)
         if on_workers and steps is None and (workers := self._workers()) is not None:
             outputs = workers.predict(self.model, x, batch_size)
             if outputs is not None:
                 return outputs
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
-
-    def _check_has_values(self) -> None:
-        """Refuses to use a model whose trained values stayed on the servers."""
-        size = num_bytes(self.model)
-        if self.result.status and self._strategy.shape.num_ps and size > self._export_max_bytes:
-            raise ConfigError(
-                f"model {self.model.name}: has {size} bytes, more than export_max_bytes={self._export_max_bytes}, so "
-                f"its trained values are in {self.files.checkpoints().folder} only; a fit with the same run_dir and a "
-                "larger export_max_bytes brings them here"
-            )
 
     def _workers(self) -> WorkerPool | None:
         """The workers that can be started for an evaluation; None without parameter servers."""

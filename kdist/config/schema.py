@@ -1,7 +1,4 @@
-"""The config of a run as dataclasses: every key with its type, default, meaning and allowed values.
-
-Hydra checks keys and types against these classes while it composes a config; `__post_init__` checks the values.
-"""
+"""The config of a run as dataclasses: every key with its type, which Hydra checks, its default and its meaning."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.sources import TrainingData
+from kdist.errors import ConfigError
 from kdist.hooks import Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
@@ -107,6 +108,15 @@ class FitRequest:
     def keeps_model_on_servers(self) -> bool:
         """Whether the trained values are too large to come back to this process; the model is built."""
         return self.strategy.shape.num_ps > 0 and num_bytes(self.source.model) > self.export_max_bytes
+
+    def check_model_came_back(self, result: Result) -> None:
+        """Refuses, with a `ConfigError`, to use a model whose trained values stayed on the servers of such a fit."""
+        if result.status and self.keeps_model_on_servers:
+            raise ConfigError(
+                f"model {self.source.model.name}: has {num_bytes(self.source.model)} bytes, more than export_max_bytes="
+                f"{self.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; a fit "
+                "with the same run_dir and a larger export_max_bytes brings them here"
+            )
 
     def training_data(self) -> TrainingData:
         """What the workers read."""

@@ -18,7 +18,7 @@ from kdist._compat.keras import decays, set_path
 from kdist.model.updates import StepUpdates, Update
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import Shard
-from kdist.parameters.transport import fuse, unfuse
+from kdist.parameters.transport import cut, fuse, unfuse
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,11 @@ class Blocks(Sequence[Block]):
                 decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]
                 key = ("flat", shard.server, original.dtype, in_updates, tuple(decayed_by))
             alike[key].append(i)
-        self._blocks = [self._block(found, is_flat=key[0] == "flat") for key, found in alike.items()]
+        self._blocks = [
+            self._block(group, is_flat=key[0] == "flat")
+            for key, found in alike.items()
+            for group in cut(found, self._num_bytes)
+        ]
         #: The index of the block that a shard is in.
         self.of_shard = {shard: b for b, block in enumerate(self._blocks) for shard in block.shards}
         # Traced once, however many steps a call unrolls: a flat block may have hundreds of shards.
@@ -131,6 +135,9 @@ class Blocks(Sequence[Block]):
         whole = tuple(self._all_variables[self._shards[shard].variable].shape)
         return (self._shards[shard].stop - self._shards[shard].start, *whole[1:]) if whole else ()
 
+    def _num_bytes(self, shard: int) -> int:
+        return prod(self.shape_of(shard)) * tf.as_dtype(self._all_variables[self._shards[shard].variable].dtype).size
+
     def start_of(self, shard: int) -> int:
         """At which element of its block a shard begins."""
         before = self._blocks[self.of_shard[shard]].shards
@@ -142,8 +149,7 @@ class Blocks(Sequence[Block]):
 
     def is_large(self, block: int) -> bool:
         """Whether a block is made without values, because they do not travel at once."""
-        itemsize = tf.as_dtype(self.original(block).dtype).size
-        return sum(prod(self.shape_of(i)) for i in self._blocks[block].shards) * itemsize > NamedValues.piece_bytes
+        return sum(map(self._num_bytes, self._blocks[block].shards)) > NamedValues.piece_bytes
 
     def make_variable(self, block: int, device: str) -> keras.Variable:
         """The variable that stores a block, with its initial value if it is not large."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import tensorflow as tf
 
@@ -30,6 +30,9 @@ class Wire:
     """The format in transit: larger floating-point tensors are rounded to `dtype`, to nearest; None rounds nothing."""
 
     dtype: tf.DType | None = None
+
+    #: What is fused is not larger, before it is rounded; TensorFlow's limit for a tensor is 2 GiB.
+    max_bytes: ClassVar[int] = 512 << 20
 
     def pack(self, tensor: tf.Tensor) -> tf.Tensor:
         if self.dtype is None or not tensor.dtype.is_floating or tensor.dtype.size <= self.dtype.size:
@@ -92,6 +95,23 @@ class Fused:
         return self.layout.split(tf.identity(self.tensor))
 
 
+def cut(items: Sequence[K], num_bytes: Callable[[K], int]) -> list[list[K]]:
+    """Items in groups that are not larger than what travels at once; an item that is larger is one by itself."""
+    groups, left = list[list[K]](), 0
+    for item in items:
+        if not groups or num_bytes(item) > left:
+            groups.append([])
+            left = Wire.max_bytes
+        groups[-1].append(item)
+        left -= num_bytes(item)
+    return groups
+
+
+def _size(tensor: Any) -> int:
+    """The bytes of what is fused; of some rows nobody knows how many there will be."""
+    return 0 if isinstance(tensor, tf.IndexedSlices) else tensor.shape.num_elements() * tensor.dtype.size
+
+
 def fuse_by(
     tensors: Mapping[K, Any],
     device_of: Callable[[K], str],
@@ -109,11 +129,16 @@ def fuse_by(
         on_source: whether that is where it comes from, so that it is fused there; else it is fused on the caller's.
         wire: how they travel.
     """
-    groups: dict[tuple[str, tf.DType], list[K]] = defaultdict(list)
+    by_place: dict[tuple[str, tf.DType], list[K]] = defaultdict(list)
     for key, tensor in tensors.items():
-        groups[device_of(key), tensor.dtype].append(key)
+        by_place[device_of(key), tensor.dtype].append(key)
+
+    def size(key: K) -> int:
+        return _size(tensors[key])
+
+    groups = [(*place, group) for place, keys in by_place.items() for group in cut(keys, size)]
     fused = []
-    for (device, dtype), keys in groups.items():
+    for device, dtype, keys in groups:
         sparse = [key for key in keys if isinstance(tensors[key], tf.IndexedSlices)]
         dense = [key for key in keys if key not in sparse]
         with tf.device(device) if on_source else nullcontext():

@@ -373,9 +373,8 @@ class SyncReplicas(PsStrategy):
         """The iterator over a worker's data."""
         if worker not in self._iterators:
             with tf.device(Task("worker", worker).device):
-                step = self._step or 0
-                dataset = self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
-                self._iterators[worker] = iter(dataset)
+                where = worker, self._step or 0, self.batches_per_step
+                self._iterators[worker] = iter(self._prepared.make_dataset(self._make_dataset, *where))
         return self._iterators[worker]
 
     def _present_step(self) -> int:

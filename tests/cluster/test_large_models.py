@@ -15,6 +15,7 @@ import kdist
 from kdist.data.columns import Column
 from kdist.hooks import CheckpointSaver
 from kdist.parameters.named_values import NamedValues
+from kdist.parameters.transport import Wire
 from kdist.parameters.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 
@@ -27,6 +28,8 @@ ROWS, DIM = 1000, 8
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NamedValues, "piece_bytes", 1 << 12)
     monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 1 << 11)
+    # Kernel and bias travel apart.
+    monkeypatch.setattr(Wire, "max_bytes", 64)
     # The arrays of a worker travel in several chunks.
     monkeypatch.setattr(Column, "chunk_bytes", 1 << 9)
 

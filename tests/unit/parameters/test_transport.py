@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.parameters.transport import Wire, fuse_by
+from kdist.parameters.transport import Wire, cut, fuse_by
 
 
 def rows(indices: list[int], num_columns: int, dtype: str) -> tf.IndexedSlices:
@@ -53,3 +53,19 @@ def test_tensors_travel_by_device_and_dtype() -> None:
     sent = {"a": tf.zeros([2]), "b": tf.zeros([3], tf.int32), "c": tf.zeros([4]), "d": rows([1], 2, "float32")}
     fused = fuse_by(sent, {"a": "x", "b": "x", "c": "x", "d": "y"}.__getitem__, on_source=False)
     assert [set(f.split()) for f in fused] == [{"a", "c"}, {"b"}, {"d"}]
+
+
+def test_what_is_too_large_together_travels_in_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wire, "max_bytes", 40)
+    sent = {name: tf.range(size, dtype=tf.float32) for name, size in {"a": 5, "b": 4, "c": 30, "d": 1}.items()}
+    fused = fuse_by(sent, lambda key: "", on_source=False)
+    assert [list(one.layout.shapes) for one in fused] == [["a", "b"], ["c"], ["d"]]
+    arrived = {key: value for one in fused for key, value in one.split().items()}
+    for name, value in sent.items():
+        np.testing.assert_array_equal(arrived[name], value)
+
+
+def test_groups_hold_as_much_as_fits() -> None:
+    half = Wire.max_bytes // 2
+    assert cut([half, half, 1, 3 * half, 1], lambda size: size) == [[half, half], [1], [3 * half], [1]]
+    assert cut([], lambda size: size) == []
