@@ -38,7 +38,9 @@ class ValueFiles:
 
     def __init__(self, values: NamedValues) -> None:
         self._values = values
-        self._chief = tf.config.list_logical_devices("CPU")[0].name
+        with tf.device("CPU:0"):
+            # Its full name: each task has a CPU.
+            self._chief = tf.zeros([]).device
         #: What each device holds, in groups.
         self._groups: dict[str, list[list[Piece]]] = defaultdict(list)
         at_once = _PIECES_AT_ONCE * values.piece_bytes
@@ -55,10 +57,8 @@ class ValueFiles:
 
     @property
     def _are_small(self) -> bool:
-        return (
-            sum(variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
-            <= self._values.piece_bytes
-        )
+        sizes = (variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
+        return sum(sizes) <= self._values.piece_bytes
 
     def _not_finite(self) -> list[str]:
         """The names of the values that contain NaN or infinity."""

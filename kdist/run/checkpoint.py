@@ -127,7 +127,8 @@ class Checkpoints:
             try:
                 if differences := _differences(_shapes_in(path), stored.shapes):
                     # If it is damaged, they mean nothing.
-                    _values_of(path)
+                    for name in _shapes_in(path):
+                        tf.train.load_checkpoint(str(path)).get_tensor(name)
                     raise CheckpointError(
                         f"{path} is of another model or optimizer:\n{differences}"
                         "  use another run.dir, or run.resume=never to start anew"

@@ -101,6 +101,28 @@ def test_hosts_without_a_common_disk(hosts: Hosts) -> None:
     hosts.report(37, "no shared disk", "trained; the chief's host has the run", ended)
 
 
+LARGE = ("model._target_=user_code.build_large", "+model.megabytes=100", "strategy.placement=partitioned")
+
+
+@_LONG
+@pytest.mark.parametrize("shared_disk", [True, False])
+def test_a_model_that_does_not_pass_through_the_chief(hosts: Hosts, shared_disk: bool) -> None:
+    network = hosts.network(4, shared_disk=shared_disk)
+    for steps in (20, 30):
+        cluster = hosts.cluster(network, four(network), *LARGE, f"train.steps={steps}")
+        cluster.start()
+        ended = cluster.end()
+        assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+        assert ended.step == steps
+        through_the_chief = "ps:0, ps:1 do not see "
+        assert (through_the_chief in ended.console) is not shared_disk
+    assert "load  | step     20" in ended.console
+    if not shared_disk:
+        assert [host.name for host in network.hosts if list(host.disk.iterdir())] == ["host0"]
+    where = "on a shared disk" if shared_disk else "no shared disk"
+    hosts.report(37, f"100 MB of parameters, {where}, twice", "saved and resumed", ended)
+
+
 @_LONG
 def test_one_percent_of_all_packets_is_lost(hosts: Hosts) -> None:
     if (reason := why_no_loss()) is not None:
