@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from kdist.config.schema import PlacementOptions
+
+_WRONG_ROW = re.compile(r"indices\[[\d,]+\] = (-?\d+) is not in \[0, \d+\)")
+_SHARD_SCOPE = re.compile(r"rows_of_shard_(\d+)/")
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,21 @@ class PlacementPlan:
         lines.append(f"bytes include optimizer slots; imbalance {self.imbalance:.2f} (1.00 is even)")
         lines += [f"{variable.name}: {variable.note}" for variable in self.variables if variable.note]
         return "\n".join([*lines, ""])
+
+
+def shard_scope(shard: int) -> str:
+    """The name of the scope in which rows of a shard are looked up; errors of TensorFlow contain it."""
+    return f"rows_of_shard_{shard}"
+
+
+def wrong_id(message: str, plan: PlacementPlan) -> str | None:
+    """Which id is not in which table, if that is what an error of TensorFlow says of a server's rows."""
+    row, shard = _WRONG_ROW.search(message), _SHARD_SCOPE.search(message)
+    if row is None or shard is None:
+        return None
+    rows = plan.shards[int(shard[1])]
+    table = plan.variables[rows.variable]
+    return f"id {int(row[1]) + rows.start} is not in table {table.name}, which has the rows 0 to {table.num_rows - 1}"
 
 
 def place(variables: Sequence[Variable], num_servers: int, policy: PlacementPolicy) -> PlacementPlan:

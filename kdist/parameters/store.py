@@ -20,7 +20,7 @@ from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
 from kdist.parameters.packing import Blocks, ModelVariables
-from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.placement import PlacementPlan, shard_scope
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
 from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
 from kdist.parameters.update_counters import UpdateCounters
@@ -292,7 +292,7 @@ class ParameterStore:
                 of_group.optimizer,
                 [self.blocks.original(b) for b in own],
                 [self._variables[b] for b in own],
-                [self.blocks[b].is_row_wise for b in own],
+                [shard_scope(self.blocks[b].shards[0]) if self.blocks[b].is_row_wise else None for b in own],
                 device,
             )
             for key, variable in self._optimizers[server, group].state([str(b) for b in own], of_group.name):
@@ -372,7 +372,7 @@ class ParameterStore:
             here &= (ids < shard.stop) | (position == len(shards) - 1)
             chosen.append(tf.where(here)[:, 0])
             wanted = ids if len(shards) == 1 else tf.gather(ids, chosen[-1]) - shard.start
-            with tf.device(self._device(block) or None):
+            with tf.device(self._device(block) or None), tf.name_scope(shard_scope(i)):
                 found = self._variables[block].value.sparse_read(tf.identity(wanted))
                 packed = self.wire.pack(found)
             rows.append(self.wire.unpack(tf.identity(packed), found.dtype))

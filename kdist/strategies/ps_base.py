@@ -27,7 +27,13 @@ from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
-from kdist.strategies.store_backed import PreparedTraining, StoreBackedStrategy, no_batch, prepare
+from kdist.strategies.store_backed import (
+    PreparedTraining,
+    StoreBackedStrategy,
+    in_terms_of_tables,
+    no_batch,
+    prepare,
+)
 from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
@@ -305,4 +311,5 @@ class PsStrategy(StoreBackedStrategy):
         workers = [index for job, index in jobs if job == "worker"]
         if isinstance(error, tf.errors.OutOfRangeError):
             return TaskError("a worker", no_batch())
-        return TaskError(f"worker:{workers[0]}" if workers else "a worker", error)
+        cause = in_terms_of_tables(error, self.plan)
+        return TaskError(f"worker:{workers[0]}" if workers else "a worker", cause)

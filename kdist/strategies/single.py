@@ -11,7 +11,7 @@ from kdist._compat.tensorflow import IteratorSpec
 from kdist.cluster.spec import CHIEF
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
+from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch, prepare
 from kdist.strategies.traced_calls import StepLogs
 
 
@@ -46,7 +46,8 @@ class Single(StoreBackedStrategy):
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
         except tf.errors.OpError as error:
-            raise TaskError(str(CHIEF), error) from error
+            cause = in_terms_of_tables(error, self._prepared.plan_for_one())
+            raise TaskError(str(CHIEF), cause) from error
         return self._calls.logs(packed)
 
     def stop(self) -> None:

@@ -26,7 +26,7 @@ from kdist.model.names import GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.packing import ModelVariables
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place
+from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import PresentValues, Strategy, TrainingSpec
@@ -271,6 +271,12 @@ class PreparedTraining:
                 )
             return remark
         return ""
+
+
+def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> tf.errors.OpError:
+    """The same error; if an id is not in its table, it names both, not the rows of a server."""
+    found = None if plan is None else wrong_id(error.message, plan)
+    return error if found is None else tf.errors.InvalidArgumentError(None, None, found)
 
 
 def no_batch() -> ValueError:

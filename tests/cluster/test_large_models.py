@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +204,77 @@ def test_an_evaluation_that_needs_a_whole_table_gets_it(run_dir: Path) -> None:
     history = trainer.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0)
     expected = trainer.model.evaluate(x, y, batch_size=32, verbose=0)
     assert history.history["val_loss"][-1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [ROWS + 3, -1])
+def test_an_id_that_no_server_has_is_named_with_its_table(wrong: int, run_dir: Path) -> None:
+    x, y = ids()
+    x[7, 1] = wrong
+    trainer = kdist.Trainer(build, cluster="3ps1w", run_dir=run_dir)
+    with pytest.raises(kdist.TaskError, match=rf"worker:0: .*id {wrong} is not in table embedding/embeddings"):
+        trainer.fit(x, y, batch_size=16, epochs=1, verbose=0)
+
+
+TABLE = """
+import sys
+from pathlib import Path
+import keras, kdist, numpy as np
+rows, cluster, steps, optimizer, run_dir = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:]
+
+def build():
+    model = keras.Sequential([
+        keras.layers.Input((8,), dtype="int64"), kdist.layers.Embedding(rows, 64), keras.layers.Flatten(),
+        keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+class Peaks(kdist.hooks.Hook):
+    def end(self, session):
+        for task, pid in (("chief", "self"), *session.strategy.pids.items()):
+            status = Path(f"/proc/{pid}/status").read_text()
+            print(task, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+
+x = np.random.default_rng(0).integers(0, rows, (20000, 8))
+hooks = [Peaks(), kdist.hooks.CheckpointSaver(keep=1)]
+trainer = kdist.Trainer(build, cluster=cluster, run_dir=run_dir, hooks=hooks, export_max_bytes=0)
+trainer.fit(x, (x.sum(1) % 7).astype("float32"), batch_size=64, steps=steps, verbose=0)
+"""
+
+
+def peaks(run_dir: Path, *arguments: object) -> dict[str, int]:
+    """The most memory that each task has had, in bytes, in a run with a table of rows of 64 values."""
+    done = subprocess.run(
+        [sys.executable, "-c", TABLE, *map(str, arguments), str(run_dir)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {task: int(size) for task, size in (line.split() for line in done.stdout.splitlines())}
+
+
+@pytest.fixture
+def large_run_dir(run_dir: Path) -> Iterator[Path]:
+    """A run dir that leaves no gigabytes behind."""
+    yield run_dir
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_table_of_10_million_rows_is_trained_saved_and_resumed_elsewhere(large_run_dir: Path, tmp_path: Path) -> None:
+    state = 2 * 10_000_000 * 64 * 4
+    small = peaks(tmp_path / "small", 1_000_000, "2ps2w", 50, "adagrad")
+    large = peaks(large_run_dir, 10_000_000, "2ps2w", 50, "adagrad")
+    resumed = peaks(large_run_dir, 10_000_000, "3ps2w", 100, "adagrad")
+    assert Checkpoints(large_run_dir / "checkpoints").steps() == [100]
+    for run, num_servers in ((large, 2), (resumed, 3)):
+        assert run["chief"] < small["chief"] + (100 << 20)
+        assert run["chief"] < 1_200_000_000
+        for server in range(num_servers):
+            # What a process of TensorFlow takes in any case comes on top.
+            assert run[f"ps:{server}"] - (350 << 20) < 1.3 * state / num_servers
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_slots_of_more_than_2_gib_on_one_server(large_run_dir: Path) -> None:
+    assert peaks(large_run_dir, 4_000_000, "1ps1w", 20, "adam")["chief"] < 1_200_000_000
+    assert Checkpoints(large_run_dir / "checkpoints").steps() == [20]

@@ -204,3 +204,11 @@ def own_zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("initializer", ["orthogonal", own_zeros])
 def test_what_may_depend_on_the_whole_table_is_drawn_whole(initializer: Any) -> None:
     assert TableInitializer.of(keras.initializers.get(initializer), (ROWS, DIM)) is None
+
+
+@pytest.mark.parametrize("wrong", [ROWS, -7])
+def test_an_id_that_is_not_in_its_table_is_named_with_it(wrong: int, run_dir: Path) -> None:
+    x, y = data()
+    x[5, 1] = wrong
+    with pytest.raises(kdist.TaskError, match=rf"id {wrong} is not in table embedding/embeddings, .* 0 to 29"):
+        train(lambda: build(Embedding), run_dir, x, y)
