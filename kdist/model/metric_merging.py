@@ -1,7 +1,7 @@
 """How the results of steps, and of workers, that counted separately make one: the variables of most metrics add up.
 
 A metric of the user's own that keeps something else says so in its class: `merge_rule = "max"`, or a dict of rules by
-the names of its variables.
+the names of its variables; or it has a method `merge_state(metrics)`, as metrics of Keras 2 do.
 """
 
 from __future__ import annotations
@@ -46,6 +46,45 @@ def rules_of(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.
     return [named.get(id(v)) or _OF_AGGREGATION.get(v.aggregation, v.aggregation) for v in variables]
 
 
+class StateMerger:
+    """Merges the states of a metric by its own `merge_state`.
+
+    Args:
+        metric: has such a method, and its variables as attributes.
+        variables: all variables of all metrics, in which its own are found.
+
+    Attributes:
+        indices: of its variables among them.
+    """
+
+    def __init__(self, metric: keras.metrics.Metric, variables: Sequence[keras.Variable]) -> None:
+        index_of = {id(variable): i for i, variable in enumerate(variables)}
+        self._metric = metric
+        self.indices = [index_of[id(variable)] for variable in metric.variables]
+        # The other one of two that are merged.
+        twins = {id(v): keras.Variable(v.numpy(), dtype=v.dtype, trainable=False) for v in metric.variables}
+        # Without `copy`, which saves and loads the metric.
+        self._other = object.__new__(type(metric))
+        vars(self._other).update({key: twins.get(id(value), value) for key, value in vars(metric).items()})
+        self._twins = list(twins.values())
+
+    def merged(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Makes one state of any number of them: `[n, ...]` for each variable."""
+        variables = self._metric.variables
+        state = [tf.constant(of_variable[0], v.dtype) for of_variable, v in zip(rows, variables)]
+        for i in range(1, len(rows[0])):
+            others = [tf.constant(of_variable[i], v.dtype) for of_variable, v in zip(rows, variables)]
+            with keras.StatelessScope([*zip(variables, state), *zip(self._twins, others)]) as scope:
+                self._metric.merge_state([self._other])
+            state = [scope.get_current_value(variable) for variable in variables]
+        return [value.numpy() for value in state]
+
+
+def state_mergers(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.Variable]) -> list[StateMerger]:
+    """Those of the metrics that merge their states themselves."""
+    return [StateMerger(metric, variables) for metric in _flat(metrics) if hasattr(metric, "merge_state")]
+
+
 def check_metrics(model: keras.Model, batch_spec: Any) -> None:
     """Refuses metrics of the user's own that do not add up and have no `merge_rule`, after a try on made-up batches.
 
@@ -65,7 +104,7 @@ def check_metrics(model: keras.Model, batch_spec: Any) -> None:
         raise ConfigError(
             f"metric {wrong.name}: {type(wrong).__name__} does not add up: counting two batches one after the other is "
             "not the sum of counting each, which is how steps and workers count; give the class a merge_rule, one of "
-            f"{', '.join(RULES)}, or a dict of them by variable name"
+            f"{', '.join(RULES)}, or a dict of them by variable name, or a method merge_state(metrics)"
         )
 
 
@@ -110,7 +149,8 @@ def _flat(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
 
 
 def _has_rule(metric: keras.metrics.Metric) -> bool:
-    return hasattr(metric, "merge_rule") or any(v.aggregation not in ("sum", "none") for v in metric.variables)
+    says = hasattr(metric, "merge_rule") or hasattr(metric, "merge_state")
+    return says or any(v.aggregation not in ("sum", "none") for v in metric.variables)
 
 
 def _rules(metric: keras.metrics.Metric) -> dict[int, str]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_tracker, metrics_are_built
 from kdist.model.logs import Logs, as_logs
-from kdist.model.metric_merging import merged, rules_of
+from kdist.model.metric_merging import merged, rules_of, state_mergers
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class MetricReader:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self._variables]
         self.rules = rules_of(model.metrics, self._variables)
+        self._mergers = state_mergers(model.metrics, self._variables)
         index_of = {id(variable): i for i, variable in enumerate(self._variables)}
         means = [loss_tracker(model)]
         if not returned.counts_loss:
@@ -72,9 +73,20 @@ class MetricReader:
         """Merges the values of two replicas that counted separately."""
         return self.total([np.stack(pair) for pair in zip(mine, others)])
 
+    def merge_steps(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The same for each of several steps: `[num_steps, ...]` for each variable."""
+        if not self._mergers:
+            return self.merge(mine, others)
+        steps = [self.merge([v[i] for v in mine], [v[i] for v in others]) for i in range(len(mine[0]))]
+        return tuple(np.stack(of_variable) for of_variable in zip(*steps))
+
     def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges any number of them: `[n, ...]` for each variable."""
-        return tuple(merged(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self.rules))
+        values = [merged(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self.rules)]
+        for merger in self._mergers:
+            for i, value in zip(merger.indices, merger.merged([rows[i] for i in merger.indices])):
+                values[i] = value
+        return tuple(values)
 
     def logs(self, values: Sequence[np.ndarray]) -> Logs:
         """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables.
@@ -122,7 +134,7 @@ class MetricRows:
 
     def beside(self, other: MetricRows) -> MetricRows:
         """The counts of two replicas for the same steps."""
-        return MetricRows(self.reader, self.reader.merge(self.values, other.values))
+        return MetricRows(self.reader, self.reader.merge_steps(self.values, other.values))
 
     def total(self) -> MetricTotals:
         return MetricTotals(self.reader, self.reader.total(self.values))

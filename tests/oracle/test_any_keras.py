@@ -87,6 +87,33 @@ class Product(Kept):
         self.kept.assign(1.0)
 
 
+class MergesItself(keras.metrics.Metric):
+    """The variance of the scores of examples; means and sums of squares do not add up (Chan et al., 1979)."""
+
+    def __init__(self, name: str = "variance", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.count, self.mean, self.squares = (
+            self.add_variable(shape=(), initializer="zeros", name=name) for name in ("count", "mean", "squares")
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        scores = ops.max(y_pred, -1)
+        self._add(ops.cast(ops.size(scores), "float32"), ops.mean(scores), ops.sum((scores - ops.mean(scores)) ** 2))
+
+    def merge_state(self, metrics: list[MergesItself]) -> None:
+        for metric in metrics:
+            self._add(metric.count.value, metric.mean.value, metric.squares.value)
+
+    def result(self) -> Any:
+        return self.squares / ops.maximum(self.count, 1.0)
+
+    def _add(self, count: Any, mean: Any, squares: Any) -> None:
+        total, shift = ops.maximum(self.count + count, 1.0), mean - self.mean
+        self.squares.assign(self.squares + squares + shift**2 * self.count * count / total)
+        self.mean.assign(self.mean + shift * count / total)
+        self.count.assign(self.count + count)
+
+
 class Wrong(Best):
     merge_rule = "maximum"
 
@@ -158,6 +185,10 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
         lambda: models.mlp(metrics=[Best("best"), Last("last"), Product("product")]),
         lambda: toy_data(BATCH * STEPS),
     ),
+    "a metric that merges its states itself": (
+        lambda: models.mlp(metrics=[MergesItself(), "accuracy"]),
+        lambda: toy_data(BATCH * STEPS),
+    ),
     "metrics with several values": (
         lambda: models.mlp(
             loss="categorical_crossentropy",
@@ -203,6 +234,18 @@ def test_metrics_with_several_values_are_written_as_such(run_dir: Path, capsys: 
     np.testing.assert_allclose(trainer.evaluate(x, y)["f1_score"], expected["f1_score"], rtol=1e-5)
     shown = " ".join(f"{value:.4f}" for value in expected["f1_score"])
     assert f"f1_score [{shown}]" in capsys.readouterr().out
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
+def test_workers_that_validate_merge_states(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        lambda: models.mlp(metrics=[MergesItself()]), cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir
+    )
+    history = trainer.fit(x, y, batch_size=16, epochs=2, validation_data=(x, y), verbose=0).history
+    expected = trainer.model.evaluate(x, y, verbose=0, return_dict=True)["variance"]
+    assert history["val_variance"][-1] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
