@@ -266,7 +266,7 @@ def test_a_server_that_is_killed_while_it_saves_leaves_the_checkpoint_before(dri
     assert (ended.code, ended.step) == (0, 60)
     assert lines(ended, "ps:1 died (signal 9, SIGKILL); restarting the cluster from checkpoints/ckpt-")
     assert names(folder) == whole(folder)
-    drill.report(43, "a ps killed while it saves", "resumed from the checkpoint before", ended)
+    drill.report(29, "a ps killed while it saves", "resumed from the checkpoint before", ended)
 
 
 @pytest.mark.long
@@ -286,7 +286,7 @@ def test_a_disk_that_is_full_on_one_server_costs_a_warning_and_leaves_the_checkp
     ended = run.end()
     assert ended.code == 143
     assert names(folder) == whole(folder)
-    drill.report(44, "the disk of one ps full", "a warning; saved again when there was room", ended)
+    drill.report(30, "the disk of one ps full", "a warning; saved again when there was room", ended)
 
 
 @pytest.mark.long
