@@ -168,7 +168,8 @@ def mobilenet() -> keras.Model:
     x = layers.Rescaling(scale=1 / 127.5, offset=-1)(x)
     x = layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(base(x, training=False)))
     model = keras.Model(inputs, layers.Dense(1)(x))
-    model.compile(keras.optimizers.Adam(), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])
+    # The base has random weights, and gives next to nothing: with the rate of the program, the loss hardly moves.
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
 
 
