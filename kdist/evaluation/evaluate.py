@@ -186,13 +186,7 @@ class Validator:
             logs = self._by_workers(session, self._on_workers)
         if logs is not None or session.interrupted:
             return logs or {}
-        if self._stays_on_servers():
-            raise ConfigError(
-                f"validation_data: model {self._model.name} is larger than run.export_max_bytes and stays on its "
-                "servers; its workers validate arrays or finite datasets with a batch for each of them, with the "
-                "test_step of Keras and metrics that add up, and without validation_steps and validate_with_ema"
-            )
-        self._set(session.read())
+        self._bring(session)
         return self.evaluate()
 
     def of_values(self, values: Mapping[str, np.ndarray]) -> Logs:
@@ -221,12 +215,25 @@ class Validator:
         if self._arguments.with_ema:
             finalize_ema(self._model)
 
+    def _bring(self, session: Session) -> None:
+        """Gives the model what is validated."""
+        if self._stays_on_servers():
+            raise ConfigError(
+                f"validation_data: model {self._model.name} is larger than run.export_max_bytes and stays on its "
+                "servers; its workers validate arrays or finite datasets with a batch for each of them, with the "
+                "test_step of Keras, metrics that add up and tables that are looked up by rows, and without "
+                "validation_steps, validate_with_ema, and callbacks that look at the model"
+            )
+        self._set(session.read())
+
     def _by_workers(self, session: Session, evaluation: MetricsOnWorkers) -> Logs | None:
         """What the workers found; None if they were interrupted."""
         callbacks = self._callbacks
+        evaluation.values = None
         if self._model_is_used or (callbacks is not None and callbacks.looks_at_model):
-            self._set(session.read())
-        evaluation.values = read_from_model(self._model) if self._model_is_used else None
+            self._bring(session)
+        if self._model_is_used:
+            evaluation.values = read_from_model(self._model)
         if callbacks is not None:
             callbacks.list.on_test_begin()
         on_workers: WorkerEvaluation = evaluation
@@ -234,7 +241,9 @@ class Validator:
             results = session.strategy.on_workers(on_workers)
         except NeedsWholeTable:
             self._model_is_used = True
-            return self._by_workers(session, evaluation)
+            self._bring(session)
+            evaluation.values = read_from_model(self._model)
+            results = session.strategy.on_workers(on_workers)
         if results is None:
             return None
         logs = evaluation.logs(results)

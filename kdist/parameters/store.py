@@ -109,10 +109,14 @@ class ParameterStore:
                     parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
         self.files = ValueFiles(self.values)
+        self._stored_names, self._initial = stored_names, initial
+
+    def fill(self) -> None:
+        """Sets the initial values of large variables and of slots, which may take a while; called once, at first."""
         # Where the model has no values, servers have made the slots, too.
-        given = {name: variable for name, variable in initial.items() if made_by(variable) is None}
+        given = {name: variable for name, variable in self._initial.items() if made_by(variable) is None}
         self.values.write({name: variable.numpy() for name, variable in given.items()})
-        fill_large(self.blocks, self.shards, self._variables, self._originals, stored_names, self.values)
+        fill_large(self.blocks, self.shards, self._variables, self._originals, self._stored_names, self.values)
 
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""

@@ -97,7 +97,8 @@ class PsStrategy(StoreBackedStrategy):
         self._connect(cluster, spec.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
-            self._store = self._prepared.store(devices, self.plan, self._wire)
+            watch = partial(self._watched, kind="fill")
+            self._store = self._prepared.store(devices, self.plan, self._wire, watch)
         self._is_training = True
         self._make_dataset = self._prepared.trace_dataset()
 

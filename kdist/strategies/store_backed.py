@@ -194,8 +194,14 @@ class PreparedTraining:
         """The plan of a store in one place, which is the same for every policy."""
         return self.plan(1, PlacementPolicy.of(PlacementOptions()))
 
-    def store(self, devices: Sequence[str], plan: PlacementPlan, wire: Wire | None = None) -> ParameterStore:
-        """Creates the variables on `devices`; `wire` says how their values travel."""
+    def store(
+        self,
+        devices: Sequence[str],
+        plan: PlacementPlan,
+        wire: Wire | None = None,
+        call: Callable[[Callable[[], None]], None] = lambda function: function(),
+    ) -> ParameterStore:
+        """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
         step = self.replica_step
         dense = step.dense_gradients()
         variables = ModelVariables(
@@ -207,7 +213,9 @@ class PreparedTraining:
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
         )
-        return ParameterStore(variables, step.updates, devices, plan, wire)
+        store = ParameterStore(variables, step.updates, devices, plan, wire)
+        call(store.fill)
+        return store
 
     def present_values(self, store: ParameterStore) -> PresentValues:
         """What workers can read of a training."""

@@ -199,11 +199,18 @@ def test_an_evaluation_that_needs_a_whole_table_gets_it(run_dir: Path) -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 
+    begun = []
+    counts = keras.callbacks.LambdaCallback()
+    counts.on_test_begin = lambda logs=None: begun.append(1)
     x, y = ids()
     trainer = kdist.Trainer(build_it, cluster="2ps2w", strategy="sync_replicas", run_dir=run_dir)
-    history = trainer.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0)
+    history = trainer.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0, callbacks=counts)
+    assert begun == [1]
     expected = trainer.model.evaluate(x, y, batch_size=32, verbose=0)
     assert history.history["val_loss"][-1] == pytest.approx(expected, rel=1e-5)
+    large = kdist.Trainer(build_it, cluster="2ps2w", run_dir=run_dir.with_name("large"), export_max_bytes=1000)
+    with pytest.raises(kdist.ConfigError, match="tables that are looked up by rows"):
+        large.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0)
 
 
 @pytest.mark.parametrize("wrong", [ROWS + 3, -1])
