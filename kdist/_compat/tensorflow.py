@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ __all__ = [
     "executor_scope",
     "filters_as_proto",
     "forget_server_def",
+    "function_of_its_own",
     "initialize",
     "legacy_functions_renamed",
     "server_def",
@@ -55,6 +56,15 @@ def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
 def allow_many_next(iterator: Any) -> None:
     """Lets a function call `next` again: TensorFlow rejects more than 32 calls, assuming an unrolled Python loop."""
     iterator._get_next_call_count = 0
+
+
+def function_of_its_own(function: Callable[..., Any]) -> Any:
+    """A `tf.function` that stays one where another function calls it, also on another task.
+
+    TensorFlow would copy its operations into the caller. With the same function on 32 tasks, the caller is 32 times as
+    large, and takes as much longer to be optimized and cut into parts.
+    """
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def watch_in_every_tape(value: tf.Tensor) -> None:

@@ -118,6 +118,12 @@ class ReplicaStep:
             return frozenset()
         return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
 
+    @property
+    def is_self_contained(self) -> bool:
+        """Whether a step needs nothing of other tasks, or of earlier steps, but what it is given at its beginning."""
+        fetches = self.tables or self.clock or self.worker_state.variables
+        return not fetches and self.updates.num_phases == 1
+
     def dense_gradients(self) -> frozenset[int]:
         """The trainable variables that get a dense gradient in every step, by index."""
         if self.tables or self.own is not None:

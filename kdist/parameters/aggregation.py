@@ -20,7 +20,7 @@ from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
 from kdist.model.updates import ReplicaOutput, scaled
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.transport import Layout
+from kdist.parameters.transport import Layout, Wire
 from kdist.parameters.travelling import Assigned, Overflow, Pulled
 
 #: The tensors of one gradient, on the servers.
@@ -38,16 +38,24 @@ class GradientAggregator:
 
     def bring(self, output: ReplicaOutput, pulled: Pulled) -> Contribution:
         """Moves what `ParameterStore.push` takes to the servers, not clipped; traced in a worker's call."""
+        return self.deliver(self.pack(output, pulled), output.phase)
+
+    def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
+        """What `deliver` moves, on the worker."""
         weighted = replace(output, gradients=output.weighted())
         all_fused = self._store.fuse(self._store.changes(weighted, pulled))
         self._layouts[output.phase] = [fused.layout for fused in all_fused]
+        tensors = [fused.tensor for fused in all_fused]
+        return tensors if output.weight is None else [*tensors, output.weight]
+
+    def deliver(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
+        """Moves what was packed in a phase to the servers."""
+        devices = [self._store.device_of(layout) for layout in self._layouts[phase]]
         tensors = []
-        for fused in all_fused:
-            with tf.device(self._store.device_of(fused.layout)):
-                tensors.append(tf.identity(fused.tensor))
-        if output.weight is not None:
-            with tf.device(self._store.devices[0]):
-                tensors.append(tf.identity(output.weight))
+        # The weight comes last, if there is one.
+        for tensor, device in zip(packed, [*devices, self._store.devices[0]]):
+            with tf.device(device):
+                tensors.append(tf.identity(tensor))
         return tensors
 
     def apply_mean(self, contributions: Sequence[Contribution], phase: int = 0) -> tf.Tensor:
@@ -55,6 +63,10 @@ class GradientAggregator:
         means: dict[int, Gradient] = {}
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
             with tf.device(self._store.device_of(layout)):
+                if _has_one_mean(layout):
+                    # One operation for all variables of a server, however many workers there are.
+                    means |= layout.split(_mean_of([Wire.unpack(tensor, layout.dtype) for tensor in tensors]))
+                    continue
                 of_each = [layout.split(tensor) for tensor in tensors]
                 for key in of_each[0]:
                     means[key] = self._mean(key, [changes[key] for changes in of_each])
@@ -134,6 +146,12 @@ class GradientAggregator:
 
     def _device(self, block: int) -> str:
         return self._store.devices[self._store.blocks[block].server]
+
+
+def _has_one_mean(layout: Layout) -> bool:
+    """Whether the means of what is fused are the mean of what is fused."""
+    is_overflow = any(isinstance(key, Overflow) for key in layout.shapes)
+    return layout.dtype.is_floating and not layout.row_shapes and not is_overflow
 
 
 def _scaling(squares: Sequence[tf.Tensor], limit: float) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -8,18 +8,20 @@ graph are all the synchronisation there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import function_of_its_own
 from kdist.cluster.spec import Task
 from kdist.data.worker_dataset import next_of
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
-from kdist.parameters.aggregation import GradientAggregator
+from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.travelling import Pulled
+from kdist.parameters.travelling import Gathered, Pulled
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.traced_calls import CallLogs
 
@@ -46,6 +48,9 @@ class InGraphSyncCalls:
         shares: Mapping[int, int],
     ) -> None:
         self._compute = one_step(replica_step, store)
+        self._is_self_contained = replica_step.is_self_contained
+        #: A self-contained step of a worker, traced once for all of them in each call.
+        self._worker_function: Callable[..., Any] | None = None
         self._store = store
         self._aggregator = aggregator
         self._logs = logs
@@ -62,6 +67,7 @@ class InGraphSyncCalls:
         if num_steps not in self._functions:
 
             def call(iterators: list[Any]) -> list[tf.Tensor]:
+                self._worker_function = None
                 return self._run_steps(iterators, num_steps)
 
             specs = [self._iterator_spec] * len(self._shares)
@@ -70,11 +76,10 @@ class InGraphSyncCalls:
 
     def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
         rows: dict[int, list[list[Any]]] = {worker: [] for worker in self._shares}
+        run_step = self._run_same_step if self._is_self_contained else self._run_step
         for _ in range(num_steps):
-            for worker, outputs in self._run_step(dict(zip(self._shares, iterators))).items():
-                with tf.device(Task("worker", worker).device):
-                    num_examples = tf.add_n([tf.convert_to_tensor(output.num_examples) for output in outputs])
-                    rows[worker].append([num_examples, *outputs[-1].metrics])
+            for worker, row in run_step(dict(zip(self._shares, iterators))).items():
+                rows[worker].append(row)
         packed = []
         for worker in self._shares:
             with tf.device(Task("worker", worker).device):
@@ -83,8 +88,46 @@ class InGraphSyncCalls:
                 packed.append(self._logs.pack(staleness, rows[worker]))
         return packed
 
-    def _run_step(self, iterators: Mapping[int, Any]) -> dict[int, list[ReplicaOutput]]:
-        """One step of all workers; for each the last outputs of its share."""
+    def _run_same_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
+        """One step of all workers, for which each calls the same function; see `_run_step`."""
+        gathered = self._store.gather()
+        results: list[Contribution] = []
+        rows: dict[int, list[Any]] = {}
+        for worker, share in self._shares.items():
+            with tf.device(Task("worker", worker).device):
+                values = [tf.identity(fused.tensor) for fused in gathered.fused]
+                before: list[tf.Tensor] = [tf.constant(0), *self._logs.initial_metrics()]
+                for _ in range(share):
+                    arguments = [values, before, *next_of(iterators[worker])]
+                    packed, before, row = self._function_for(gathered, arguments)(*arguments)
+                    results.append(self._aggregator.deliver(packed))
+                rows[worker] = [row]
+        self._aggregator.apply_mean(results)
+        return rows
+
+    def _function_for(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
+        """What a worker does in a step: values as gathered; the number of examples and the metrics before; batch; seeds
+        -> what `GradientAggregator.deliver` takes; the number of examples and the metrics; both as a row of the logs.
+        """
+        if self._worker_function is None:
+
+            def step(values: list[tf.Tensor], before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
+                arrived = [replace(fused, tensor=value) for fused, value in zip(gathered.fused, values)]
+                # The step does not need the time: otherwise it would not be self-contained.
+                pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
+                num_before, *metrics = before
+                output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
+                after = [num_before + output.num_examples, *output.metrics]
+                return self._aggregator.pack(output, pulled), after, self._logs.fuse(after)
+
+            specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
+            # Of no worker: each runs it on its own device.
+            with tf.device(None):
+                self._worker_function = function_of_its_own(step).get_concrete_function(*specs)
+        return self._worker_function
+
+    def _run_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
+        """One step of all workers; for each the number of examples and the metrics."""
         gathered = self._store.gather()
         pulled: dict[int, Pulled] = {}
         running: dict[int, list[RunningStep]] = {worker: [] for worker in self._shares}
@@ -109,4 +152,9 @@ class InGraphSyncCalls:
                         outputs[worker].append(output)
                         metrics = output.metrics
             self._aggregator.apply_mean(results, phase)
-        return outputs
+        rows = {}
+        for worker, of_worker in outputs.items():
+            with tf.device(Task("worker", worker).device):
+                num_examples = tf.add_n([tf.convert_to_tensor(output.num_examples) for output in of_worker])
+                rows[worker] = [num_examples, *of_worker[-1].metrics]
+        return rows

@@ -28,6 +28,7 @@ from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.store_backed import PreparedTraining
 from kdist.strategies.traced_calls import StepLogs
+from kdist.strategies.worker_iterators import WorkerIterators
 
 # A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
@@ -42,8 +43,7 @@ class ParameterServer(PsStrategy):
     def __init__(self, *args: Any, options: ParameterServerOptions, **kwargs: Any) -> None:
         super().__init__(*args, options=options, **kwargs)
         self.batches_per_step = options.local_steps
-        #: Iterators over each worker's data, created when its first step runs.
-        self._iterators: dict[int, Any] = {}
+        self._iterators = WorkerIterators(self._dataset)
         self._first_step: int | None = None
         #: How many losses of workers the counters of the servers account for.
         self._aligned_after = 0
@@ -94,12 +94,12 @@ class ParameterServer(PsStrategy):
         return super().global_step()
 
     def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
-        if worker not in self._iterators:
-            # A worker that returns continues to read where training is.
-            step = (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
-            dataset = self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
-            self._iterators[worker] = iter(dataset)
-        return fetch(function(self._iterators[worker]))
+        return fetch(function(self._iterators.of(worker)))
+
+    def _dataset(self, worker: int) -> tf.data.Dataset:
+        # A worker that returns continues to read where training is.
+        step = (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
+        return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
 
     @property
     def _num_in_flight(self) -> int:
@@ -138,7 +138,7 @@ class ParameterServer(PsStrategy):
         coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
 
     def _worker_is_back(self, worker: int) -> None:
-        self._iterators.pop(worker, None)
+        self._iterators.forget(worker)
 
     @property
     def _in_call(self) -> bool:

@@ -38,6 +38,7 @@ from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.quorum import Quorum
 from kdist.strategies.store_backed import PreparedTraining, no_batch
 from kdist.strategies.traced_calls import CallLogs, StepLogs
+from kdist.strategies.worker_iterators import WorkerIterators
 
 _TRIES = 3
 
@@ -66,8 +67,7 @@ class SyncReplicas(PsStrategy):
         self.batches_per_step = self._quorum.replicas_to_aggregate
         self._on_lost_worker = options.on_lost_worker
         self._worker_timeout = options.worker_timeout
-        #: Iterators over each worker's data, created when its first step runs.
-        self._iterators: dict[int, Any] = {}
+        self._iterators = WorkerIterators(self._dataset)
         #: Workers with a call in flight, and the step at which it was started.
         self._busy: dict[int, int] = {}
         #: What happened since the last update to gradients that no update waited for.
@@ -119,6 +119,11 @@ class SyncReplicas(PsStrategy):
             try:
                 if (logs := self._lockstep_call(may_begin)) is not None:
                     return logs
+            except tf.errors.CancelledError as error:
+                if self._has_phases:
+                    raise
+                # Sometimes that is all that is left of the error of a worker; by itself, it reports its own.
+                self._recover_lockstep(error)
             except tf.errors.OpError as error:
                 if not may_be_lost(error):
                     raise
@@ -137,14 +142,13 @@ class SyncReplicas(PsStrategy):
         coordinator, workers = self._running(), self._active()
         step = self._present_step()
         calls = self._lockstep_calls(workers)
-        if not self._iterators.keys() >= set(workers):
-            coordinator.watch(lambda: [self._iterator(worker) for worker in workers])
+        self._num_lost_before = coordinator.num_lost
+        iterators = self._iterators.of_all(workers, coordinator)
         size = self._sizer.next_size(remaining)
         if not calls.traced(size):
             self._warming_up = True
             coordinator.before_tracing()
-        function, iterators = calls.function(size), [self._iterators[worker] for worker in workers]
-        self._num_lost_before = coordinator.num_lost
+        function = calls.function(size)
         self._in_lockstep = True
         try:
             packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
@@ -327,13 +331,13 @@ class SyncReplicas(PsStrategy):
 
     def _worker_is_back(self, worker: int) -> None:
         # Its data starts over.
-        self._iterators.pop(worker, None)
+        self._iterators.forget(worker)
         self._finished.discard(worker)
         self._done_without.discard(worker)
         self._lockstep = None
 
     def _call(self, compute: tf.types.experimental.ConcreteFunction, worker: int) -> _Gradient:
-        *contribution, packed = compute(self._iterator(worker))
+        *contribution, packed = compute(self._iterators.of(worker))
         return _Gradient(contribution, fetch(packed))
 
     def _compute(self) -> tf.types.experimental.ConcreteFunction:
@@ -369,13 +373,9 @@ class SyncReplicas(PsStrategy):
             self._applies[size] = tf.function(apply, autograph=False).get_concrete_function([specs] * size)
         return int(self._watched(lambda: self._applies[size](contributions).numpy(), ("apply", size)))
 
-    def _iterator(self, worker: int) -> Any:
-        """The iterator over a worker's data."""
-        if worker not in self._iterators:
-            with tf.device(Task("worker", worker).device):
-                where = worker, self._step or 0, self.batches_per_step
-                self._iterators[worker] = iter(self._prepared.make_dataset(self._make_dataset, *where))
-        return self._iterators[worker]
+    def _dataset(self, worker: int) -> tf.data.Dataset:
+        where = worker, self._step or 0, self.batches_per_step
+        return self._prepared.make_dataset(self._make_dataset, *where)
 
     def _present_step(self) -> int:
         """The global step. Only this process applies updates, so it is read once."""

@@ -86,9 +86,13 @@ class CallLogs:
     @staticmethod
     def pack(staleness: tf.Tensor, rows: Sequence[Sequence[Any]]) -> tf.Tensor:
         """A row of float64 for each step: its staleness, its number of examples, its metrics."""
-        flat = [tf.reshape(tf.cast(tensor, tf.float64), [-1]) for row in rows for tensor in row]
-        columns = [tf.cast(staleness, tf.float64)[:, None], tf.reshape(tf.concat(flat, 0), [len(rows), -1])]
-        return tf.concat(columns, 1)
+        fused = CallLogs.fuse([tensor for row in rows for tensor in row])
+        return tf.concat([tf.cast(staleness, tf.float64)[:, None], tf.reshape(fused, [len(rows), -1])], 1)
+
+    @staticmethod
+    def fuse(tensors: Sequence[Any]) -> tf.Tensor:
+        """Tensors of a row as one, which may stand for them in `pack`: float64 `[n]`."""
+        return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
 
     def unpack(self, packed: np.ndarray) -> StepLogs:
         """Reads what `pack` made of some steps."""
