@@ -8,7 +8,7 @@ with TrainSession(make_strategy, spec, hooks, ...) as session:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import TracebackType
@@ -22,7 +22,8 @@ from kdist.console.warn import warn
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.model.names import LEARNING_RATE
-from kdist.run.run_lock import check_not_taken_over
+from kdist.run.run_length import RunLength
+from kdist.run.saves import Saves
 from kdist.run.statistics import RunStatistics
 from kdist.strategies.gradient_counts import add_counts
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
 
-# A run takes at most this long, for hooks that act by the clock.
-_LONGEST_RUN_SECS = 1.0
-_FIRST_RUN_STEPS = 16
-_LONGEST_RUN_GROWTH = 4
 #: Why a session ends that its caller leaves.
 _CALLER = "the caller"
 
@@ -93,7 +90,6 @@ class TrainSession:
         self.interrupted = False
         self.is_started = False
         self.statistics = RunStatistics()
-        self._diverged = False
         self._make_strategy = make_strategy
         self._max_restarts = max_restarts
         self._may_restart_tasks = may_restart_tasks
@@ -104,8 +100,8 @@ class TrainSession:
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
-        self._saved_step: int | None = None
-        self._longest_run = _FIRST_RUN_STEPS
+        self._saves = Saves(checkpoints, self._has_saved)
+        self._run_length = RunLength()
         self._went_on_since: float | None = None
         #: Whether a caller further out recovers from a failure of the cluster.
         self._is_recovering = False
@@ -143,7 +139,7 @@ class TrainSession:
 
     def stop_diverged(self, reason: str) -> None:
         """Like `request_stop`, but saves no further checkpoint: the parameters are worthless."""
-        self._diverged = True
+        self._saves.diverged = True
         self.request_stop(reason)
 
     def run(self) -> RunValues | None:
@@ -178,11 +174,11 @@ class TrainSession:
 
     def _run(self) -> RunValues | None:
         step = self.global_step
-        num_steps = max(1, _fewest(self._longest_run, (hook.due_in(step) for hook in self.hooks)))
+        num_steps = max(1, self._run_length.fewest(hook.due_in(step) for hook in self.hooks))
         context = RunContext(self, step, num_steps)
         for hook in self.hooks:
             hook.before_run(context)
-        may_begin = _fewest(num_steps + self._longest_run, (hook.idle_in(step) for hook in self.hooks))
+        may_begin = self._run_length.fewest((hook.idle_in(step) for hook in self.hooks), after=num_steps)
         return self._run_in(context, max(num_steps, may_begin))
 
     def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
@@ -200,19 +196,24 @@ class TrainSession:
             ConfigError: another chief has taken over the run dir.
             NonFiniteError: a value is NaN or infinite.
         """
-        if self.is_saved:
-            return
-        # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
-        step = self.strategy.global_step()
-        check_not_taken_over(self.run_dir)
-        path = self.checkpoints.save(step, self.strategy, keep=keep)
-        self._saved_step = step
-        self.print_line(lines.save_line(step, self.last_step, path))
+        self._saves.save(self.strategy, keep=keep)
+
+    def begin_save(self) -> None:
+        """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
+        self._saves.begin(self.strategy)
+
+    def finish_save(self, *, keep: int, wait: bool = True) -> bool:
+        """Completes the checkpoint that is being written, after waiting for it if `wait`; raises as `save` does.
+
+        Returns:
+            Whether there was one, and it is complete now.
+        """
+        return self._saves.finish(self.strategy, keep=keep, wait=wait)
 
     @property
     def is_saved(self) -> bool:
         """Whether there is nothing to save: a checkpoint of the present step exists, or training has diverged."""
-        return self._diverged or self._saved_step == self.strategy.global_step()
+        return self._saves.is_saved(self.strategy)
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
         """Sets values on the tasks between two runs.
@@ -303,8 +304,9 @@ class TrainSession:
             ClusterError: `error`, or the error of a later failure, when no restart is left.
         """
         while True:
-            newest = self.checkpoints.newest()
             cluster_is_there = isinstance(error, TornUpdateError)
+            self._saves.settle(self.strategy, cluster_is_there=cluster_is_there)
+            newest = self.checkpoints.newest()
             if self._times_back >= self._max_restarts or self.interrupted or newest is None:
                 raise error
             if not (cluster_is_there or self._may_restart_tasks):
@@ -362,10 +364,7 @@ class TrainSession:
         )
         # Synchronous steps that are missing from the logs ran exactly once; only their metrics were lost.
         self.statistics.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)
-        if not values.warming_up and seconds > 0:
-            in_time = max(1, int(values.num_steps / seconds * _LONGEST_RUN_SECS))
-            # Steps may have been done before they were requested: a single run says little.
-            self._longest_run = min(in_time, _LONGEST_RUN_GROWTH * self._longest_run)
+        self._run_length.observe(values)
         return values
 
     def _restore(self) -> None:
@@ -384,17 +383,15 @@ class TrainSession:
         self.checkpoints.tidy()
         if (path := self.checkpoints.restore(self.strategy)) is None:
             return False
-        self._saved_step = self.strategy.global_step()
-        self.print_line(lines.resume_line(self._saved_step, self.last_step, path))
+        self._saves.newest = self.strategy.global_step()
+        self.print_line(lines.resume_line(self._saves.newest, self.last_step, path))
         return True
+
+    def _has_saved(self, step: int, path: Path) -> None:
+        self.print_line(lines.save_line(step, self.last_step, path))
 
     def _close(self) -> None:
         with ExitStack() as closing:
             # All are called even if one raises; the last one first.
             for close in (self.strategy.stop, self.summaries.close, *(hook.close for hook in reversed(self.hooks))):
                 closing.callback(close)
-
-
-def _fewest(longest: int, steps: Iterable[int | None]) -> int:
-    """The fewest steps that all hooks allow; None allows any number."""
-    return min([longest, *(each for each in steps if each is not None)])

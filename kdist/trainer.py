@@ -153,6 +153,7 @@ class Trainer:
             self._follows_run = False
         self._lock_run_dir = lock_run_dir
         self.result = Result()
+        self._left_on_servers: FitRequest | None = None
 
     @property
     def strategy_name(self) -> str:
@@ -317,7 +318,7 @@ class Trainer:
         )
 
     def _take(self, outcome: FitOutcome) -> None:
-        self.result, self._resume = outcome.result, outcome.resume
+        self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers
 
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
         """Shows which server would hold each variable; starts nothing.
@@ -351,14 +352,13 @@ class Trainer:
 
         Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
             on_workers: start the cluster, which must have parameter servers, and let each worker evaluate a part. This
-                is worthwhile if the evaluation takes much longer than a cluster needs to start. Data that cannot be
-                split (functions, generators, or with `steps`) is evaluated in this process.
+                is worthwhile if it takes much longer than a cluster needs to start, and the only way for a model larger
+                than `export_max_bytes`. Data that cannot be split is evaluated in this process.
         """
-        self._request(FitArguments(x)).check_model_came_back(self.result)
-        if on_workers and steps is None and (workers := self._workers()) is not None:
-            logs = workers.evaluate(self.model, x, y, sample_weight, batch_size)
-            if logs is not None:
-                return logs
+        workers = self._workers() if on_workers and steps is None else None
+        if workers and (logs := workers.evaluate(self.model, x, y, sample_weight, batch_size)) is not None:
+            return logs
+        self._check_model_is_here()
         return evaluate(
             self.model, x, y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight, steps=steps
         )
@@ -376,19 +376,23 @@ class Trainer:
 
         Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
         """
-        self._request(FitArguments(x)).check_model_came_back(self.result)
-        if on_workers and steps is None and (workers := self._workers()) is not None:
-            outputs = workers.predict(self.model, x, batch_size)
-            if outputs is not None:
-                return outputs
+        workers = self._workers() if on_workers and steps is None else None
+        if workers and (outputs := workers.predict(self.model, x, batch_size)) is not None:
+            return outputs
+        self._check_model_is_here()
         return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+
+    def _check_model_is_here(self) -> None:
+        if self._left_on_servers is not None:
+            raise self._left_on_servers.model_is_elsewhere()
 
     def _workers(self) -> WorkerPool | None:
         """The workers that can be started for an evaluation; None without parameter servers."""
         strategy = self._strategy
         if not strategy.shape.num_ps or strategy.membership is not None:
             return None
-        return WorkerPool(strategy.make, strategy.shape.num_workers, self.files.logs, self._grace_secs)
+        training = None if self._left_on_servers is None else self._left_on_servers.bring_back
+        return WorkerPool(strategy.make, strategy.shape.num_workers, self.files.logs, self._grace_secs, training)
 
 
 def _with_given(cluster: ClusterConfig, **given: Any) -> ClusterConfig:

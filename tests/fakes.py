@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster.bounded import in_thread
 from kdist.hooks import Hook
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.value_files import ValueFiles
@@ -60,6 +62,10 @@ class ValuesHere:
     def save(self, prefix: Path) -> None:
         first, *others = self.values
         ValueFiles(self._in_variables(others)).save(prefix, {first: self.values[first]})
+
+    def begin_save(self, prefix: Path) -> Future[None]:
+        first, *others = self.values
+        return in_thread(ValueFiles(self._in_variables(others)).begin_save(prefix, {first: self.values[first]}))
 
     def restore(self, path: Path) -> None:
         values = self._in_variables(self.shapes)
@@ -127,6 +133,9 @@ class CountingStrategy(Strategy):
     def save(self, prefix: Path) -> None:
         ValuesHere({**self.read(), "seed": np.array(self.spec.seed)}).save(prefix)
 
+    def begin_save(self, prefix: Path) -> Future[None]:
+        return in_thread(lambda: None)
+
     def restore(self, path: Path) -> None:
         self.step = int(path.name.rpartition("-")[2])
 
@@ -149,6 +158,14 @@ class FakeCheckpoints:
     folder: Path = Path("checkpoints")
 
     def save(self, step: int, stored: Any, *, keep: int) -> Path:
+        self.saved.append(step)
+        return self.folder / f"ckpt-{step}"
+
+    def begin_save(self, step: int, stored: Any) -> Future[None]:
+        return stored.begin_save(self.folder / f"unfinished-{step}")
+
+    def finish_save(self, step: int, wait: Callable[[], None], *, keep: int | None = None) -> Path:
+        wait()
         self.saved.append(step)
         return self.folder / f"ckpt-{step}"
 

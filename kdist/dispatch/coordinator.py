@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
 from kdist.console.warn import warn
 from kdist.dispatch.connection import connect, disconnect, reconnect
-from kdist.dispatch.first_call_lock import first_calls
+from kdist.dispatch.first_call_lock import call_in_turn, first_calls
 from kdist.dispatch.health import Supervisor, ask, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, Call, Calls, Finished, WorkerThread, may_be_lost
 from kdist.errors import ClusterError
@@ -151,18 +151,20 @@ class Coordinator:
                 self._calls.admit(worker)
 
     def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
-        """Runs a function that waits for tasks, and watches them in the meantime; after a failure it is left behind in
-        its thread.
+        """Runs a function that waits for tasks, and watches them in the meantime; see `start`."""
+        return self.wait_for(self.start(function, kind))
+
+    def start(self, function: Callable[[], T], kind: Hashable = None) -> Future[T]:
+        """Runs a function that waits for tasks in a thread; after a failure it is left behind there.
 
         Args:
             kind: identifies the TensorFlow functions that it calls; see `FirstCalls`.
         """
 
-        def work() -> T:
-            with first_calls.call(kind), executor_scope(QuietExecutor()):
-                return function()
+        return in_thread(partial(call_in_turn, function, kind))
 
-        outcome = in_thread(work)
+    def wait_for(self, outcome: Future[T]) -> T:
+        """Waits for what was started, and watches the tasks in the meantime."""
         self._wait(lambda timeout: wait([outcome], timeout).done)
         return outcome.result()
 

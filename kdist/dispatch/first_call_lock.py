@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
+
+from kdist._compat.tensorflow import QuietExecutor, executor_scope
+
+T = TypeVar("T")
 
 # By then nearly every call has started all of its parts and only waits for a task that is slow, or stopped. Waiting
 # longer would block all other calls.
@@ -104,3 +108,9 @@ def fetch(tensor: tf.Tensor) -> Any:
     in_turn = first_calls.call(("fetch", tensor.device, tensor.dtype))
     with in_turn, tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
         return tf.identity(tensor).numpy()
+
+
+def call_in_turn(function: Callable[[], T], kind: Hashable) -> T:
+    """Calls a function that calls tasks, in a thread of its own; `kind` as in `FirstCalls.call`."""
+    with first_calls.call(kind), executor_scope(QuietExecutor()):
+        return function()

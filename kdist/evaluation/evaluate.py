@@ -28,7 +28,7 @@ from kdist.model.state import finalize_ema, read_from_model, write_to_model
 if TYPE_CHECKING:
     from kdist.hooks.base import Session
     from kdist.hooks.keras_callbacks import Callbacks
-    from kdist.strategies.base import WorkerEvaluation
+    from kdist.strategies.base import Strategy, WorkerEvaluation
 
 
 def evaluate(
@@ -66,12 +66,14 @@ class WorkerPool:
         num_workers: how many workers it has.
         log_dir: folder for the logs of the tasks.
         grace_secs: seconds that an interrupted evaluation has to end.
+        training: starts a strategy with the values that are evaluated on its servers, if the model does not have them.
     """
 
     make_strategy: Callable[[], Any]
     num_workers: int
     log_dir: Path
     grace_secs: float
+    training: Callable[[Strategy], None] | None = None
 
     def evaluate(self, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> Logs | None:
         """The same as `evaluate`; None if the workers cannot do it."""
@@ -95,12 +97,17 @@ class WorkerPool:
         return None if results is None else prediction.outputs(results)
 
     def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> list[Any] | None:
-        evaluation.values = read_from_model(model)
         strategy = self.make_strategy()
         try:
-            strategy.start_tasks(self.log_dir, self.grace_secs)
+            if self.training is not None:
+                self.training(strategy)
+            else:
+                evaluation.values = read_from_model(model)
+                strategy.start_tasks(self.log_dir, self.grace_secs)
             results: list[Any] | None = strategy.on_workers(evaluation)
             return results
+        except NeedsWholeTable:
+            return None
         finally:
             strategy.stop()
 

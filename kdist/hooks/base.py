@@ -107,6 +107,12 @@ class Session(Protocol):
     def save(self, *, keep: int) -> None:
         """Saves a checkpoint of the present step and keeps the newest `keep`."""
 
+    def begin_save(self) -> None:
+        """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
+
+    def finish_save(self, *, keep: int, wait: bool = True) -> bool:
+        """Completes the checkpoint that is being written; returns whether it is complete now."""
+
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
 

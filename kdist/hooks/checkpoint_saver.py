@@ -38,6 +38,8 @@ class CheckpointSaver(TimedHook):
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
         keep: how many checkpoints to keep; the oldest are deleted.
+        background: whether training continues while a checkpoint is written, except the first and the last one. Until
+            it is written, each task needs memory for a copy of all that it holds. A save that is due earlier waits.
         listeners: notified of every checkpoint.
         clock: returns seconds; replaced in tests.
 
@@ -51,6 +53,7 @@ class CheckpointSaver(TimedHook):
         every_secs: float | None = None,
         every_steps: int | None = None,
         keep: int = 5,
+        background: bool = False,
         listeners: Sequence[CheckpointSaverListener] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,6 +62,9 @@ class CheckpointSaver(TimedHook):
             every_secs = 600.0
         super().__init__(every_steps, every_secs, "hooks.checkpoint", clock=clock)
         self._keep = keep
+        self._background = background
+        #: The step of a checkpoint that is being written in the background.
+        self._begun_at = 0
         self._listeners = list(listeners)
 
     def begin(self, session: Session) -> None:
@@ -66,13 +72,19 @@ class CheckpointSaver(TimedHook):
             listener.begin()
 
     def after_create_session(self, session: Session) -> None:
-        self._try_to_save(session)
+        # Without it, nothing could be resumed.
+        self._trying(session, self._save)
+        self._timer.restart(session.global_step)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
+        session = context.session
+        self._trying(session, self._finish, wait=False)
         if self._timer.due(values.global_step):
-            self._try_to_save(context.session)
+            self._trying(session, self._begin if self._background else self._save)
+            self._timer.restart(session.global_step)
 
     def end(self, session: Session) -> None:
+        self._trying(session, self._finish)
         self._save(session)
         for listener in self._listeners:
             listener.end(session, session.global_step)
@@ -81,22 +93,38 @@ class CheckpointSaver(TimedHook):
         # Steps are exact. If the clock decides, saving itself waits for steps in flight.
         return self.due_in(step)
 
-    def _try_to_save(self, session: Session) -> None:
+    def _trying(self, session: Session, function: Callable[..., None], **arguments: bool) -> None:
+        """Calls a function that saves; a failure costs a warning."""
         try:
-            self._save(session)
+            function(session, **arguments)
         except CheckpointError as error:
             # At the last step `end` tries again, and raises the error.
             if not session.should_stop():
                 warn(str(error).replace("\n  ", "; ") + "; training continues")
-        self._timer.restart(session.global_step)
 
     def _save(self, session: Session) -> None:
         if session.is_saved:
             return
-        step = session.global_step
-        for listener in self._listeners:
-            listener.before_save(session, step)
+        step = self._before_save(session)
         session.save(keep=self._keep)
+        self._after_save(session, step)
+
+    def _begin(self, session: Session) -> None:
+        self._finish(session)
+        if not session.is_saved:
+            self._begun_at = self._before_save(session)
+            session.begin_save()
+
+    def _finish(self, session: Session, *, wait: bool = True) -> None:
+        if session.finish_save(keep=self._keep, wait=wait):
+            self._after_save(session, self._begun_at)
+
+    def _before_save(self, session: Session) -> int:
+        for listener in self._listeners:
+            listener.before_save(session, session.global_step)
+        return session.global_step
+
+    def _after_save(self, session: Session, step: int) -> None:
         for listener in self._listeners:
             if listener.after_save(session, step):
                 session.request_stop(type(listener).__name__)

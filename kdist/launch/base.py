@@ -109,14 +109,19 @@ class FitRequest:
         """Whether the trained values are too large to come back to this process; the model is built."""
         return self.strategy.shape.num_ps > 0 and num_bytes(self.source.model) > self.export_max_bytes
 
-    def check_model_came_back(self, result: Result) -> None:
-        """Refuses, with a `ConfigError`, to use a model whose trained values stayed on the servers of such a fit."""
-        if result.status and self.keeps_model_on_servers:
-            raise ConfigError(
-                f"model {self.source.model.name}: has {num_bytes(self.source.model)} bytes, more than export_max_bytes="
-                f"{self.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; a fit "
-                "with the same run_dir and a larger export_max_bytes brings them here"
-            )
+    def bring_back(self, strategy: Strategy) -> None:
+        """Starts a strategy with the values that such a fit has left in its newest checkpoint."""
+        strategy.start(self.training_spec(self.training_data()))
+        self.files.checkpoints().restore(strategy)
+
+    def model_is_elsewhere(self) -> ConfigError:
+        """Why a model whose trained values stayed on the servers of such a fit cannot be used."""
+        return ConfigError(
+            f"model {self.source.model.name}: has {num_bytes(self.source.model)} bytes, more than export_max_bytes="
+            f"{self.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; "
+            "on_workers=True evaluates arrays where parameter servers have the values, and predicts; a fit with the "
+            "same run_dir and a larger export_max_bytes brings them here"
+        )
 
     def training_data(self) -> TrainingData:
         """What the workers read."""
@@ -163,12 +168,14 @@ class FitOutcome:
         resume: how the next fit of the same trainer begins: None continues from the model, `auto` from the newest
             checkpoint.
         error: what ended the fit; None if it ended well.
+        left_on_servers: the fit, if its model is too large to come back to this process.
     """
 
     result: Result
     resume: str | None
     history: keras.callbacks.History = field(default_factory=keras.callbacks.History)
     error: BaseException | None = None
+    left_on_servers: FitRequest | None = None
 
 
 class Launcher(abc.ABC):

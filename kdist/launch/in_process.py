@@ -60,7 +60,8 @@ class LocalFit:
 
     def outcome(self, error: BaseException | None = None) -> FitOutcome:
         """How the fit ended; `error` is what its session raised."""
-        return FitOutcome(self._result, self._resume, self._history, error)
+        left = self._request if self._result.status and self._request.keeps_model_on_servers else None
+        return FitOutcome(self._result, self._resume, self._history, error, left)
 
     @contextmanager
     def session(self) -> Iterator[TrainSession]:

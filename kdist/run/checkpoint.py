@@ -10,8 +10,9 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +43,9 @@ class Stored(Protocol):
 
     def save(self, prefix: Path) -> None:
         """Writes a checkpoint with all values; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`."""
+
+    def begin_save(self, prefix: Path) -> Future[None]:
+        """As `save`, but the values may change as soon as it returns; the future raises what `save` does."""
 
     def restore(self, path: Path) -> None:
         """Reads all values from a checkpoint; raises `tf.errors.OpError` if it is damaged."""
@@ -78,13 +82,45 @@ class Checkpoints:
             NonFiniteError: a value is NaN or infinite; nothing is written.
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
         """
-        try:
+        with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
             stored.save(self._unfinished(step))
-            self._move_into_place(step)
-            for old in self.steps()[:-keep] if keep else []:
-                self._delete(old)
+            self._complete(step, keep)
+        return self.path(step)
+
+    def begin_save(self, step: int, stored: Stored) -> Future[None]:
+        """As `save`, but returns when the values may change; `finish_save` has to follow, and takes what it returns."""
+        with self._explaining(step):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return stored.begin_save(self._unfinished(step))
+
+    def finish_save(self, step: int, wait: Callable[[], None], *, keep: int | None = None) -> Path:
+        """Completes what `begin_save` has begun; see `save`.
+
+        Args:
+            wait: waits until it is written.
+        """
+        with self._explaining(step):
+            wait()
+            self._complete(step, keep)
+        return self.path(step)
+
+    def _complete(self, step: int, keep: int | None) -> None:
+        """Makes what was written a checkpoint."""
+        self._move_into_place(step)
+        for old in self.steps()[:-keep] if keep else []:
+            self._delete(old)
+        # Only TensorFlow's own tools need it.
+        with suppress(OSError):
+            self._write_state([self.path(old).name for old in self.steps()])
+
+    @contextmanager
+    def _explaining(self, step: int) -> Iterator[None]:
+        """Says what it means that a step cannot be saved."""
+        try:
+            yield
         except NonFiniteError as error:
+            self._remove_left_behind()
             raise NonFiniteError(
                 f"step {step} is not saved: {error}\n"
                 f"  last good checkpoint, which is kept: {self.newest() or 'none was saved'}"
@@ -96,10 +132,6 @@ class Checkpoints:
                 f"step {step} could not be saved to {self.folder}: {_in_a_line(error)}\n"
                 f"  last good checkpoint: {self.newest() or 'none was saved'}"
             ) from error
-        # Only TensorFlow's own tools need it.
-        with suppress(OSError):
-            self._write_state([self.path(old).name for old in self.steps()])
-        return self.path(step)
 
     def keep_only(self, step: int) -> None:
         """Deletes every checkpoint but one."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import keras
 import numpy as np
@@ -18,6 +19,8 @@ from kdist.data.sources import TrainingData
 from kdist.errors import ConfigError
 from kdist.parameters.placement import PlacementPlan
 from kdist.strategies.traced_calls import StepLogs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,18 @@ class Strategy(abc.ABC):
             NonFiniteError: a value is NaN or infinite; nothing is written.
             tf.errors.OpError, OSError: it cannot be written.
         """
+
+    @abc.abstractmethod
+    def begin_save(self, prefix: Path) -> Future[None]:
+        """As `save`, of the present values, which may change as soon as it returns.
+
+        Returns:
+            What `wait_for` takes, once, before the next `begin_save`; it raises the errors.
+        """
+
+    def wait_for(self, outcome: Future[T]) -> T:
+        """Waits for what the strategy does beside its steps."""
+        return outcome.result()
 
     @abc.abstractmethod
     def restore(self, path: Path) -> None:

@@ -87,6 +87,7 @@ class PsStrategy(StoreBackedStrategy):
         self._coordinator: Coordinator | None = None
         self._evaluations: dict[WorkerEvaluation, _Traced] = {}
         self._is_training = False
+        self._save_begun: Future[None] | None = None
 
     def start(self, spec: TrainingSpec) -> None:
         # The chief builds the model while the tasks start, unless its own step may be refused.
@@ -168,18 +169,31 @@ class PsStrategy(StoreBackedStrategy):
         self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))
 
     def save(self, prefix: Path) -> None:
-        self.drain()
         self._on_files(lambda: super(PsStrategy, self).save(prefix), "save")
 
+    def begin_save(self, prefix: Path) -> Future[None]:
+        write = self._on_files(lambda: self._store.files.begin_save(prefix, self._beside), "begin_save")
+        self._save_begun = self._running().start(write, "finish_save")
+        return self._save_begun
+
+    def wait_for(self, outcome: Future[T]) -> T:
+        with self._of_files():
+            return self._running().wait_for(outcome)
+
     def restore(self, path: Path) -> None:
-        self.drain()
         self._on_files(lambda: super(PsStrategy, self).restore(path), "restore")
 
-    def _on_files(self, function: Callable[[], None], kind: str) -> None:
+    def _on_files(self, function: Callable[[], T], kind: str) -> T:
         """As `_watched`, but what is wrong with a file is not an error of a task."""
-        try:
+        self.drain()
+        with self._of_files():
             self._running().before_tracing()
-            self._running().watch(function, kind)
+            return self._running().watch(function, kind)
+
+    @contextmanager
+    def _of_files(self) -> Iterator[None]:
+        try:
+            yield
         except tf.errors.OpError as error:
             if may_be_lost(error):
                 raise self._explained(error) from error
@@ -189,7 +203,8 @@ class PsStrategy(StoreBackedStrategy):
         if self._cluster is None:
             return
         is_dead = True
-        if self._coordinator is not None and (self._in_call or not self._coordinator.all_answer()):
+        is_busy = self._in_call or not (self._save_begun is None or self._save_begun.done())
+        if self._coordinator is not None and (is_busy or not self._coordinator.all_answer()):
             # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
             # an error at once.
             is_dead = self._cluster.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +18,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist._compat.reserved import reserved_slots
+from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import make_dataset, worker_dataset
@@ -124,7 +126,15 @@ class StoreBackedStrategy(Strategy):
             self._continue_at(int(values[GLOBAL_STEP]))
 
     def save(self, prefix: Path) -> None:
-        self._store.files.save(prefix, {SEED: np.array(self._prepared.spec.seed, np.int64)})
+        self._store.files.save(prefix, self._beside)
+
+    def begin_save(self, prefix: Path) -> Future[None]:
+        return in_thread(self._store.files.begin_save(prefix, self._beside))
+
+    @property
+    def _beside(self) -> dict[str, np.ndarray]:
+        """What a checkpoint has beside the values."""
+        return {SEED: np.array(self._prepared.spec.seed, np.int64)}
 
     def restore(self, path: Path) -> None:
         self._store.restore(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from keras import layers
 
 import kdist
 from kdist.data.columns import Column
-from kdist.hooks import CheckpointSaver
+from kdist.hooks import CheckpointSaver, Hook
+from kdist.hooks.base import RunContext, RunValues
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.transport import Wire
 from kdist.parameters.value_files import ValueFiles
@@ -79,12 +81,57 @@ def test_servers_save_their_rows_and_any_number_of_them_restores_them(run_dir: P
 def test_servers_with_disks_of_their_own_save_and_restore_through_the_chief(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ValueFiles, "_look_for", lambda files, path: setattr(files, "_are_seen", False))
+    def look_for(files: ValueFiles, path: Path) -> None:
+        files._present.through_chief = files._restored.through_chief = True
+
+    monkeypatch.setattr(ValueFiles, "_look_for", look_for)
     train(run_dir, "2ps1w", 20)
     resumed = train(run_dir, "3ps1w", 30)
     whole = train(run_dir.with_name("whole"), "local", 30)
     for name, value in whole.items():
         np.testing.assert_allclose(resumed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class StepsMeanwhile(Hook):
+    """Holds back what a server writes for some steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun_at: list[int] = []
+        self._may_write = threading.Event()
+        self._step = 0
+        write = ValueFiles._write_large
+
+        def late(*arguments: Any) -> None:
+            if self._step:
+                self.begun_at.append(self._step)
+                assert self._may_write.wait(60)
+            write(*arguments)
+
+        monkeypatch.setattr(ValueFiles, "_write_large", late)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._step = values.global_step
+        if self.begun_at and self._step >= self.begun_at[0] + 10:
+            self._may_write.set()
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+def test_training_continues_while_servers_write(
+    strategy: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = StepsMeanwhile(monkeypatch)
+    hooks = [CheckpointSaver(every_steps=20, background=True), hook]
+    trainer = kdist.Trainer(build, cluster="2ps1w", strategy=strategy, run_dir=run_dir, hooks=hooks, steps_per_call=1)
+    trainer.fit(*ids(), batch_size=16, steps=50, verbose=2, shuffle=False)
+    # Step 20 was written after step 30; what was due then waited for it.
+    assert hook.begun_at[0] == 20
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in lines if line.startswith("save ")] == ["0", "20", "40", "50"]
+    in_time = train(run_dir.with_name("in_time"), "2ps1w", 20, strategy=strategy)
+    saved = Checkpoints(run_dir / "checkpoints").read(20)
+    assert saved is not None
+    for name, value in in_time.items():
+        np.testing.assert_allclose(saved[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_a_damaged_file_of_one_server_damages_its_checkpoint_alone(run_dir: Path) -> None:
@@ -129,6 +176,7 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     for use in (trainer.evaluate, trainer.predict):
         with pytest.raises(kdist.ConfigError, match="more than export_max_bytes=1000, so its trained values are in"):
             use(ids()[0])
+    logs, outputs = trainer.evaluate(*ids(), on_workers=True), trainer.predict(ids()[0], on_workers=True)
     with pytest.raises(kdist.ConfigError, match="were on parameter servers only"):
         kdist.Trainer(trainer.model)
     # The next fit continues from what was saved; one that may bring it here does.
@@ -139,6 +187,12 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     saved = Checkpoints(run_dir / "checkpoints").read(40)
     assert saved is not None
     np.testing.assert_array_equal(brought.model.layers[0].embeddings.numpy(), saved["parameters/embedding/embeddings"])
+    assert trainer.evaluate(*ids(), on_workers=True) == pytest.approx(brought.evaluate(*ids()), rel=1e-5)
+    assert logs != pytest.approx(brought.evaluate(*ids()), rel=1e-3)
+    np.testing.assert_allclose(
+        trainer.predict(ids()[0], on_workers=True), brought.predict(ids()[0]), rtol=1e-5, atol=1e-6
+    )
+    assert outputs.shape == (256, 1)
     assert keras.saving.load_model(run_dir / "model.keras").layers[0].embeddings.shape == (ROWS, DIM)
 
 

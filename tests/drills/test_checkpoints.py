@@ -270,6 +270,35 @@ def test_a_server_that_is_killed_while_it_saves_leaves_the_checkpoint_before(dri
 
 
 @pytest.mark.long
+def test_kill_9_during_a_save_in_the_background_leaves_the_checkpoint_before(drill: Drill) -> None:
+    arguments = (*SHARDED, "hooks.checkpoint.every_steps=20", "hooks.checkpoint.background=true")
+    folder = drill.cwd / "D" / "checkpoints"
+    for task in ("chief", "ps:1"):
+        run = drill.start(*arguments, "train.steps=100000")
+        run.wait_for(r"save  \| step +[1-9]")
+        for is_saving in (False, True):
+            wait_until(
+                lambda want=is_saving: any(folder.glob("unfinished-*/[01]-*")) == want, 60, f"saving: {is_saving}"
+            )
+        if task == "chief":
+            run.process.kill()
+            assert run.end().code == -signal.SIGKILL
+        else:
+            run.signal_task(task)
+            run.wait_for("ps:1 died .*; restarting the cluster from checkpoints/ckpt-")
+            os.kill(run.process.pid, signal.SIGTERM)
+            assert run.end().code == 143
+        saved = steps_saved(folder)
+        assert int(values(folder, saved[-1])["global_step"]) == saved[-1]
+    ended = drill.start(*arguments, f"train.steps={saved[-1] + 20}").end()
+    assert ended.code == 0
+    assert names(folder) == whole(folder)
+    drill.report(
+        29, "chief, then a ps, killed during a save in the background", "the checkpoint before; resumed", ended
+    )
+
+
+@pytest.mark.long
 def test_a_disk_that_is_full_on_one_server_costs_a_warning_and_leaves_the_checkpoint_before(drill: Drill) -> None:
     run = drill.start(*SHARDED, "hooks.checkpoint.every_steps=20", "train.steps=100000")
     folder = drill.cwd / "D" / "checkpoints"

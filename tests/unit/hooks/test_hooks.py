@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from fakes import CountingStrategy, FakeCheckpoints, FakeClock, make_session, run_all
 
 from kdist import hooks
-from kdist.errors import ClusterError, ConfigError
+from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.hooks import (
     BestCheckpoint,
     CheckpointSaver,
@@ -32,6 +33,7 @@ from kdist.hooks import (
     StopAtStep,
     SummarySaver,
 )
+from kdist.hooks.base import RunContext, RunValues
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.base import Strategy
 
@@ -170,6 +172,67 @@ def test_listeners_are_told_of_every_checkpoint_before_and_after() -> None:
         ("after", 15, (0, 10, 15)),
         ("end", 15),
     ]
+
+
+class LateStrategy(CountingStrategy):
+    """Has written a copy when it is told to."""
+
+    written: Future[None]
+
+    def begin_save(self, prefix: Path) -> Future[None]:
+        self.written = Future()
+        return self.written
+
+    def wait_for(self, outcome: Future[Any]) -> Any:
+        # Who waits gets it in time.
+        if not outcome.done():
+            outcome.set_result(None)
+        return outcome.result()
+
+
+class WritesAt(Hook):
+    def __init__(self, *steps: int, error: Exception | None = None) -> None:
+        self._steps, self._error = steps, error
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        if values.global_step in self._steps:
+            written = context.session.strategy.written  # type: ignore[attr-defined]
+            written.set_result(None) if self._error is None else written.set_exception(self._error)
+
+    def due_in(self, step: int) -> int | None:
+        return min((at - step for at in self._steps if at > step), default=None)
+
+
+def test_training_continues_while_a_checkpoint_is_written() -> None:
+    listener = Listener()
+    saver = CheckpointSaver(every_steps=10, background=True, listeners=[listener])
+    session = run_all(make_session([WritesAt(14), saver, StopAtStep(last_step=35)], LateStrategy()))
+    assert listener.told == [
+        "begin",
+        # The first and the last one are written at once.
+        ("before", 0, ()),
+        ("after", 0, (0,)),
+        ("before", 10, (0,)),
+        ("after", 10, (0, 10)),
+        ("before", 20, (0, 10)),
+        # The third waits for the second.
+        ("after", 20, (0, 10, 20)),
+        ("before", 30, (0, 10, 20)),
+        ("after", 30, (0, 10, 20, 30)),
+        ("before", 35, (0, 10, 20, 30)),
+        ("after", 35, (0, 10, 20, 30, 35)),
+        ("end", 35),
+    ]
+    assert session.is_saved
+
+
+def test_a_checkpoint_that_cannot_be_written_meanwhile_costs_a_warning() -> None:
+    saver = CheckpointSaver(every_steps=10, background=True)
+    late = WritesAt(14, error=CheckpointError("step 10 could not be saved"))
+    session = make_session([late, saver, StopAtStep(last_step=30)], LateStrategy())
+    with pytest.warns(UserWarning, match="step 10 could not be saved; training continues"):
+        run_all(session)
+    assert session.checkpoints.saved == [0, 20, 30]
 
 
 def test_a_listener_can_end_training() -> None:

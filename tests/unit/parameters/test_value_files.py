@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kdist.cluster.bounded import in_thread
 from kdist.errors import NonFiniteError
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.value_files import ValueFiles
@@ -108,6 +110,49 @@ def test_values_that_are_not_finite_are_named_and_nothing_is_written(tmp_path: P
     with pytest.raises(NonFiniteError, match=r"^parameters/(table, parameters/bias|bias, parameters/table) are not"):
         save(values, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("piece_bytes", [1024, 1 << 30])
+def test_what_is_copied_is_written_whatever_becomes_of_the_values(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamedValues, "piece_bytes", piece_bytes)
+    values = stored((0, 300, 511))
+    files = ValueFiles(values)
+    for number in range(3):
+        name = f"saved-{number}"
+        write = files.begin_save(tmp_path / name, {"seed": np.array(3, np.int64)})
+        before = values.read()
+        values.write({name: value + 1 for name, value in before.items() if name.startswith("parameters/")})
+        in_thread(write).result()
+        reader = tf.train.load_checkpoint(str(tmp_path / name))
+        for name, value in before.items():
+            np.testing.assert_array_equal(reader.get_tensor(name), value, err_msg=name)
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"saved-0", "saved-1", "saved-2"}
+
+
+def test_copies_take_no_memory_when_they_are_written_or_could_not_be(tmp_path: Path) -> None:
+    files = ValueFiles(stored((0, 300, 511)))
+    write = files.begin_save(tmp_path / "saved", {"seed": np.array(3)})
+    copies = [piece.variable for piece in files._copies[0]._pieces]
+    assert sum(tf.size(copy.read_value()).numpy() for copy in copies) > 511 * 7
+    write()
+    assert not any(tf.size(copy.read_value()).numpy() for copy in copies)
+    write = files.begin_save(tmp_path / "again", {"seed": np.array(3)})
+    shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    with pytest.raises(tf.errors.OpError):
+        write()
+    assert not any(tf.size(copy.read_value()).numpy() for copy in copies)
+
+
+def test_copies_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    values = stored((0, 300, 511))
+    values.write({"parameters/bias": np.full(800, np.nan, np.float32)})
+    write = ValueFiles(values).begin_save(tmp_path / "saved", {"seed": np.array(3)})
+    values.write({"parameters/bias": WHOLE["parameters/bias"]})
+    with pytest.raises(NonFiniteError, match=r"^parameters/bias is not finite"):
+        write()
+    assert not (tmp_path / "saved.index").exists()
 
 
 def test_tasks_that_do_not_see_the_files_send_them_through_the_chief(
