@@ -136,6 +136,9 @@ class CountingStrategy(Strategy):
     def begin_save(self, prefix: Path) -> Future[None]:
         return in_thread(lambda: None)
 
+    def histograms(self) -> dict[str, np.ndarray]:
+        return {}
+
     def restore(self, path: Path) -> None:
         self.step = int(path.name.rpartition("-")[2])
 
@@ -198,6 +201,9 @@ class FakeSummaries:
         self.written.append((split, step, tuple(values)))
 
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
+        self.written.append((split, step, (tag,)))
+
+    def buckets(self, split: str, tag: str, buckets: np.ndarray, step: int) -> None:
         self.written.append((split, step, (tag,)))
 
     def text(self, split: str, tag: str, text: str, step: int) -> None:

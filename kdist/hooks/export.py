@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 
@@ -37,6 +38,12 @@ class Export(Hook):
             # An interrupted run continues later, and exports then.
             return
         model = session.spec.model
+        if session.spec.stays_on_servers():
+            warn(
+                f"Export: model {model.name} is larger than run.export_max_bytes and stays in its checkpoints; a run "
+                "that resumes with a larger run.export_max_bytes exports it"
+            )
+            return
         write_to_model(model, session.read())
         finalize_ema(model)
         unfinished, path = session.run_dir / ".unfinished-export", session.run_dir / self._folder

@@ -15,11 +15,13 @@ from kdist.model.names import variable_names
 class HistogramSaver(TimedHook):
     """Writes histograms of each trainable variable to TensorBoard: `weights/<name>` and `gradients/<name>`.
 
-    Workers push gradients past the chief. So it computes those of one training batch from the present weights itself,
-    without clipping; for an embedding, those of the rows in the batch.
+    Weights are counted where they are. Workers push gradients past the chief; so it computes those of one training
+    batch from the present weights itself, without clipping; for an embedding, those of the rows in the batch. Of a
+    model that is too large for the chief (`run.export_max_bytes`), there are none.
 
     Args:
-        every_steps: steps between two histograms; 500 if neither is given, because all values are sent to the chief.
+        every_steps: steps between two histograms; 500 if neither is given, because with `gradients` all values are sent
+            to the chief.
         every_secs: seconds between two histograms.
         gradients: whether to compute gradients as well.
     """
@@ -50,13 +52,11 @@ class HistogramSaver(TimedHook):
     def _write(self, session: Session) -> None:
         from kdist.model.state import write_to_model
 
-        values = session.read()
-        for name, value in values.items():
-            if name.startswith("parameters/"):
-                tag = name.replace("parameters/", "weights/", 1)
-                session.summaries.histogram("train", tag, value, session.global_step)
-        if self._gradients:
-            write_to_model(session.spec.model, values)
+        for name, buckets in session.strategy.histograms().items():
+            tag = name.replace("parameters/", "weights/", 1)
+            session.summaries.buckets("train", tag, buckets, session.global_step)
+        if self._gradients and not session.spec.stays_on_servers():
+            write_to_model(session.spec.model, session.read())
             for name, gradient in self._gradients_of_a_batch(session).items():
                 session.summaries.histogram("train", f"gradients/{name}", gradient, session.global_step)
 

@@ -152,6 +152,7 @@ class FitRequest:
             last_step=last_step,
             grace_secs=self.grace_secs,
             on_servers=self.strategy.shape.num_ps > 0,
+            stays_on_servers=lambda: self.keeps_model_on_servers,
             steps_per_epoch=steps_per_epoch,
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
             data_begins_at=int(step_counter(main_optimizer(model))),

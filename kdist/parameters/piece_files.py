@@ -74,7 +74,7 @@ class PieceFiles:
         keys = [key for of_device in self._floats().values() for key in of_device]
         broken = {key for key, is_finite in zip(keys, flags) if not is_finite}
         suspects = [piece for piece in self._pieces if id(piece.variable) in broken]
-        return list(dict.fromkeys(piece.name for piece in suspects if not is_finite(_read([piece])[0].numpy())))
+        return list(dict.fromkeys(piece.name for piece in suspects if not is_finite(read_pieces([piece])[0].numpy())))
 
     def save(self, folder: str) -> None:
         """Writes all files into a folder; nothing may change the values meanwhile."""
@@ -118,7 +118,7 @@ class PieceFiles:
                 # One after the other: what one group needs is free before the next one is read.
                 with tf.control_dependencies(before):
                     with tf.device(device):
-                        tensors = [tensor for run in _runs(group) for tensor in _read(run)]
+                        tensors = [tensor for run in _runs(group) for tensor in read_pieces(run)]
                     with tf.device(self._writer_of(device)):
                         saved = tf.raw_ops.SaveV2(
                             prefix=tf.strings.join([folder, "/", next(names)]),
@@ -159,7 +159,7 @@ def _runs(group: Sequence[Piece]) -> list[list[Piece]]:
     return [list(run) for _, run in itertools.groupby(group, key=lambda piece: id(piece.variable))]
 
 
-def _read(run: Sequence[Piece]) -> list[tf.Tensor]:
+def read_pieces(run: Sequence[Piece]) -> list[tf.Tensor]:
     """The values of pieces that are next to each other, on the device of their variable.
 
     They are views of the variable where TensorFlow can make them, so nothing may change it meanwhile.

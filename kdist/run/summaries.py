@@ -16,7 +16,8 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
+from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.hparams.api_pb2 import Status
@@ -65,6 +66,14 @@ class Summaries:
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
         """Writes the distribution of `values`."""
         self._write(split, [histogram_pb(tag, values)], step)
+
+    def buckets(self, split: str, tag: str, buckets: np.ndarray, step: int) -> None:
+        """Writes a distribution that was counted: float64 `[n, 3]`, lower end, upper end and number of each bucket."""
+        tensor = TensorProto(dtype=DT_DOUBLE, tensor_content=buckets.astype(np.float64).tobytes())
+        for size in buckets.shape:
+            tensor.tensor_shape.dim.add(size=size)
+        metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
+        self._write(split, [_summary(tag, metadata, tensor)], step)
 
     def text(self, split: str, tag: str, text: str, step: int) -> None:
         """Writes Markdown."""

@@ -75,6 +75,7 @@ class TrainingSpec:
         last_step: the global step at which training ends; None if it is not known.
         grace_secs: seconds that an interrupted run has to end.
         on_servers: whether parameter servers have the values, and make those of large tables.
+        stays_on_servers: whether the model, built, is too large for the chief.
         steps_per_epoch: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
     """
@@ -88,6 +89,7 @@ class TrainingSpec:
     last_step: int | None = None
     grace_secs: float = RunConfig.grace_secs
     on_servers: bool = False
+    stays_on_servers: Callable[[], bool] = lambda: False
     steps_per_epoch: int | None = None
     data_begins_at: int = 0
 
@@ -190,6 +192,10 @@ class Strategy(abc.ABC):
     def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
         """The same in portions, so that not all of it is in memory at once."""
         yield self.read()
+
+    @abc.abstractmethod
+    def histograms(self) -> dict[str, np.ndarray]:
+        """The distribution of each parameter, by name, see `Histograms.read`; waits until nothing is in flight."""
 
     @abc.abstractmethod
     def write(self, values: Mapping[str, np.ndarray]) -> None:

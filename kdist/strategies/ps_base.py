@@ -164,6 +164,11 @@ class PsStrategy(StoreBackedStrategy):
         while (portion := self._watched(lambda: next(portions, None), "read")) is not None:
             yield portion
 
+    def histograms(self) -> dict[str, np.ndarray]:
+        self.drain()
+        self._running().before_tracing()
+        return self._watched(super().histograms, "histograms")
+
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.drain()
         self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))
@@ -290,6 +295,7 @@ class PsStrategy(StoreBackedStrategy):
         """Deletes the handles to objects on the tasks, while the tasks are there. A start may have failed before all
         of them were made."""
         self._evaluations.clear()
+        self._histograms = None
         with suppress(AttributeError):
             del self._prepared, self._store, self._make_dataset
 

@@ -27,6 +27,7 @@ from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
+from kdist.parameters.histograms import Histograms
 from kdist.parameters.packing import ModelVariables
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place, wrong_id
 from kdist.parameters.store import ParameterStore
@@ -46,6 +47,7 @@ class StoreBackedStrategy(Strategy):
     _ahead: StepLogs | None = None
     #: When the last run ended, if it left steps in flight.
     _last_end: float | None = None
+    _histograms: Histograms | None = None
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         self._warming_up = False
@@ -119,6 +121,10 @@ class StoreBackedStrategy(Strategy):
 
     def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
         yield from self._store.values.portions()
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        self._histograms = self._histograms or Histograms(self._store.values)
+        return self._histograms.read()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._store.write(values)

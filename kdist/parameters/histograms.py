@@ -1,0 +1,89 @@
+"""`Histograms`: the distributions of stored parameters, counted where they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.parameters.named_values import NamedValues, Piece
+from kdist.parameters.piece_files import read_pieces
+
+#: As many as TensorBoard makes of values that it is given.
+_NUM_BUCKETS = 30
+
+
+class Histograms:
+    """Counts elements on the devices that hold them: only ranges and counts travel.
+
+    Args:
+        values: those whose histograms are wanted are named `parameters/...`, and of floating point.
+    """
+
+    def __init__(self, values: NamedValues) -> None:
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in values.pieces():
+            if piece.name.startswith("parameters/") and piece.variable.dtype.is_floating:
+                self._pieces[piece.name].append(piece)
+        names = tf.TensorSpec([len(self._pieces), 2], tf.float64)
+        self._ranges = tf.function(self._find_ranges, autograph=False).get_concrete_function()
+        self._counts = tf.function(self._count, autograph=False).get_concrete_function(names)
+
+    def read(self) -> dict[str, np.ndarray]:
+        """For each value its buckets: float64 `[n, 3]`, of each its lower end, upper end and number of elements.
+
+        A value that is not finite has none.
+        """
+        ranges = self._ranges().numpy()
+        counts = self._counts(tf.constant(ranges)).numpy()
+        found = {}
+        for name, (low, high), of_name in zip(self._pieces, ranges, counts):
+            if np.isfinite([low, high]).all():
+                edges = np.linspace(low, high, _NUM_BUCKETS + 1)
+                found[name] = np.stack([edges[:-1], edges[1:], of_name], 1)
+        return found
+
+    def _find_ranges(self) -> tf.Tensor:
+        """The smallest and the largest element of each value, float64 `[values, 2]`."""
+        ranges = []
+        for pieces in self._pieces.values():
+            ends = []
+            for piece in pieces:
+                with tf.device(piece.variable.device):
+                    (value,) = read_pieces([piece])
+                    ends.append(tf.cast(tf.stack([tf.reduce_min(value), tf.reduce_max(value)]), tf.float64))
+            lows, highs = tf.unstack(tf.stack(ends), axis=1)
+            ranges.append(tf.stack([tf.reduce_min(lows), tf.reduce_max(highs)]))
+        return tf.stack(ranges)
+
+    def _count(self, ranges: tf.Tensor) -> tf.Tensor:
+        """How many elements of each value are in each bucket, float64 `[values, buckets]`."""
+        counts, before = [], defaultdict[str, list[tf.Tensor]](list)
+        for i, pieces in enumerate(self._pieces.values()):
+            of_pieces = []
+            for piece in pieces:
+                device = piece.variable.device
+                # One after the other: counting needs memory for the number of the bucket of each element.
+                with tf.device(device), tf.control_dependencies(before[device]):
+                    (value,) = read_pieces([piece])
+                    value = value if value.dtype.size >= tf.float32.size else tf.cast(value, tf.float32)
+                    counted = _count(value, tf.cast(ranges[i], value.dtype))
+                before[device] = [counted]
+                of_pieces.append(counted)
+            counts.append(tf.add_n(of_pieces))
+        return tf.stack(counts)
+
+
+def _count(value: tf.Tensor, limits: tf.Tensor) -> tf.Tensor:
+    """How many elements are in each bucket between two limits, float64 `[buckets]`; any number between infinite ones."""
+    is_known = tf.reduce_all(tf.math.is_finite(limits)) & (limits[0] < limits[1])
+
+    def count() -> tf.Tensor:
+        return tf.cast(tf.histogram_fixed_width(value, limits, _NUM_BUCKETS, tf.int32), tf.float64)
+
+    def last() -> tf.Tensor:
+        # Where TensorBoard counts equal elements.
+        return tf.one_hot(_NUM_BUCKETS - 1, _NUM_BUCKETS, dtype=tf.float64) * tf.size(value, tf.float64)
+
+    return tf.cond(is_known, count, last)
