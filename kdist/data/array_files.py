@@ -75,13 +75,13 @@ class ArrayFile:
         """A function that reads parts of the file: `[]` of strings where there is none, or one of another size."""
         size = self._probe_bytes
 
-        def part(position: tf.Tensor) -> tf.data.Dataset:
+        def part(position: tf.Tensor) -> tf.Tensor:
             footer_bytes = self.file_bytes - size - position
-            return tf.data.FixedLengthRecordDataset(self.path, size, position, footer_bytes)
+            return tf.data.FixedLengthRecordDataset(self.path, size, position, footer_bytes).get_single_element()
 
         def probe() -> tf.Tensor:
             # What fails to be read is left out: an error would come back later, as one of the task.
-            parts = tf.data.Dataset.from_tensor_slices(self._probe_positions()).flat_map(part).ignore_errors()
+            parts = tf.data.Dataset.from_tensor_slices(self._probe_positions()).map(part).ignore_errors()
             return parts.reduce(tf.zeros([0], tf.string), lambda found, content: tf.concat([found, [content]], 0))
 
         return tf.function(probe, autograph=False).get_concrete_function()
