@@ -44,7 +44,7 @@ def test_rows_are_found_wherever_they_begin(
     file = found(in_file(tmp_path / "x", values, before, after))
     assert file.offset == before
     mapped = file.map()
-    assert mapped.shape == file.mapped_spec.shape.merge_with([None, mapped.shape[1]]) or mapped.shape[0]
+    assert file.mapped_spec.is_compatible_with(mapped)
     for rows in ([], [0], [39, 0, 17, 17], range(ROWS)):
         taken = file.take(mapped, tf.constant(rows, tf.int64)).numpy()
         assert taken.dtype == dtype
