@@ -64,7 +64,7 @@ class TrainingData(abc.ABC):
 
 
 class ArrayData(TrainingData):
-    """Arrays in memory, split into one shard per worker, at random if they are shuffled; each worker shuffles its own.
+    """Arrays, split into one shard per worker, at random if they are shuffled; each worker shuffles its own.
 
     Shards of every n-th example would inherit the order of the data. In MNIST, the images at even places resemble the
     first test images much more than those at odd places.
