@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import UninitializedVariable
+from kdist.data.hdf5 import Hdf5Rows, hdf5_array
 from kdist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Received:
+    """A share, where a worker reads it.
+
+    Attributes:
+        num_rows: how many examples it has, int64 `[]`.
+        take: the numbers of some of them, `[n]` -> `[n, ...]`.
+    """
+
+    num_rows: tf.Tensor
+    take: Callable[[tf.Tensor], tf.Tensor]
 
 
 class Column:
     """One of the arrays that were passed to `fit`; it is never copied as a whole.
 
     Args:
-        values: anything that NumPy makes an array of; a memory-mapped array stays one.
+        values: what `as_array` returns.
 
     Attributes:
         values: the array.
@@ -38,38 +53,52 @@ class Column:
     reserve: tf.types.experimental.ConcreteFunction
     fill: tf.types.experimental.ConcreteFunction
 
-    def __init__(self, values: Any) -> None:
-        self.values = values if isinstance(values, np.memmap) else np.asarray(values)
-        kind = self.values.dtype.kind
-        if kind == "O" and not all(isinstance(item, (str, bytes)) for item in self.values.ravel()[:100]):
+    def __init__(self, values: np.ndarray | Hdf5Rows) -> None:
+        self.values = values
+        kind = values.dtype.kind
+        some = np.ravel(values[:100] if values.ndim else values)[:100]
+        if kind == "O" and not all(isinstance(item, (str, bytes)) for item in some):
             raise ConfigError(
-                f"an array of shape {self.values.shape} has Python objects as elements, which workers cannot get; "
+                f"an array of shape {values.shape} has Python objects as elements, which workers cannot get; "
                 "give numbers or strings, and sequences of different lengths padded, or as a tf.data.Dataset"
             )
-        as_keras_feeds = keras.config.floatx() if kind == "f" else self.values.dtype
+        as_keras_feeds = keras.config.floatx() if kind == "f" else values.dtype
         self.dtype = tf.string if kind in "OSU" else tf.as_dtype(as_keras_feeds)
 
     def share(self, rows: np.ndarray | slice, max_rows: int) -> Share:
         """The examples of one worker.
 
         Args:
-            rows: their numbers, or where they are.
+            rows: their numbers, ascending, or where they are.
             max_rows: how many a worker gets at most; the same for all workers.
         """
         return Share(self, rows, max_rows)
 
-    def spec(self, max_rows: int) -> tf.TensorSpec:
+    def specs(self, max_rows: int) -> list[tf.TensorSpec]:
         """What a function for a worker takes in place of a share: a large one is in a variable, which it reads."""
         if self.is_large(max_rows):
-            return tf.TensorSpec([], tf.resource)
-        return tf.TensorSpec([None, *self.values.shape[1:]], self.dtype)
+            return [tf.TensorSpec([], tf.resource)]
+        return [self._spec]
 
-    def received(self, argument: tf.Tensor) -> tf.Tensor:
+    def received(self, arguments: Sequence[tf.Tensor]) -> Received:
         """The share, from what such a function was given."""
-        if argument.dtype != tf.resource:
-            return argument
-        value = tf.raw_ops.ReadVariableOp(resource=argument, dtype=self.dtype)
-        return tf.ensure_shape(value, [None, *self.values.shape[1:]])
+        (rows,) = arguments
+        if rows.dtype == tf.resource:
+            value = tf.raw_ops.ReadVariableOp(resource=rows, dtype=self.dtype)
+            rows = tf.ensure_shape(value, self._spec.shape)
+        return Received(tf.shape(rows, out_type=tf.int64)[0], lambda numbers: tf.gather(rows, numbers))
+
+    def send(self, rows: np.ndarray | slice, max_rows: int) -> list[tf.Tensor | tf.Variable]:
+        """Sends a share to the device of the caller. Its variable must be kept until it is read."""
+        if not self.is_large(max_rows):
+            return [tf.constant(self.values[rows], self.dtype)]
+        variable = self._reserved(len(self._numbers(rows)))
+        start = 0
+        for chunk in self._chunks(rows):
+            # As an argument of a function a tensor travels several times faster than by itself.
+            self.fill(variable.handle, tf.constant(start), tf.constant(chunk, self.dtype))
+            start += len(chunk)
+        return [variable]
 
     def is_large(self, max_rows: int) -> bool:
         """Whether shares travel in chunks."""
@@ -84,7 +113,7 @@ class Column:
         """Traces what sending a large share needs: tasks know only functions that are traced after they have joined."""
         if not self.is_large(max_rows):
             return
-        spec = tf.TensorSpec([None, *self.values.shape[1:]], self.dtype)
+        spec = self._spec
 
         def assign(handle: tf.Tensor, start: tf.Tensor, rows: tf.Tensor) -> None:
             stop = start + tf.shape(rows)[0]
@@ -104,12 +133,24 @@ class Column:
         self.reserve = tf.function(reserve, autograph=False).get_concrete_function(*numbers)
         self.fill = tf.function(assign, autograph=False).get_concrete_function(*numbers, spec)
 
+    @property
+    def _spec(self) -> tf.TensorSpec:
+        return tf.TensorSpec([None, *self.values.shape[1:]], self.dtype)
 
-def without_copies(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset over large shares. When tf.data optimizes a dataset, it copies the tensors that its functions use."""
-    options = tf.data.Options()
-    options.experimental_optimization.apply_default_optimizations = False
-    return dataset.with_options(options)
+    def _reserved(self, num_rows: int) -> tf.Variable:
+        variable = UninitializedVariable(trainable=False, shape=self._spec.shape, dtype=self.dtype)
+        self.reserve(variable.handle, tf.constant(num_rows))
+        return variable
+
+    def _numbers(self, rows: np.ndarray | slice) -> np.ndarray | range:
+        return range(*rows.indices(len(self.values))) if isinstance(rows, slice) else rows
+
+    def _chunks(self, rows: np.ndarray | slice) -> Iterator[np.ndarray]:
+        numbers = self._numbers(rows)
+        for start in range(0, len(numbers), self.rows_per_chunk):
+            chosen = numbers[start : start + self.rows_per_chunk]
+            yield self.values[slice(chosen.start, chosen.stop) if isinstance(chosen, range) else chosen]
+            _let_go(self.values)
 
 
 @dataclass(frozen=True)
@@ -120,36 +161,29 @@ class Share:
     rows: np.ndarray | slice
     max_rows: int
 
-    def send(self) -> tf.Tensor | tf.Variable:
-        """Sends it to the device of the caller. A large one is in a variable, which must be kept until it is read."""
-        values, dtype = self.column.values, self.column.dtype
-        if not self.column.is_large(self.max_rows):
-            return tf.constant(values[self.rows], dtype)
-        variable = UninitializedVariable(trainable=False, shape=[None, *values.shape[1:]], dtype=dtype)
-        self.column.reserve(variable.handle, tf.constant(self._num_rows))
-        start = 0
-        for chunk in self._chunks():
-            # As an argument of a function a tensor travels several times faster than by itself.
-            self.column.fill(variable.handle, tf.constant(start), tf.constant(chunk, dtype))
-            start += len(chunk)
-        return variable
+    def send(self) -> list[tf.Tensor | tf.Variable]:
+        """Sends it to the device of the caller; see `Column.specs`."""
+        return self.column.send(self.rows, self.max_rows)
 
-    @property
-    def _num_rows(self) -> int:
-        if isinstance(self.rows, slice):
-            return len(range(*self.rows.indices(len(self.column.values))))
-        return len(self.rows)
 
-    def _chunks(self) -> Iterator[np.ndarray]:
-        values, rows = self.column.values, self.rows
-        for start in range(0, self._num_rows, self.column.rows_per_chunk):
-            stop = min(start + self.column.rows_per_chunk, self._num_rows)
-            if isinstance(rows, slice):
-                first = rows.indices(len(values))[0]
-                yield values[first + start : first + stop]
-            else:
-                yield values[rows[start:stop]]
-            _let_go(values)
+def as_array(values: Any) -> np.ndarray | Hdf5Rows:
+    """Anything that NumPy makes an array of as an array; what is in a file is not read."""
+    if isinstance(values, h5py.Dataset):
+        return hdf5_array(values)
+    return values if isinstance(values, (np.memmap, Hdf5Rows)) else np.asarray(values)
+
+
+def received(columns: Sequence[Column], max_rows: int, arguments: Sequence[tf.Tensor]) -> list[Received]:
+    """The shares of several columns, from the arguments of a function that takes all their specs."""
+    remaining = iter(arguments)
+    return [column.received([next(remaining) for _ in column.specs(max_rows)]) for column in columns]
+
+
+def without_copies(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset over large shares. When tf.data optimizes a dataset, it copies the tensors that its functions use."""
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    return dataset.with_options(options)
 
 
 def _let_go(values: Any) -> None:

@@ -17,7 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.columns import Column, Share, without_copies
+from kdist.data.columns import Share, as_array, received, without_copies
+from kdist.data.file_column import column_of
+from kdist.data.hdf5 import Hdf5Rows
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.errors import ConfigError
 
@@ -62,7 +64,7 @@ class TrainingData(abc.ABC):
 
 
 class ArrayData(TrainingData):
-    """Arrays in memory, split into one shard per worker, at random if they are shuffled; each worker shuffles its own.
+    """Arrays, split into one shard per worker, at random if they are shuffled; each worker shuffles its own.
 
     Shards of every n-th example would inherit the order of the data. In MNIST, the images at even places resemble the
     first test images much more than those at odd places.
@@ -70,7 +72,7 @@ class ArrayData(TrainingData):
 
     def __init__(self, arrays: Any, *, batch_size: int, shuffle: bool, seed: int | None) -> None:
         self._structure = tf.nest.map_structure(type, arrays)
-        self._columns = [Column(array) for array in tf.nest.flatten(arrays)]
+        self._columns = [column_of(array) for array in tf.nest.flatten(arrays)]
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
@@ -90,7 +92,7 @@ class ArrayData(TrainingData):
             np.random.default_rng(self._seed).shuffle(self._order)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
-        return [column.spec(self._max_rows(num_workers)) for column in self._columns]
+        return [spec for column in self._columns for spec in column.specs(self._max_rows(num_workers))]
 
     def trace_transfer(self, num_workers: int) -> None:
         for column in self._columns:
@@ -110,8 +112,8 @@ class ArrayData(TrainingData):
         return -(-self._num_examples // num_workers) if self._is_split(num_workers) else self._num_examples
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        arrays = [column.received(argument) for column, argument in zip(self._columns, arguments)]
-        num_examples = tf.shape(arrays[0], out_type=tf.int64)[0]
+        shares = received(self._columns, self._max_rows(context.num_workers), arguments)
+        num_examples = shares[0].num_rows
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         first_example = tf.cast(context.first_batch, tf.int64) * self._batch_size
         first_pass, place = first_example // num_examples, first_example % num_examples
@@ -126,7 +128,7 @@ class ArrayData(TrainingData):
         # Shuffling indices and gathering whole batches is much cheaper than moving single examples.
         passes = tf.data.Dataset.range(first_pass, tf.int64.max).map(order)
         batches = passes.rebatch(self._batch_size, drop_remainder=True).map(
-            lambda chosen: tf.nest.pack_sequence_as(self._structure, [tf.gather(array, chosen) for array in arrays])
+            lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares])
         )
         is_large = any(column.is_large(self._max_rows(context.num_workers)) for column in self._columns)
         return without_copies(batches) if is_large else batches
@@ -303,9 +305,13 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     if not 0 < split < num_examples:
         raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")
 
+    def rows(values: Any, chosen: slice) -> np.ndarray | Hdf5Rows:
+        array = as_array(values)
+        return array.run(chosen) if isinstance(array, Hdf5Rows) else array[chosen]
+
     def part(chosen: slice) -> tuple[Any, ...]:
         return tuple(
-            None if tree is None else tf.nest.map_structure(lambda array: np.asarray(array)[chosen], tree)
+            None if tree is None else tf.nest.map_structure(lambda values: rows(values, chosen), tree)
             for tree in (x, y, sample_weight)
         )
 

@@ -74,7 +74,7 @@ def make_dataset(
 def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.Tensor | Share) -> Any:
     """Calls a function on the device of the caller, after sending the shares among its arguments there."""
     # Variables are kept until the function has read them.
-    sent = [argument.send() if isinstance(argument, Share) else argument for argument in arguments]
+    sent = [item for argument in arguments for item in (argument.send() if isinstance(argument, Share) else [argument])]
     return function(*(item.handle if isinstance(item, tf.Variable) else item for item in sent))
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import call, global_seed, metrics_are_built
-from kdist.data.columns import Column, Share, without_copies
+from kdist.data.columns import Share, received, without_copies
+from kdist.data.file_column import column_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
 from kdist.data.worker_dataset import call_with
@@ -57,7 +58,7 @@ class _ArrayParts(Parts):
 
     def __init__(self, arrays: Any, batch_size: int, num_parts: int) -> None:
         self._structure = tf.nest.map_structure(type, arrays)
-        self._columns = [Column(array) for array in tf.nest.flatten(arrays)]
+        self._columns = [column_of(array) for array in tf.nest.flatten(arrays)]
         self._batch_size = batch_size
         num_examples = len(self._columns[0].values)
         num_batches = -(-num_examples // batch_size)
@@ -67,7 +68,7 @@ class _ArrayParts(Parts):
         self._max_rows = max(stop - start for start, stop in pairwise(self._cuts))
 
     def specs(self) -> list[tf.TensorSpec]:
-        return [column.spec(self._max_rows) for column in self._columns]
+        return [spec for column in self._columns for spec in column.specs(self._max_rows)]
 
     def trace_transfer(self) -> None:
         for column in self._columns:
@@ -78,9 +79,12 @@ class _ArrayParts(Parts):
         return [column.share(rows, self._max_rows) for column in self._columns]
 
     def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        arrays = [column.received(argument) for column, argument in zip(self._columns, arguments)]
-        slices = tf.data.Dataset.from_tensor_slices(tf.nest.pack_sequence_as(self._structure, arrays))
-        batches = slices.batch(self._batch_size)
+        shares = received(self._columns, self._max_rows, arguments)
+        batches = (
+            tf.data.Dataset.range(shares[0].num_rows)
+            .batch(self._batch_size)
+            .map(lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares]))
+        )
         is_large = any(column.is_large(self._max_rows) for column in self._columns)
         return without_copies(batches) if is_large else batches
 

@@ -76,7 +76,7 @@ class Histograms:
 
 
 def _count(value: tf.Tensor, limits: tf.Tensor) -> tf.Tensor:
-    """How many elements are in each bucket between two limits, float64 `[buckets]`; any number between infinite ones."""
+    """How many elements are in each bucket between two limits, float64 `[buckets]`; any number if one is infinite."""
     is_known = tf.reduce_all(tf.math.is_finite(limits)) & (limits[0] < limits[1])
 
     def count() -> tf.Tensor:

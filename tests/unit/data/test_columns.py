@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.data.columns import Column
+from kdist.data.file_column import column_of
 from kdist.data.sources import training_data
 from kdist.data.worker_dataset import call_with
 from kdist.errors import ConfigError
@@ -18,8 +19,13 @@ from kdist.errors import ConfigError
 def received(column: Column, rows: Any, max_rows: int) -> np.ndarray:
     """What a worker reads of a share."""
     column.trace_transfer(max_rows)
-    read = tf.function(column.received, autograph=False).get_concrete_function(column.spec(max_rows))
-    return call_with(read, column.share(rows, max_rows)).numpy()
+
+    def read(*arguments: tf.Tensor) -> tf.Tensor:
+        share = column.received(arguments)
+        return share.take(tf.range(share.num_rows))
+
+    traced = tf.function(read, autograph=False).get_concrete_function(*column.specs(max_rows))
+    return call_with(traced, column.share(rows, max_rows)).numpy()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
@@ -29,7 +35,7 @@ def test_a_share_arrives_whole(dtype: str, rows: Any, chunk_bytes: int, monkeypa
     monkeypatch.setattr(Column, "chunk_bytes", chunk_bytes)
     numbers = np.arange(60).reshape(20, 3) % 7
     values = np.array([[str(i).encode() for i in row] for row in numbers], object) if dtype == "object" else numbers
-    column = Column(values.astype(dtype))
+    column = column_of(values.astype(dtype))
     found = received(column, rows, 20)
     np.testing.assert_array_equal(found, values.astype(dtype)[rows])
     assert found.dtype == (np.float32 if dtype.startswith("float") else np.dtype(dtype))
@@ -45,7 +51,7 @@ def test_a_memory_mapped_array_is_read_in_parts_and_not_changed(
         values = np.load(path, mmap_mode=mode)
         if mode == "c":
             values[3] = 77
-        column = Column(values)
+        column = column_of(values)
         assert column.values is values
         expected = np.array(values)
         np.testing.assert_array_equal(received(column, slice(None), 50), expected)
