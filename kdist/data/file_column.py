@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.first_call_lock import fetch
 from kdist.data.array_files import ArrayFile, file_of
 from kdist.data.columns import Column, Received, as_array
 from kdist.data.hdf5 import Hdf5Rows
@@ -54,7 +55,7 @@ class FileColumn(Column):
     def send(self, rows: np.ndarray | slice, max_rows: int) -> list[tf.Tensor | tf.Variable]:
         if not self.is_large(max_rows):
             return super().send(rows, max_rows)
-        if not self._file.is_same(np.asarray(self.values), self.probe().numpy()):
+        if not self._file.is_same(np.asarray(self.values), fetch(self.probe())):
             nothing = tf.zeros([0, *self._file.mapped_spec.shape[1:]], tf.uint8)
             return [*super().send(rows, max_rows), nothing, tf.zeros([0], tf.int64)]
         numbers = self._numbers(rows)

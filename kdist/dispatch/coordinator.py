@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from kdist._compat.first_call_lock import call_in_turn, first_calls
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
 from kdist.console.warn import warn
 from kdist.dispatch.connection import connect, disconnect, reconnect
-from kdist.dispatch.first_call_lock import call_in_turn, first_calls
 from kdist.dispatch.health import Supervisor, ask, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, Call, Calls, Finished, WorkerThread, may_be_lost
 from kdist.errors import ClusterError

@@ -16,13 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
 from kdist.data.columns import Share, received, without_copies
 from kdist.data.file_column import column_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
 from kdist.data.worker_dataset import call_with
-from kdist.dispatch.first_call_lock import fetch
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import batch_size_of, forward, update_metrics

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.schema import ParameterServerOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import iterator_spec
-from kdist.dispatch.first_call_lock import fetch
 from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
 from kdist.strategies.base import TrainingSpec

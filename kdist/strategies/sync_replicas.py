@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.schema import SyncReplicasOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import iterator_spec
-from kdist.dispatch.first_call_lock import fetch
 from kdist.dispatch.worker_threads import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.parameters.aggregation import Contribution, GradientAggregator

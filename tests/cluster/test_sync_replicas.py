@@ -13,8 +13,8 @@ import tensorflow as tf
 from helpers import delayed, result_of, tags_of, toy_batches, toy_data
 
 import kdist
+from kdist._compat.first_call_lock import first_calls
 from kdist.dispatch.connection import reconnect
-from kdist.dispatch.first_call_lock import first_calls
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 from kdist.parameters.update_counters import UpdateCounters
 

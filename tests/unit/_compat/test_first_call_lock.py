@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kdist.dispatch.first_call_lock import FirstCalls
+from kdist._compat.first_call_lock import FirstCalls
 
 _LONG_SECS = 20.0
 
@@ -162,7 +162,7 @@ def test_what_was_forgotten_while_it_ran_is_still_new(threads: Threads, first_ca
 def test_nobody_waits_long_for_a_call_that_never_ends(
     first: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kdist.dispatch.first_call_lock._BEGUN_SECS", 0.05)
+    monkeypatch.setattr("kdist._compat.first_call_lock._BEGUN_SECS", 0.05)
     threads.know("fetch")
     threads.begin("hangs", first)
     assert threads.are_running("hangs")
