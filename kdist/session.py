@@ -372,7 +372,7 @@ class TrainSession:
             self.checkpoints.set_aside()
         restored = self._resume is not None and self._restore_newest()
         if not restored and self._resume == "must":
-            raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.folder}")
+            raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.place}")
         self.global_step = self.first_step = self.strategy.global_step()
         if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
             # They would count as newer than those of this run.

@@ -30,9 +30,9 @@ from kdist.launch.in_process import LocalFit
 from kdist.launch.select import launcher_for
 from kdist.model.source import ModelSource
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy
+from kdist.run.mirror import Mirror
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir, name_of_program
-from kdist.run.run_lock import RunLock
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.multi_worker_mirrored import join
@@ -51,7 +51,7 @@ class Trainer:
             choose by the cluster. Or your own class, derived from the class of one of these; `arguments` are passed to
             it.
         run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A run dir
-            that holds checkpoints is resumed.
+            that holds checkpoints is resumed. Or a URL on object storage, as `s3://bucket/folder`.
         hooks: added to the default hooks; a hook replaces the default one of its class.
         callbacks: Keras callbacks for every `fit`.
         name: shown on the first line and used in the default `run_dir`; the script's name if None.
@@ -69,6 +69,7 @@ class Trainer:
         grace_secs: seconds to save and exit after a stop signal or Ctrl-C.
         stop_signals: names of the signals at which the run saves and exits; a program that handles SIGUSR1 or the like
             itself keeps its handler.
+        storage_timeout: seconds for which object storage may fail before a save counts as failed.
         use_default_hooks: whether to add the default hooks.
         lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
         membership: the role of this process in a cluster whose tasks were started one by one; None: derived from
@@ -90,7 +91,7 @@ class Trainer:
         cluster: str | ClusterConfig = "local",
         strategy: str | type[Strategy] = "auto",
         *,
-        run_dir: str | Path | None = None,
+        run_dir: str | Path | Mirror | None = None,
         hooks: Sequence[Hook] = (),
         callbacks: CallbackOrSeveral = (),
         name: str | None = None,
@@ -104,6 +105,7 @@ class Trainer:
         export_max_bytes: int = RunConfig.export_max_bytes,
         grace_secs: float = RunConfig.grace_secs,
         stop_signals: Sequence[str] = STOP_SIGNALS,
+        storage_timeout: float = RunConfig.storage_timeout,
         use_default_hooks: bool = True,
         lock_run_dir: bool = True,
         membership: Membership | None = None,
@@ -132,7 +134,7 @@ class Trainer:
             # Before a model runs TensorFlow's first ops.
             join(membership, cluster.start_timeout)
         self.name = name or name_of_program()
-        self.files = RunDir(run_dir, self.name)
+        self.files = RunDir(run_dir, self.name, storage_timeout)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams or {})
@@ -162,7 +164,7 @@ class Trainer:
 
     @property
     def run_dir(self) -> Path:
-        """The folder that holds everything the run produces."""
+        """The folder that holds everything the run produces; if that is at a URL, the folder that is mirrored there."""
         return self.files.path
 
     @property
@@ -293,7 +295,7 @@ class Trainer:
         if not self._strategy.is_chief:
             yield
             return
-        with RunLock(self.run_dir) if self._lock_run_dir else nullcontext():
+        with self.files.lock() if self._lock_run_dir else nullcontext():
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
@@ -334,7 +336,8 @@ class Trainer:
         request = self._request(FitArguments(x, y, batch_size=batch_size))
         prepared = prepare(request.training_spec(request.training_data()), shape.num_workers)
         plan = prepared.plan(shape.num_ps, PlacementPolicy.of(self._strategy.config))
-        self.files.write_plan(plan)
+        with self.files.lock() if self._lock_run_dir else nullcontext():
+            self.files.write_plan(plan)
         return plan
 
     def evaluate(

@@ -19,6 +19,7 @@ from kdist.cluster.bounded import in_thread
 from kdist.hooks import Hook
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.value_files import ValueFiles
+from kdist.run.checkpoint import Checkpoints
 from kdist.run.run_lock import Holder
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
@@ -159,6 +160,13 @@ class FakeCheckpoints:
     restorable: int | None = None
     was_set_aside: bool = False
     folder: Path = Path("checkpoints")
+
+    @property
+    def place(self) -> str:
+        return str(self.folder)
+
+    def beside(self, name: str) -> Checkpoints:
+        return Checkpoints(self.folder.with_name(name))
 
     def save(self, step: int, stored: Any, *, keep: int) -> Path:
         self.saved.append(step)

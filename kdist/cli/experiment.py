@@ -7,7 +7,6 @@ import inspect
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist._compat.quick_import import quick_import
@@ -19,15 +18,19 @@ from kdist.config.schema import Config
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kdist.run.mirror import Mirror
     from kdist.strategies.base import Strategy
 
 
-def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = True) -> None:
+def run_experiment(config: Config, run_dir: Path | Mirror | str | None, *, is_chief: bool = True) -> None:
     """Trains as configured, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
-        run_dir: the run dir, locked by the caller if it is the chief; None in a process that needs none.
+        run_dir: the run dir, locked by the caller if it is the chief, or its mirror, entered by the caller; None in a
+            process that needs none.
         is_chief: whether this process writes the result of the run.
     """
     with quick_import():
@@ -65,6 +68,7 @@ def run_experiment(config: Config, run_dir: Path | None, *, is_chief: bool = Tru
             export_max_bytes=config.run.export_max_bytes,
             grace_secs=config.run.grace_secs,
             stop_signals=config.run.stop_signals,
+            storage_timeout=config.run.storage_timeout,
             use_default_hooks=False,
             lock_run_dir=False,
             hparams=hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams]),

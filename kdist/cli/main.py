@@ -23,6 +23,8 @@ from kdist.console.native_stderr import keep_python_stderr, native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.launch import signals
 from kdist.run.files import relative
+from kdist.run.mirror import Mirror
+from kdist.run.object_storage import is_url
 from kdist.run.run_lock import RunLock
 from kdist.version import __version__
 
@@ -91,7 +93,7 @@ def _run_hydra(arguments: list[str]) -> None:
         if membership is not None and not membership.is_chief:
             _take_part(checked, membership)
             return
-        RunLock(Path(checked.run.dir)).check()
+        _lock_of(checked, Path(checked.run.dir)).check()
     elif parsed.multirun:
         _run_sweep(_composed(parsed), parsed, arguments)
         return
@@ -120,6 +122,9 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     # Resolved here, and not only where trials run: `now` is another second there.
     with _explained(ValueError):
         folder = str(config.hydra.sweep.dir)
+    for key, path in (("run.dir", str(config.run.dir)), ("hydra.sweep.dir", folder)):
+        if is_url(path):
+            raise ConfigError(f"{key}={path}: the runs of a sweep (-m) are in hydra.sweep.dir, a folder on a disk")
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
     try:
@@ -172,7 +177,7 @@ def _take_part(config: Config, membership: Membership) -> None:
             from kdist.cli.experiment import run_experiment
 
             # An evaluator reads there what the chief saves.
-            run_experiment(config, Path(config.run.dir) if membership.evaluates else None, is_chief=False)
+            run_experiment(config, config.run.dir if membership.evaluates else None, is_chief=False)
         else:
             from kdist.cluster.server import serve_until_done
 
@@ -277,7 +282,7 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
     if checked.run.log_device_placement:
         # TensorFlow reads it on import.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    with RunLock(run_dir), ExitStack() as end_of_run, native_log(log):
+    with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log):
         from kdist.cluster.local import log_path, prepared
         from kdist.cluster.resolve import shape_of
 
@@ -290,14 +295,15 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
         from kdist.console import live
 
         signals.exit_at_once = live.exit_at_once
+        place = lock if isinstance(lock, Mirror) else run_dir
         try:
-            run_experiment(checked, run_dir)
+            run_experiment(checked, place)
         except ClusterError as error:
             from kdist.run.run_dir import RunDir
 
-            way_on = "there is no checkpoint yet"
-            if (newest := RunDir(run_dir, "").checkpoints().newest()) is not None:
-                way_on = f"the same command with run.dir={run_dir} resumes from {newest.parent.name}/{newest.name}"
+            way_on, files = "there is no checkpoint yet", RunDir(place, "")
+            if (newest := files.checkpoints().newest()) is not None:
+                way_on = f"the same command with run.dir={files} resumes from {newest.parent.name}/{newest.name}"
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise
@@ -305,6 +311,11 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
             with log.open("a") as file:
                 traceback.print_exc(file=file)
             raise
+
+
+def _lock_of(config: Config, folder: Path) -> Mirror | RunLock:
+    """What keeps other chiefs out of the run dir; on object storage, its mirror."""
+    return Mirror(config.run.dir, config.run.storage_timeout) if is_url(config.run.dir) else RunLock(folder)
 
 
 @contextmanager

@@ -302,7 +302,7 @@ class RunConfig:
     """Name of the run: the recipe's name, or `train`."""
 
     dir: str = "runs/${run.name}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Folder for everything the run produces; the same one again resumes."""
+    """Folder or URL (`s3://bucket/x`) of the whole run; the same one again resumes."""
 
     seed: Optional[int] = None
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null: random."""
@@ -325,6 +325,9 @@ class RunConfig:
     stop_signals: list[str] = field(default_factory=lambda: list(checks.STOP_SIGNALS))
     """Signals at which a run saves and exits with code 143, also when sent to all of its tasks."""
 
+    storage_timeout: float = 60.0
+    """Seconds for which object storage may fail before a save counts as failed; more than 0."""
+
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over."""
 
@@ -343,6 +346,7 @@ class RunConfig:
         checks.check_whole_number("run.export_max_bytes", self.export_max_bytes, at_least=0)
         checks.check_more_than_zero("run.grace_secs", self.grace_secs)
         checks.check_stop_signals("run.stop_signals", self.stop_signals)
+        checks.check_more_than_zero("run.storage_timeout", self.storage_timeout)
         targets.check_packages("run.trust", self.trust)
         checks.check_seed("run.seed", self.seed)
 

@@ -43,13 +43,18 @@ def evaluate_until_done(
         print_line: takes the lines of the console.
 
     Raises:
-        ConfigError: no validation data, or no run dir.
+        ConfigError: no validation data, or no run dir, or one on object storage.
         ClusterError: no chief started in the run dir in time, or it failed or died.
     """
     if validation.data is None:
         raise ConfigError(f"{membership.task}: an evaluator needs validation data; give validation_data")
     if not files.is_given:
         raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
+    if files.url is not None:
+        raise ConfigError(
+            f"{membership.task}: run.dir={files.url}: an evaluator that others start reads no object storage; give a "
+            "folder that it shares with the chief, or leave the evaluator out"
+        )
     chief = ObservedChief(files, membership, start_timeout)
     print_line(f"kdist {__version__} | {membership.task} of {membership.spec.shape} | evaluates {files}/checkpoints")
     summaries = files.summaries()

@@ -76,7 +76,4 @@ class BestCheckpoint(Hook):
 
 
 def _best(session: Session) -> Checkpoints:
-    # Not at the top: configs are checked before TensorFlow is imported.
-    from kdist.run.checkpoint import Checkpoints
-
-    return Checkpoints(session.run_dir / _FOLDER)
+    return session.checkpoints.beside(_FOLDER)

@@ -252,6 +252,8 @@ class LocalFit:
             began = time.time() - self._result.seconds
             summaries.hparams(request.hparams, metrics, began=began, ok=status == "done")
             summaries.close()
+        if error is None:
+            request.files.upload()
 
 
 def _in_order(hooks: Sequence[Hook], recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:

@@ -122,10 +122,14 @@ class Subprocesses(Launcher):
 
 def _checkpoint_to_resume(files: RunDir, resume: str | None, started: float) -> Path | None:
     """The newest checkpoint, if it is of this run or of one that this run resumes."""
-    newest = files.checkpoints().newest()
-    if newest is None or resume in ("auto", "must") or Path(f"{newest}.index").stat().st_mtime >= started:
+    checkpoints = files.checkpoints()
+    # They were saved by another process.
+    checkpoints.refresh()
+    newest = checkpoints.newest()
+    if newest is None or resume in ("auto", "must"):
         return newest
-    return None
+    index = Path(f"{newest}.index")
+    return newest if index.exists() and index.stat().st_mtime >= started else None
 
 
 @dataclass

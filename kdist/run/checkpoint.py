@@ -22,14 +22,10 @@ import tensorflow as tf
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError, NonFiniteError, reason
 from kdist.model.names import SEED
-from kdist.run.files import write_whole
+from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 
-_INDEX_SUFFIX = ".index"
 _INDEX = re.compile(r"ckpt-(\d+)\.index")
-_FILE = re.compile(r"ckpt-(\d+)\.(?:index|data-\d+-of-\d+)")
 _SAVED = re.compile(r"unfinished-(\d+)\.index")
-# Files that an unfinished save leaves behind: kdist's and TensorFlow's.
-_LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.checkpoint")
 # Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
 _DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
 
@@ -56,6 +52,18 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @property
+    def place(self) -> str:
+        """Where they are, for people to read."""
+        return str(self.folder)
+
+    def beside(self, name: str) -> Checkpoints:
+        """The checkpoints of another folder of the same run dir."""
+        return Checkpoints(self.folder.with_name(name))
+
+    def refresh(self) -> None:
+        """Looks again at what another process has changed; in a folder, every method does."""
 
     def steps(self) -> list[int]:
         """Global steps of the complete checkpoints, oldest first."""
@@ -129,7 +137,7 @@ class Checkpoints:
             # A full disk should not be filled by what could not be written.
             self._remove_left_behind()
             raise CheckpointError(
-                f"step {step} could not be saved to {self.folder}: {_in_a_line(error)}\n"
+                f"step {step} could not be saved to {self.place}: {_in_a_line(error)}\n"
                 f"  last good checkpoint: {self.newest() or 'none was saved'}"
             ) from error
 
@@ -153,9 +161,10 @@ class Checkpoints:
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest undamaged one is of another model.
         """
-        found = self._steps_of(_FILE)
+        found = self._steps_of(CHECKPOINT_FILE)
         for step in reversed(found):
             path = self.path(step)
+            self._fetch(step)
             try:
                 if differences := _differences(_shapes_in(path), stored.shapes):
                     # If it is damaged, they mean nothing.
@@ -172,13 +181,14 @@ class Checkpoints:
                 warn(f"{path} is damaged; skipped ({why})")
         if found:
             raise CheckpointError(
-                f"every checkpoint in {self.folder} is damaged; move the folder away or set run.resume=never to start "
+                f"every checkpoint in {self.place} is damaged; move the folder away or set run.resume=never to start "
                 "anew"
             )
         return None
 
     def read(self, step: int) -> dict[str, np.ndarray] | None:
         """The values of the checkpoint of a step; None if it is missing or damaged."""
+        self._fetch(step)
         with suppress(*_DAMAGE_ERRORS):
             return _values_of(self.path(step))
         return None
@@ -186,6 +196,7 @@ class Checkpoints:
     def seed(self) -> int | None:
         """The seed of the run that saved the newest readable checkpoint; None without such a checkpoint."""
         for step in reversed(self.steps()):
+            self._fetch(step)
             # `restore` warns about damaged ones.
             with suppress(*_DAMAGE_ERRORS):
                 return int(tf.train.load_checkpoint(str(self.path(step))).get_tensor(SEED))
@@ -194,12 +205,12 @@ class Checkpoints:
     def tidy(self) -> None:
         """Cleans up after a killed process: finishes a save that was complete, removes the rest."""
         # The next save reports a folder that is not writable.
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             for step in self._steps_of(_SAVED):
                 # TensorFlow writes the index last.
                 self._move_into_place(step)
         oldest = min(self.steps(), default=0)
-        for step in self._steps_of(_FILE):
+        for step in self._steps_of(CHECKPOINT_FILE):
             # Old checkpoints are deleted index first. A newer one without an index is damaged.
             if step < oldest:
                 with suppress(OSError):
@@ -208,13 +219,27 @@ class Checkpoints:
 
     def set_aside(self) -> None:
         """Renames the folder, so that a run can start over and nothing is lost."""
-        if self._steps_of(_FILE):
+        if self._steps_of(CHECKPOINT_FILE):
             names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
-            self.folder.rename(next(path for name in names if not (path := self.folder.with_name(name)).exists()))
+            self._rename(next(name for name in names if not self._exists(name)))
 
     def _steps_of(self, pattern: re.Pattern[str]) -> list[int]:
         """The steps in the names of the files that match, oldest first."""
-        return sorted({int(match[1]) for path in self._files() if (match := pattern.fullmatch(path.name))})
+        return sorted({int(match[1]) for name in self._names() if (match := pattern.fullmatch(name))})
+
+    def _names(self) -> set[str]:
+        """The names of all files."""
+        return {path.name for path in self._files()}
+
+    def _fetch(self, step: int) -> None:
+        """Brings a checkpoint into the folder; here, it is there."""
+
+    def _exists(self, name: str) -> bool:
+        """Whether the run dir has a folder of that name."""
+        return self.folder.with_name(name).exists()
+
+    def _rename(self, name: str) -> None:
+        self.folder.rename(self.folder.with_name(name))
 
     def _files(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -225,7 +250,7 @@ class Checkpoints:
     def _move_into_place(self, step: int) -> None:
         """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
         unfinished, target = self._unfinished(step), self.path(step)
-        Path(f"{target}{_INDEX_SUFFIX}").unlink(missing_ok=True)
+        Path(f"{target}{INDEX_SUFFIX}").unlink(missing_ok=True)
         # A process that was killed in between has moved the data.
         if data := self._data_of(unfinished):
             for stale in self._data_of(target):
@@ -233,11 +258,11 @@ class Checkpoints:
                     stale.unlink()
         for path in data:
             path.replace(f"{target}{_part(path)}")
-        Path(f"{unfinished}{_INDEX_SUFFIX}").replace(f"{target}{_INDEX_SUFFIX}")
+        Path(f"{unfinished}{INDEX_SUFFIX}").replace(f"{target}{INDEX_SUFFIX}")
 
     def _remove_left_behind(self) -> None:
         for path in self._files():
-            if _LEFT_BEHIND.fullmatch(path.name):
+            if LEFT_BEHIND.fullmatch(path.name):
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -249,7 +274,7 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         # The index first: a half-deleted checkpoint no longer counts.
-        Path(f"{self.path(step)}{_INDEX_SUFFIX}").unlink(missing_ok=True)
+        Path(f"{self.path(step)}{INDEX_SUFFIX}").unlink(missing_ok=True)
         for path in self._data_of(self.path(step)):
             path.unlink(missing_ok=True)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OWNER_ONLY = 0o700
+INDEX_SUFFIX = ".index"
+CHECKPOINT_FILE = re.compile(r"ckpt-(\d+)\.(?:index|data-\d+-of-\d+)")
+#: Files that an unfinished save leaves behind: kdist's and TensorFlow's.
+LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.checkpoint")
 
 
 def make_private(path: Path) -> None:

@@ -13,12 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist.config.schema import RunConfig
 from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
 from kdist.parameters.placement_plot import draw_plan
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.files import OWNER_ONLY, make_private, write_whole, written_whole
-from kdist.run.run_lock import check_not_taken_over
+from kdist.run.mirror import Mirror
+from kdist.run.mirrored_checkpoints import MirroredCheckpoints
+from kdist.run.object_storage import is_url
+from kdist.run.run_lock import RunLock, check_not_taken_over
 from kdist.run.summaries import Summaries
 
 if TYPE_CHECKING:
@@ -32,15 +36,25 @@ class RunDir:
     """Names the files of a run dir, and writes those that are written once. Every file is complete or absent.
 
     Args:
-        path: the folder; None creates a new `runs/<name>/<date_time>`.
+        path: the folder; None creates a new `runs/<name>/<date_time>`. Or a URL on object storage, or its mirror, which
+            the caller enters.
         name: of the run.
+        storage_timeout: seconds for which object storage may fail.
 
     Raises:
-        ConfigError: `path` is a file.
+        ConfigError: `path` is a file, or a URL that is not allowed.
     """
 
-    def __init__(self, path: str | Path | None, name: str) -> None:
-        self._given = None if path is None else Path(path)
+    def __init__(
+        self,
+        path: str | Path | Mirror | None,
+        name: str,
+        storage_timeout: float = RunConfig.storage_timeout,
+    ) -> None:
+        if is_url(path):
+            path = Mirror(str(path), storage_timeout)
+        self._mirror = path if isinstance(path, Mirror) else None
+        self._given = path.folder if isinstance(path, Mirror) else None if path is None else Path(path)
         self._name = name
         if self._given is not None and self._given.exists() and not self._given.is_dir():
             raise ConfigError(f"run_dir={path}: is a file")
@@ -49,6 +63,15 @@ class RunDir:
     def is_given(self) -> bool:
         """Whether the user chose the folder, so that other tasks may know it."""
         return self._given is not None
+
+    @property
+    def url(self) -> str | None:
+        """Where the folder is mirrored; None if it is not."""
+        return None if self._mirror is None else self._mirror.url
+
+    def lock(self) -> RunLock | Mirror:
+        """What keeps other chiefs out while it is entered, and mirrors the folder."""
+        return self._mirror or RunLock(self.path)
 
     @cached_property
     def path(self) -> Path:
@@ -64,10 +87,11 @@ class RunDir:
         return self.path / "logs"
 
     def __str__(self) -> str:
-        return str(self.path)
+        return self.url or str(self.path)
 
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.path / "checkpoints")
+        folder = self.path / "checkpoints"
+        return Checkpoints(folder) if self._mirror is None else MirroredCheckpoints(folder, self._mirror)
 
     def summaries(self) -> Summaries:
         return Summaries(self.path / "tb")
@@ -174,6 +198,11 @@ class RunDir:
             if result.status != "failed":
                 raise KdistError(message) from error
             warn(message)
+
+    def upload(self) -> None:
+        """Uploads what is not on object storage yet, if the run dir is there; raises `KdistError`."""
+        if self._mirror is not None:
+            self._mirror.push()
 
 
 def _name_layers_as_keras_does(path: Path) -> None:

@@ -93,6 +93,7 @@ class RunLock:
 
     Args:
         folder: the run dir.
+        url: where the run dir is, if `folder` is where its chief works.
         heartbeat_secs: seconds between heartbeats.
         stale_secs: seconds without one after which a lock of another machine counts as left behind.
 
@@ -100,8 +101,16 @@ class RunLock:
         ConfigError: on entering: another process is its chief, or it is not writable.
     """
 
-    def __init__(self, folder: Path, *, heartbeat_secs: float = HEARTBEAT_SECS, stale_secs: float = STALE_SECS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str | None = None,
+        *,
+        heartbeat_secs: float = HEARTBEAT_SECS,
+        stale_secs: float = STALE_SECS,
+    ) -> None:
         self._folder = folder
+        self._name = url or folder
         self._path = folder / _NAME
         self._heartbeat_secs = heartbeat_secs
         self._stale_secs = stale_secs
@@ -149,7 +158,7 @@ class RunLock:
     ) -> None:
         self._released.set()
         with suppress(OSError), _opened_alone(self._path) as descriptor:
-            if _holder(os.read(descriptor, 4096).decode(errors="replace")) == self._mine:
+            if holder_in(os.read(descriptor, 4096)) == self._mine:
                 self._path.unlink()
 
     def _wait_for_heartbeat(self) -> None:
@@ -161,7 +170,7 @@ class RunLock:
         first = _read(self._path)
         left = self._stale_secs if first is None else self._stale_secs - self._age(first[1])
         warn(
-            f"run.dir={self._folder}: was in use by {holder} a moment ago; waiting for its heartbeat, "
+            f"run.dir={self._name}: was in use by {holder} a moment ago; waiting for its heartbeat, "
             f"at most {left:.0f} s"
         )
         deadline = time.monotonic() + self._stale_secs
@@ -175,7 +184,7 @@ class RunLock:
         is_own = not holder.is_elsewhere and holder.pid == os.getpid()
         who = f"this process itself on {holder.host}" if is_own else str(holder)
         return ConfigError(
-            f"run.dir={self._folder}: is in use by {who} since {holder.since}\n  wait for it, or choose another run.dir"
+            f"run.dir={self._name}: is in use by {who} since {holder.since}\n  wait for it, or choose another run.dir"
         )
 
     def _beat(self) -> None:
@@ -183,7 +192,7 @@ class RunLock:
         while not self._released.wait(self._heartbeat_secs):
             # A file system that is unavailable for a while gets the next heartbeat.
             with suppress(OSError), self._path.open("rb") as file:
-                if _holder(file.read(4096).decode(errors="replace")) != self._mine:
+                if holder_in(file.read(4096)) != self._mine:
                     return
                 os.utime(file.fileno())
 
@@ -220,12 +229,12 @@ def _read(path: Path) -> tuple[Holder, float] | None:
     """The process that a lock file names, and when it was last touched; None without a file or a name."""
     # Opened each time: network file systems show changes to a process that opens a file.
     with suppress(OSError), path.open("rb") as file:
-        if (holder := _holder(file.read(4096).decode(errors="replace"))) is not None:
+        if (holder := holder_in(file.read(4096))) is not None:
             return holder, os.fstat(file.fileno()).st_mtime
     return None
 
 
-def _holder(content: str) -> Holder | None:
+def holder_in(content: bytes) -> Holder | None:
     """The process that a lock file names; None if its process was killed before it had written its name."""
     with suppress(ValueError, TypeError):
         return Holder(**json.loads(content))

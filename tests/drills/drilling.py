@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from helpers import FORK_SERVER, environment, process_name, result_of, wait_until
 
+from kdist.run.object_storage import working_folder
+
 #: A small model of the tests' own; validated rarely, so that steps take the time.
 MINE = (
     "model._target_=user_code.build",
@@ -50,23 +52,26 @@ class Ended:
 
 
 class DrillRun:
-    """One run, in the background; its run dir is `<cwd>/D`.
+    """One run, in the background; its run dir is `<cwd>/D`, or at a URL.
 
     Args:
         cwd: where it runs.
-        arguments: of the command line; `run.dir=D` is added.
+        arguments: of the command line; `run.dir` is added.
         given: variables for its environment.
+        url: of its run dir; `run_dir` is where it works then.
     """
 
-    def __init__(self, cwd: Path, *arguments: str, given: Mapping[str, str] | None = None) -> None:
-        self.run_dir = cwd / "D"
+    def __init__(
+        self, cwd: Path, *arguments: str, given: Mapping[str, str] | None = None, url: str | None = None
+    ) -> None:
+        self.run_dir = cwd / "D" if url is None else working_folder(url)
         self._console = cwd / "console.txt"
         self._began_at = self._console.stat().st_size if self._console.exists() else 0
         self._started = time.monotonic()
         self._seen: dict[int, str] = {}
         with self._console.open("a") as console:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kdist", *arguments, "run.dir=D"],
+                [sys.executable, "-m", "kdist", *arguments, f"run.dir={url or 'D'}"],
                 cwd=cwd,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -189,9 +194,11 @@ class Drill:
     reports: list[Report] = field(default_factory=list)
     runs: list[DrillRun] = field(default_factory=list)
 
-    def start(self, *arguments: str, given: Mapping[str, str] | None = None, folder: str = ".") -> DrillRun:
+    def start(
+        self, *arguments: str, given: Mapping[str, str] | None = None, folder: str = ".", url: str | None = None
+    ) -> DrillRun:
         """Starts a run of the command line in the test's folder, or in a folder in there."""
-        run = DrillRun(self.cwd / folder, *arguments, given=given)
+        run = DrillRun(self.cwd / folder, *arguments, given=given, url=url)
         self.runs.append(run)
         return run
 

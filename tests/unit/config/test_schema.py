@@ -79,6 +79,7 @@ run.soft_device_placement = True
 run.export_max_bytes = 2147483648
 run.grace_secs = 30.0
 run.stop_signals = [SIGTERM,SIGUSR1,SIGUSR2]
+run.storage_timeout = 60.0
 run.resume = auto
 run.verbose = auto
 run.hparams = []

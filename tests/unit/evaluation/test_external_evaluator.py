@@ -7,13 +7,16 @@ import os
 from pathlib import Path
 
 import keras  # noqa: F401
+import models
 import pytest
 from fakes import ended_process, held_by, write_lock
 
 from kdist.cluster.spec import ClusterSpec, Membership, Task
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, ConfigError
 from kdist.evaluation import external_evaluator
-from kdist.evaluation.external_evaluator import ObservedChief
+from kdist.evaluation.evaluate import ValidationArguments
+from kdist.evaluation.external_evaluator import ObservedChief, evaluate_until_done
+from kdist.model.source import ModelSource
 from kdist.run.run_dir import RunDir
 
 ELSEWHERE = held_by(host="another machine")
@@ -138,3 +141,15 @@ def test_a_chief_elsewhere_has_a_heartbeat(run_dir: Path, clock: Clock) -> None:
     clock.now += 11
     with pytest.raises(ClusterError, match=r"\(chief at c:1\) exited without reporting completion"):
         chief.is_done()
+
+
+def test_it_reads_no_object_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files, source = RunDir("memory://bucket/run", "test"), ModelSource(models.mlp, "test", on_servers=False)
+    with pytest.raises(
+        ConfigError, match=r"^evaluator:0: run\.dir=memory://bucket/run: an evaluator that others start"
+    ):
+        evaluate_until_done(
+            source, ValidationArguments(([], [])), files, EVALUATOR, start_timeout=1, print_line=pytest.fail
+        )
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,256 @@
+"""`ObjectStorage`: a folder at a URL, such as `s3://bucket/run`, whose short failures are waited out.
+
+fsspec reaches it; `s3fs` and `gcsfs` take credentials and endpoints from the environment. No message says one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from kdist.console.warn import warn
+from kdist.errors import ConfigError, KdistError
+from kdist.run.files import written_whole
+
+T = TypeVar("T")
+
+# The package that each protocol needs, by the name of kdist's extra.
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": None, "memory": None}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}},
+    "file": {"auto_mkdir": True},
+}
+#: Where credentials and endpoints are given, which no URL may hold.
+_ENVIRONMENT = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or ~/.aws",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud",
+}
+# Elsewhere an object appears when it is complete. Here a file grows, and is renamed.
+_WITH_RENAME = ("file", "memory")
+UNFINISHED_SUFFIX = ".unfinished-upload"
+_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY", re.IGNORECASE)
+_FIRST_PAUSE_SECS = 0.5
+_LONGEST_PAUSE_SECS = 5.0
+
+
+class StorageError(KdistError):
+    """Object storage did not do what it was asked to, within the time that it has."""
+
+
+def is_url(location: object) -> bool:
+    """Whether a run dir is on object storage.
+
+    Raises:
+        ConfigError: it is a `Path` that was made of a URL.
+    """
+    if isinstance(location, Path) and location.parts and location.parts[0] in {f"{name}:" for name in _PACKAGES}:
+        raise ConfigError(f"run.dir={location.parts[0]}//...: is a Path; give a URL as a string")
+    return isinstance(location, str) and "://" in location
+
+
+def checked_url(url: str) -> str:
+    """The URL without a slash at its end.
+
+    Raises:
+        ConfigError: an unknown protocol, no bucket, or something that may be a secret.
+    """
+    protocol, _, rest = url.partition("://")
+    if re.search(r"[@?#]", url) or ":" in rest.partition("/")[0]:
+        raise ConfigError(
+            f"run.dir={protocol.rpartition('@')[2]}://***: has a user, a query or a fragment (@ : ? or #), which may "
+            "be secret; credentials come from the environment"
+        )
+    if protocol not in _PACKAGES:
+        raise ConfigError(f"run.dir={url}: unknown protocol {protocol}; choose one of {', '.join(_PACKAGES)}")
+    if protocol == "file" and not rest.startswith("/"):
+        raise ConfigError(f"run.dir={url}: has to be absolute, as file:///folder")
+    if not rest.strip("/"):
+        raise ConfigError(f"run.dir={url}: names no bucket; write {protocol}://bucket/folder")
+    return url.rstrip("/")
+
+
+def working_folder(url: str) -> Path:
+    """The folder on this machine in which the chief of a run dir at `url` works: always the same one.
+
+    Raises:
+        ConfigError: see `checked_url`.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "kdist" / hashlib.sha256(checked_url(url).encode()).hexdigest()[:16]
+
+
+class ObjectStorage:
+    """The objects below a URL, by their names relative to it.
+
+    Every method raises `StorageError`: the storage failed for `timeout` seconds, or refused at once.
+
+    Args:
+        url: as `checked_url` returns it.
+        timeout: seconds for which an operation that fails is tried again.
+        sleep, clock: replaced in tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = url
+        self.timeout = timeout
+        self._protocol = url.partition("://")[0]
+        self._sleep = sleep
+        self._clock = clock
+
+    def refusal(self, error: StorageError) -> ConfigError:
+        """The error of a run that cannot start because of `error`."""
+        hint = _ENVIRONMENT.get(self._protocol)
+        return ConfigError(
+            f"run.dir={error}" + (f"\n  credentials and endpoint come from the environment: {hint}" if hint else "")
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """The size of each object, by its name."""
+
+        def find() -> dict[str, int]:
+            found = self._files.find(self._root, detail=True)
+            return {path[len(self._root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
+
+        return self._insist(find)
+
+    def upload(self, path: Path, name: str) -> None:
+        """Uploads a file. The object is complete or absent, or as it was before."""
+        target = self._path(name)
+
+        def put() -> None:
+            if self._protocol not in _WITH_RENAME:
+                self._files.put_file(str(path), target)
+                return
+            unfinished = f"{target}{UNFINISHED_SUFFIX}"
+            self._files.put_file(str(path), unfinished)
+            self._files.mv(unfinished, target)
+
+        self._insist(put)
+
+    def download(self, name: str, path: Path) -> None:
+        """Downloads an object. The file is complete or absent."""
+
+        def get() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(path) as unfinished:
+                self._files.get_file(self._path(name), str(unfinished))
+
+        self._insist(get)
+
+    def delete(self, name: str) -> None:
+        """Deletes an object; one that is not there is no error."""
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+
+        self._insist(remove)
+
+    def copy(self, name: str, to: str) -> None:
+        """Copies an object within the storage."""
+        self._insist(lambda: self._files.cp_file(self._path(name), self._path(to)))
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None if it is not there."""
+
+        def cat() -> bytes | None:
+            with suppress(FileNotFoundError):
+                return bytes(self._files.cat_file(self._path(name)))
+            return None
+
+        return self._insist(cat)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small object."""
+        self._insist(lambda: self._files.pipe_file(self._path(name), content))
+
+    def modified(self, name: str) -> datetime:
+        """When an object was written, by the storage's clock."""
+        return self._insist(lambda: self._files.modified(self._path(name)))
+
+    @cached_property
+    def _connected(self) -> tuple[Any, str]:
+        try:
+            files, root = fsspec.url_to_fs(
+                self.url, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(self._protocol, {})
+            )
+        except ImportError:
+            package = _PACKAGES[self._protocol]
+            raise ConfigError(
+                f"run.dir={self.url}: needs the package {package}: pip install 'kdist[{self._protocol}]'"
+            ) from None
+        if self._protocol == "s3":
+            # Failures are waited out here. s3fs would try a silent server five times before it says so.
+            files.retries = 1
+        return files, root
+
+    @property
+    def _files(self) -> Any:
+        return self._connected[0]
+
+    @property
+    def _root(self) -> str:
+        return self._connected[1]
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _insist(self, function: Callable[[], T]) -> T:
+        """Calls a function until it succeeds, is refused, or the time is over."""
+        deadline, pause, has_warned = self._clock() + self.timeout, _FIRST_PAUSE_SECS, False
+        while True:
+            try:
+                return function()
+            except KdistError:
+                raise
+            except Exception as error:  # noqa: BLE001 - every library that fsspec calls has errors of its own
+                is_final = isinstance(error, (FileNotFoundError, PermissionError)) or _lacks_credentials(error)
+                why = self._explained(error)
+                if is_final or self._clock() + pause > deadline:
+                    # What the library says may hold more than a message should.
+                    raise StorageError(f"{self.url}: {why}") from None
+            if not has_warned:
+                warn(f"{self.url}: {why}; trying again for {self.timeout:g} s")
+                has_warned = True
+            self._sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
+
+    def _explained(self, error: Exception) -> str:
+        text = f"{type(error).__name__}: {_without_secrets(str(error))}"
+        if isinstance(error, FileNotFoundError):
+            return f"there is no such bucket or object ({text})"
+        if isinstance(error, PermissionError) or _lacks_credentials(error):
+            return f"access is denied: {text}"
+        return f"storage fails: {text}"
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    """Whether a library says that it found no credentials; each has a class of its own for that."""
+    return "Credentials" in type(error).__name__
+
+
+def _without_secrets(text: str, limit: int = 300) -> str:
+    """A message in one line, without users and queries of URLs and the values of secret environment variables."""
+    for name, value in os.environ.items():
+        # A shorter value is a part of many words.
+        if len(value) > 4 and _SECRET_NAME.search(name):
+            text = text.replace(value, "***")
+    text = re.sub(r"//[^/\s\"']*@", "//***@", text)
+    return re.sub(r"\?[^\s\"']*", "?***", " ".join(text.split()))[:limit]
