@@ -67,8 +67,7 @@ class Trainer:
         export_max_bytes: a model whose parameters take more stays on its parameter servers and in checkpoints: `model`
             does not get the trained values, and there is no `model.keras`.
         grace_secs: seconds to save and exit after a stop signal or Ctrl-C.
-        stop_signals: names of the signals at which the run saves and exits; a program that handles SIGUSR1 or the like
-            itself keeps its handler.
+        stop_signals: names of the signals at which the run saves and exits; a handler of the program's own stays.
         storage_timeout: seconds for which object storage may fail before a save counts as failed.
         use_default_hooks: whether to add the default hooks.
         lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
@@ -77,9 +76,8 @@ class Trainer:
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
-            `on_lost_worker` and `worker_timeout` (`sync_replicas`),
-            `local_steps` (`parameter_server`), `wire_dtype` (with servers), `devices` (`mirrored`).
-            See `kdist.config.schema.StrategyConfig`.
+            `on_lost_worker` and `worker_timeout` (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype`
+            (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
 
     Raises:
         ConfigError: a value is not allowed, or the model cannot be trained with this strategy.
@@ -277,9 +275,7 @@ class Trainer:
             and `result.json`.
         """
         if self._strategy.own_processes() is not None:
-            raise ConfigError(
-                f"strategy={self.strategy_name} trains in processes of its own, not in your loop; use fit"
-            )
+            raise ConfigError(f"strategy={self.strategy_name} trains in processes of its own; use fit")
         arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
         with self._one_chief():
             fit = LocalFit(self._request(FitArguments(x, y, **arguments)))
@@ -336,7 +332,7 @@ class Trainer:
         request = self._request(FitArguments(x, y, batch_size=batch_size))
         prepared = prepare(request.training_spec(request.training_data()), shape.num_workers)
         plan = prepared.plan(shape.num_ps, PlacementPolicy.of(self._strategy.config))
-        with self.files.lock() if self._lock_run_dir else nullcontext():
+        with self._one_chief():
             self.files.write_plan(plan)
         return plan
 

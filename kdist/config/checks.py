@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -81,3 +81,9 @@ def checked_steps_per_call(key: str, value: int | str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key}={value}: must be at least 1, or auto")
     return value
+
+
+def check_one_given(values: Mapping[str, object]) -> None:
+    """Refuses several values, by their keys, of which only one can count."""
+    if len(given := [f"{key}={value}" for key, value in values.items() if value is not None]) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one, set the other to null")

@@ -345,8 +345,8 @@ class RunConfig:
         checks.check_verbose("run.verbose", self.verbose)
         checks.check_whole_number("run.export_max_bytes", self.export_max_bytes, at_least=0)
         checks.check_more_than_zero("run.grace_secs", self.grace_secs)
-        checks.check_stop_signals("run.stop_signals", self.stop_signals)
         checks.check_more_than_zero("run.storage_timeout", self.storage_timeout)
+        checks.check_stop_signals("run.stop_signals", self.stop_signals)
         targets.check_packages("run.trust", self.trust)
         checks.check_seed("run.seed", self.seed)
 
@@ -395,9 +395,6 @@ class Config:
     """Where to write, and how to start."""
 
     def __post_init__(self) -> None:
-        if self.train.steps is not None and self.train.epochs is not None:
-            raise ConfigError(
-                f"train.steps={self.train.steps} and train.epochs={self.train.epochs}: give one, set the other to null"
-            )
+        checks.check_one_given({"train.steps": self.train.steps, "train.epochs": self.train.epochs})
         for key, node in targets.called_nodes(vars(self)).items():
             checks.check_target(key, node)
