@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from kdist.config.schema import PlacementOptions
 
@@ -38,6 +38,7 @@ class Variable:
         num_bytes, value_bytes: its size with and without optimizer slots.
         can_be_cut: whether its rows may be on different servers.
         always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
+        travels: whether its value goes to workers in every step; of a table that is looked up, rows do.
         note: a remark in the plan, for example why a table is not looked up by rows.
     """
 
@@ -47,6 +48,7 @@ class Variable:
     value_bytes: int = 0
     can_be_cut: bool = False
     always_cut: bool = False
+    travels: bool = True
     note: str = ""
 
     @property
@@ -141,7 +143,9 @@ def wrong_id(message: str, plan: PlacementPlan) -> str | None:
     return f"id {int(row[1]) + rows.start} is not in table {table.name}, which has the rows 0 to {table.num_rows - 1}"
 
 
-def place(variables: Sequence[Variable], num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
+def place(
+    variables: Sequence[Variable], num_servers: int, policy: PlacementPolicy, max_bytes: int | None = None
+) -> PlacementPlan:
     """Places `variables` on `num_servers` servers.
 
     Args:
@@ -149,25 +153,28 @@ def place(variables: Sequence[Variable], num_servers: int, policy: PlacementPoli
             largest variable first to the server with the fewest bytes (Graham's LPT rule, 1969), or keeps the
             round-robin order where that is more even. `partitioned` also splits large variables by rows over all
             servers.
+        max_bytes: what travels is cut into parts of at most this size, slots not counted; not at all if None.
     """
 
-    def is_cut(variable: Variable) -> bool:
+    def num_parts(variable: Variable) -> int:
         is_large = policy.name == "partitioned" and variable.can_be_cut
-        is_large = is_large and variable.value_bytes > policy.partition_min_bytes
-        return num_servers > 1 and variable.num_rows > 1 and (variable.always_cut or is_large)
+        is_spread = variable.always_cut or (is_large and variable.value_bytes > policy.partition_min_bytes)
+        wanted = num_servers if is_spread else 1
+        if max_bytes is not None and variable.can_be_cut and variable.travels:
+            wanted = max(wanted, -(-variable.value_bytes // max_bytes))
+        return min(wanted, max(1, variable.num_rows))
 
     def plan(choose: Callable[[int, list[int]], int], order: Sequence[int]) -> PlacementPlan:
         load = [0] * num_servers
         placed: dict[int, list[Shard]] = {}
         for i, variable in enumerate(variables):
-            if is_cut(variable):
+            if (parts := num_parts(variable)) > 1:
                 emptiest_first = sorted(range(num_servers), key=load.__getitem__)
-                num_parts = min(num_servers, variable.num_rows)
-                bounds = pairwise(variable.num_rows * part // num_parts for part in range(num_parts + 1))
-                placed[i] = [Shard(i, server, *rows) for server, rows in zip(emptiest_first, bounds)]
+                bounds = pairwise(variable.num_rows * part // parts for part in range(parts + 1))
+                placed[i] = [Shard(i, server, *rows) for server, rows in zip(cycle(emptiest_first), bounds)]
                 for shard in placed[i]:
                     load[shard.server] += variable.num_bytes * (shard.stop - shard.start) // variable.num_rows
-        for position, i in enumerate(i for i in order if not is_cut(variables[i])):
+        for position, i in enumerate(i for i in order if num_parts(variables[i]) == 1):
             server = choose(position, load)
             placed[i] = [Shard(i, server, 0, variables[i].num_rows)]
             load[server] += variables[i].num_bytes

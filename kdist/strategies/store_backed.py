@@ -22,6 +22,7 @@ from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import make_dataset, worker_dataset
+from kdist.errors import ConfigError
 from kdist.layers import made_on_servers
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names
@@ -34,6 +35,9 @@ from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import PresentValues, Strategy, TrainingSpec
 from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
+
+#: Of a tensor that travels; a message is a little larger.
+_MOST_BYTES = 2**31 - 2**20
 
 
 class StoreBackedStrategy(Strategy):
@@ -203,12 +207,26 @@ class PreparedTraining:
             )
 
     def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
-        """Where each variable goes, with its slots."""
-        return place(self._described_variables(), num_servers, policy)
+        """Where each variable goes, with its slots.
+
+        Raises:
+            ConfigError: a variable is larger than what TensorFlow can send, and cannot be cut.
+        """
+        plan = place(self._described_variables(), num_servers, policy, Wire.max_bytes)
+        for shard in plan.shards:
+            variable = plan.variables[shard.variable]
+            num_bytes = variable.value_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
+            if variable.travels and num_bytes > _MOST_BYTES:
+                raise ConfigError(
+                    f"model {self.spec.model.name}: {plan.name(shard)} has {num_bytes} bytes, and TensorFlow sends at "
+                    "most 2 GiB at once; it can be cut by rows if it has no constraint, is not assigned by the step, "
+                    "and its optimizer treats each element by itself, as SGD and Adam do"
+                )
+        return plan
 
     def plan_for_one(self) -> PlacementPlan:
-        """The plan of a store in one place, which is the same for every policy."""
-        return self.plan(1, PlacementPolicy.of(PlacementOptions()))
+        """The plan of a store in this process, from where nothing travels; it is the same for every policy."""
+        return place(self._described_variables(), 1, PlacementPolicy.of(PlacementOptions()))
 
     def store(
         self,
@@ -276,6 +294,7 @@ class PreparedTraining:
                     value_bytes,
                     can_be_cut=cuttable and variable.constraint is None and i not in step.updates.assigned,
                     always_cut=cuttable and i in step.row_wise,
+                    travels=i not in step.tables,
                     note=self._note(i, variable),
                 )
             )

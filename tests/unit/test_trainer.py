@@ -241,6 +241,14 @@ def test_a_dataset_without_a_batch_is_said_to_be_empty(run_dir: Path) -> None:
         kdist.Trainer(models.mlp, run_dir=run_dir).fit(dataset, steps=3, verbose=0)
 
 
+def test_a_variable_that_tensorflow_cannot_send_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.strategies.store_backed._MOST_BYTES", 100)
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="2ps2w", run_dir=run_dir)
+    with pytest.raises(ConfigError, match=r"dense/kernel has \d+ bytes, and TensorFlow sends at most 2 GiB at once"):
+        trainer.plan(x, y)
+
+
 def test_the_plan_of_an_earlier_run_does_not_stay(run_dir: Path) -> None:
     run_dir.mkdir()
     (run_dir / "placement.txt").touch()

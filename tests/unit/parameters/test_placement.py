@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +81,22 @@ def test_a_table_that_is_always_cut_is_cut_under_every_policy() -> None:
     for policy in PLACEMENT_POLICIES:
         plan = place([table, *variables(5, 5)], 3, policy)
         assert [(s.server, s.start, s.stop) for s in plan.shards[:3]] == [(0, 0, 3), (1, 3, 6), (2, 6, 10)]
+
+
+def test_what_travels_is_cut_into_parts_that_can_be_sent() -> None:
+    policy = PlacementPolicy("round_robin", 1 << 18)
+    kernel, small, table = (variable(name, (1000, 250)) for name in ("kernel", "small", "table"))
+    whole = variable("whole", (1000, 250), can_be_cut=False)
+    small, table = replace(small, shape=(10, 250), value_bytes=10_000), replace(table, travels=False)
+    plan = place_by([kernel, small, whole, table], 2, policy, max_bytes=300_000)
+    parts = [shard for shard in plan.shards if shard.variable == 0]
+    assert [(shard.server, shard.start, shard.stop) for shard in parts] == [
+        (0, 0, 250),
+        (1, 250, 500),
+        (0, 500, 750),
+        (1, 750, 1000),
+    ]
+    assert [shard.variable for shard in plan.shards if shard.variable] == [1, 2, 3]
 
 
 def test_table_names_shards_servers_totals_and_notes() -> None:
