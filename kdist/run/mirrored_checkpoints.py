@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
+from kdist.cluster.bounded import in_thread
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError
-from kdist.run.checkpoint import Checkpoints
+from kdist.run.checkpoint import Checkpoints, Stored
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX
 from kdist.run.mirror import Mirror
 from kdist.run.object_storage import StorageError
@@ -68,7 +70,19 @@ class MirroredCheckpoints(Checkpoints):
         except StorageError as error:
             raise CheckpointError(f"{self.place}/{index.stem} cannot be downloaded: {error}") from None
 
+    def begin_save(self, step: int, stored: Stored) -> Future[None]:
+        written = super().begin_save(step, stored)
+
+        def upload() -> None:
+            written.result()
+            self._move_into_place(step)
+
+        return in_thread(upload)
+
     def _move_into_place(self, step: int) -> None:
+        if not Path(f"{self._unfinished(step)}{INDEX_SUFFIX}").exists():
+            # A thread has uploaded it.
+            return
         super()._move_into_place(step)
         index, *stale = self._objects(step)
         data = self._data_of(self.path(step))

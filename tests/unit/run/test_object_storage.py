@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from fakes import FakeClock, held_by
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import wait_until
 
+from kdist.cluster.bounded import in_thread
 from kdist.errors import CheckpointError, ConfigError, KdistError
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
@@ -91,6 +93,9 @@ class Values:
         for part in (0, 1):
             Path(f"{prefix}.data-0000{part}-of-00002").write_text(f"data of {self._step}")
         Path(f"{prefix}.index").write_text(f"index of {self._step}")
+
+    def begin_save(self, prefix: Path) -> Future[None]:
+        return in_thread(lambda: self.save(prefix))
 
     def restore(self, path: Path) -> None:
         raise NotImplementedError
@@ -382,6 +387,22 @@ def test_a_save_that_does_not_arrive_stays_here_and_the_next_one_may_arrive(stor
         storage.fault = None
         save(entered, 20, 30)
         assert files_of(10, 20, 30).items() <= objects().items()
+
+
+def test_a_save_in_the_background_is_uploaded_there(storage: type[FaultyStorage]) -> None:
+    with mirror() as of:
+        written = checkpoints_of(of).begin_save(3, Values(3))
+        written.result()
+        assert objects().items() >= files_of(3).items()
+        storage.operations.clear()
+        assert checkpoints_of(of).finish_save(3, written.result, keep=1) == of.folder / "checkpoints" / "ckpt-3"
+        assert not any(operation == "put_file" for operation, _ in storage.operations)
+        storage.fault = failing(OSError("broken"), "put_file", of="ckpt-4")
+        written = checkpoints_of(of).begin_save(4, Values(4))
+        with pytest.raises(CheckpointError, match="step 4 could not be uploaded"):
+            checkpoints_of(of).finish_save(4, written.result, keep=1)
+        storage.fault = None
+        assert objects().items() >= files_of(3).items()
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning_and_goes_later(storage: type[FaultyStorage]) -> None:
