@@ -38,10 +38,10 @@ class CheckpointSaver(TimedHook):
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
         keep: how many checkpoints to keep; the oldest are deleted.
-        background: whether training continues while a checkpoint is written, except the first and the last one. Until
-            it is written, each task needs memory for a copy of all that it holds. A save that is due earlier waits.
         listeners: notified of every checkpoint.
         clock: returns seconds; replaced in tests.
+        background: whether training continues while a checkpoint is written, except the first and the last one. Until
+            it is written, each task needs memory for a copy of all that it holds. A save that is due earlier waits.
 
     Raises:
         ConfigError: a value is out of range.
@@ -53,9 +53,10 @@ class CheckpointSaver(TimedHook):
         every_secs: float | None = None,
         every_steps: int | None = None,
         keep: int = 5,
-        background: bool = False,
         listeners: Sequence[CheckpointSaverListener] = (),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        background: bool = False,
     ) -> None:
         check_whole_number("hooks.checkpoint.keep", keep)
         if every_secs is None and every_steps is None:

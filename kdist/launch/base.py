@@ -20,7 +20,7 @@ from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.sources import TrainingData
-from kdist.errors import ConfigError
+from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks import Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
@@ -110,9 +110,15 @@ class FitRequest:
         return self.strategy.shape.num_ps > 0 and num_bytes(self.source.model) > self.export_max_bytes
 
     def bring_back(self, strategy: Strategy) -> None:
-        """Starts a strategy with the values that such a fit has left in its newest checkpoint."""
+        """Starts a strategy with the values that such a fit has left in its newest checkpoint.
+
+        Raises:
+            CheckpointError: there is none any more.
+        """
         strategy.start(self.training_spec(self.training_data()))
-        self.files.checkpoints().restore(strategy)
+        checkpoints = self.files.checkpoints()
+        if checkpoints.restore(strategy) is None:
+            raise CheckpointError(f"there is no checkpoint in {checkpoints.place}, where the trained values were")
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""

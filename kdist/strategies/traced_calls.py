@@ -16,6 +16,7 @@ from kdist.model.metrics import MetricReader, MetricRows
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.store import ParameterStore
+from kdist.parameters.transport import fuse
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.local_steps import Compute, LocalSteps
 
@@ -92,7 +93,7 @@ class CallLogs:
     @staticmethod
     def fuse(tensors: Sequence[Any]) -> tf.Tensor:
         """Tensors of a row as one, which may stand for them in `pack`: float64 `[n]`."""
-        return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
+        return fuse([tf.cast(tensor, tf.float64) for tensor in tensors])
 
     def unpack(self, packed: np.ndarray) -> StepLogs:
         """Reads what `pack` made of some steps."""

@@ -179,6 +179,11 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     logs, outputs = trainer.evaluate(*ids(), on_workers=True), trainer.predict(ids()[0], on_workers=True)
     with pytest.raises(kdist.ConfigError, match="were on parameter servers only"):
         kdist.Trainer(trainer.model)
+    elsewhere = run_dir.with_name("elsewhere")
+    (run_dir / "checkpoints").rename(elsewhere)
+    with pytest.raises(kdist.KdistError, match="there is no checkpoint in .*, where the trained values were"):
+        trainer.evaluate(*ids(), on_workers=True)
+    elsewhere.rename(run_dir / "checkpoints")
     # The next fit continues from what was saved; one that may bring it here does.
     trainer.fit(*ids(), batch_size=16, steps=30, verbose=0)
     assert Checkpoints(run_dir / "checkpoints").steps() == [30]
@@ -339,3 +344,35 @@ def test_a_table_of_10_million_rows_is_trained_saved_and_resumed_elsewhere(large
 def test_slots_of_more_than_2_gib_on_one_server(large_run_dir: Path) -> None:
     assert peaks(large_run_dir, 4_000_000, "1ps1w", 20, "adam")["chief"] < 1_200_000_000
     assert Checkpoints(large_run_dir / "checkpoints").steps() == [20]
+
+
+#: Trains on 1 000 000 x 784 float32, and prints the most memory that the chief has had, in bytes.
+ARRAYS = """
+import sys
+from pathlib import Path
+import keras
+import numpy as np
+import kdist
+
+cluster, path, run_dir = sys.argv[1:]
+x = np.load(path, mmap_mode="r") if path else np.ones((1_000_000, 784), np.float32)
+model = keras.Sequential([keras.layers.Input((784,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(1e-5), "mse")
+kdist.Trainer(model, cluster, run_dir=run_dir).fit(x, np.zeros(len(x), np.float32), batch_size=64, steps=200, verbose=0)
+print(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize(("cluster", "in_file"), [("2ps2w", False), ("1ps1w", False), ("2ps2w", True)])
+def test_arrays_of_3_gb_are_not_copied_on_the_chief(cluster: str, in_file: bool, run_dir: Path, tmp_path: Path) -> None:
+    size = 1_000_000 * 784 * 4
+    path = tmp_path / "x.npy"
+    if in_file:
+        np.lib.format.open_memmap(path, "w+", np.float32, (1_000_000, 784)).flush()
+    arguments = [cluster, str(path) if in_file else "", str(run_dir)]
+    done = subprocess.run([sys.executable, "-c", ARRAYS, *arguments], capture_output=True, text=True, check=False)
+    path.unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < (1_000_000_000 if in_file else 1.3 * size)

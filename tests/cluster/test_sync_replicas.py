@@ -17,6 +17,7 @@ from kdist._compat.first_call_lock import first_calls
 from kdist.dispatch.connection import reconnect
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 from kdist.parameters.update_counters import UpdateCounters
+from kdist.strategies import in_graph_sync
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -222,6 +223,44 @@ def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
         pytest.raises(kdist.ClusterError, match=r"worker:1 did not come back within 1 s \(strategy.worker_timeout\)"),
     ):
         trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
+
+
+def test_all_workers_share_one_traced_function(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    make = in_graph_sync.function_of_its_own
+
+    def noted(step: Any) -> Any:
+        traced.append(step)
+        return make(step)
+
+    monkeypatch.setattr(in_graph_sync, "function_of_its_own", noted)
+    x, y = toy_data()
+    trainer = kdist.Trainer(
+        models.mlp, cluster="1ps3w", strategy="sync_replicas", run_dir=run_dir, steps_per_call=4, seed=3
+    )
+    trainer.fit(x, y, batch_size=8, steps=8, verbose=0)
+    assert len(traced) == 1
+
+
+def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = in_graph_sync.InGraphSyncCalls.function
+    cancelled: list[int] = []
+
+    def cancel_once(calls: Any, num_steps: int) -> Any:
+        if cancelled:
+            return function(calls, num_steps)
+        cancelled.append(num_steps)
+
+        def call(_iterators: Any) -> Any:
+            raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+
+        return call
+
+    monkeypatch.setattr(in_graph_sync.InGraphSyncCalls, "function", cancel_once)
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
+    trainer.fit(x, y, batch_size=8, steps=20, verbose=0)
+    assert (trainer.result.global_step, len(cancelled)) == (20, 1)
 
 
 def test_an_error_of_the_users_names_the_worker(run_dir: Path) -> None:
