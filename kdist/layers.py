@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -14,10 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import table_of
-from kdist._compat.reserved import no_rows, reserve
+from kdist._compat.reserved import reserved_above
 
-#: Rows are drawn in blocks of this size. It is part of what a seed means, and never changes.
+#: Rows of tables are drawn in blocks of this size. It is part of what a seed means, and never changes. Larger variables
+#: get no memory where a model is built for parameter servers.
 _BLOCK_BYTES = 64 << 20
 
 _UNIFORM, _NORMAL = keras.initializers.RandomUniform, keras.initializers.RandomNormal
@@ -31,17 +30,11 @@ _BY_FANS = (
     keras.initializers.LecunUniform,
     keras.initializers.LecunNormal,
 )
-_made_on_servers: ContextVar[bool] = ContextVar("made_on_servers", default=False)
 
 
-@contextmanager
-def made_on_servers() -> Iterator[None]:
-    """In this context large tables get no values: parameter servers make them."""
-    token = _made_on_servers.set(True)
-    try:
-        yield
-    finally:
-        _made_on_servers.reset(token)
+def made_on_servers() -> AbstractContextManager[None]:
+    """A context in which large variables get no values: parameter servers make them."""
+    return reserved_above(_BLOCK_BYTES)
 
 
 @keras.saving.register_keras_serializable("kdist")
@@ -70,13 +63,11 @@ class Embedding(keras.layers.Embedding):
         if self.built or initializer is None or not is_large or self.quantization_mode is not None:
             super().build(input_shape)
             return
-        self.embeddings_initializer = no_rows if _made_on_servers.get() else initializer
+        self.embeddings_initializer = initializer
         try:
             super().build(input_shape)
         finally:
             self.embeddings_initializer = given
-        if _made_on_servers.get():
-            reserve(table_of(self), initializer)
 
 
 class TableInitializer:

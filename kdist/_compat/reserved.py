@@ -1,48 +1,99 @@
-"""Variables of Keras without values, and the slots of optimizers; read in Keras 3.12 to 3.15."""
+"""Variables of Keras without values, and slots without needless memory; read in Keras 3.12 to 3.15."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from kdist._compat.keras import optimizers_of
 from kdist._compat.tensorflow import UninitializedVariable
+
+_is_building: ContextVar[bool] = ContextVar("is_building", default=False)
 
 
 class Reserved(keras.Variable):
-    """A variable whose values are made elsewhere: it has a shape, but no memory; reading it gives no element.
+    """A variable with a shape, but without memory, until it is read or assigned.
+
+    If it is read before anything was assigned to it, it gets its initial values.
 
     Attributes:
-        made_by: the initializer of its values; None from the moment values are assigned to it here.
+        made_by: the initializer of its values; None from the moment they are here.
+        elsewhere: why they are not to be made here, to be raised when they are read.
     """
 
     made_by: Callable[..., Any] | None
-
-    def _initialize_with_initializer(self, initializer: Any) -> None:
-        # Also called later, for variables that were made while a model was built symbolically.
-        self._value = UninitializedVariable(trainable=self.trainable, shape=self.shape, dtype=self.dtype)
+    elsewhere: Exception | None
 
     def _direct_assign(self, value: Any) -> None:
         self.made_by = None
         super()._direct_assign(value)
 
 
-def no_rows(shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
-    """An initializer for variables that become reserved."""
-    return tf.zeros([0, *shape[1:]], dtype)
+class _ValueOf(UninitializedVariable):
+    """What TensorFlow reads of a reserved variable."""
+
+    def __init__(self, variable: Reserved) -> None:
+        super().__init__(trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype)
+        self._reserved = variable
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        self._make()
+        return super()._read_variable_op(no_copy)
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        self._make()
+        return super().sparse_read(indices, name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        self._make()
+        return super().gather_nd(indices, name)
+
+    def _make(self) -> None:
+        """Makes the values if they are needed: not when a model is traced to find shapes, or for other values."""
+        variable = self._reserved
+        is_eager = tf.executing_eagerly()
+        if variable.made_by is None or in_stateless_scope() or (_is_building.get() and not is_eager):
+            return
+        if variable.elsewhere is not None:
+            raise copy.copy(variable.elsewhere)
+        if is_eager:
+            variable.assign(variable.made_by(variable.shape, variable.dtype))
 
 
-def reserve(variable: keras.Variable, made_by: Callable[..., Any]) -> None:
-    """Makes a variable that was initialized by `no_rows` a reserved one."""
-    variable.__class__ = Reserved
-    variable.made_by = made_by
-    if variable._value is not None:
-        variable._initialize_with_initializer(made_by)
+@contextmanager
+def reserved_above(num_bytes: int) -> Iterator[None]:
+    """In this context a model is built: new variables of more than `num_bytes` with an initializer are reserved."""
+
+    def initialize(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
+        size = prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        if type(variable) is not keras.Variable or size <= num_bytes:
+            of_tensorflow(variable, initializer)
+            return
+        variable.__class__ = Reserved
+        variable.made_by, variable.elsewhere = initializer, None
+        variable._value = _ValueOf(variable)
+
+    # Keras calls it also later, for variables that were made while a model was built symbolically.
+    token = _is_building.set(True)
+    of_tensorflow = keras.Variable._initialize_with_initializer
+    outer = vars(keras.Variable).get("_initialize_with_initializer")
+    keras.Variable._initialize_with_initializer = initialize
+    try:
+        yield
+    finally:
+        _is_building.reset(token)
+        if outer is None:
+            del keras.Variable._initialize_with_initializer
+        else:
+            keras.Variable._initialize_with_initializer = outer
 
 
 def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
@@ -50,56 +101,25 @@ def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
     return variable.made_by if isinstance(variable, Reserved) else None
 
 
-@contextmanager
-def reserved_slots(model: keras.Model) -> Iterator[None]:
-    """In this context, slots that the optimizers of a compiled model make for reserved variables are reserved, too."""
-
-    def add(original: Callable[..., Any], reference: Any, name: str | None, initializer: Any) -> keras.Variable:
-        if made_by(reference) is None:
-            return original(reference, name=name, initializer=initializer)
-        slot = original(reference, name=name, initializer=no_rows)
-        reserve(slot, keras.initializers.get(initializer))
-        return slot
-
-    optimizers = list(optimizers_of(model).values())
-    with _adding_slots([*optimizers, *(part for o in optimizers for part in getattr(o, "optimizers", ()))], add):
-        yield
+def hand_over(variable: keras.Variable, why: Exception) -> None:
+    """From now on the values of a reserved variable are elsewhere: `why` is raised if they are read."""
+    if made_by(variable) is not None:
+        variable.elsewhere = why
 
 
 @contextmanager
 def cheap_constants(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """In this context, slots with a constant initial value need no memory beside them, as Keras's product does."""
+    original = optimizer.add_variable_from_reference
 
-    def add(original: Callable[..., Any], reference: Any, name: str | None, initializer: Any) -> keras.Variable:
+    def add(reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> keras.Variable:
         if type(initializer) is keras.initializers.Constant and np.ndim(initializer.value) == 0:
             value = initializer.value
-            return original(reference, name=name, initializer=lambda s, dtype: tf.fill(s, tf.cast(value, dtype)))
-        return original(reference, name=name, initializer=initializer)
+            return original(reference_variable, name, lambda shape, dtype: tf.fill(shape, tf.cast(value, dtype)))
+        return original(reference_variable, name, initializer)
 
-    with _adding_slots([optimizer], add):
-        yield
-
-
-@contextmanager
-def _adding_slots(
-    optimizers: Sequence[keras.optimizers.Optimizer], add: Callable[..., keras.Variable]
-) -> Iterator[None]:
-    """In this context `add(Keras's function, variable, name, initializer)` makes the slots of optimizers."""
-
-    def adding(optimizer: Any) -> Callable[..., keras.Variable]:
-        original = optimizer.add_variable_from_reference
-
-        def add_variable_from_reference(
-            reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
-        ) -> keras.Variable:
-            return add(original, reference_variable, name, initializer)
-
-        return add_variable_from_reference
-
-    for optimizer in optimizers:
-        vars(optimizer)["add_variable_from_reference"] = adding(optimizer)
+    vars(optimizer)["add_variable_from_reference"] = add
     try:
         yield
     finally:
-        for optimizer in optimizers:
-            del vars(optimizer)["add_variable_from_reference"]
+        del vars(optimizer)["add_variable_from_reference"]

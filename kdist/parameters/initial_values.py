@@ -2,55 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from kdist._compat.reserved import made_by
+from kdist._compat.reserved import hand_over, made_by
+from kdist.errors import ConfigError
+from kdist.layers import TableInitializer
 from kdist.parameters.named_values import NamedValues, assign_rows
 from kdist.parameters.packing import Blocks
 from kdist.parameters.placement import Shard
 
 
-def fill_large(
+def set_initial_values(
     blocks: Blocks,
     shards: Sequence[Shard],
     variables: Sequence[keras.Variable],
     originals: Sequence[keras.Variable],
     names: Sequence[str],
+    slots: Mapping[str, keras.Variable],
     values: NamedValues,
 ) -> None:
-    """Servers draw the rows of tables that the model has no values for; the values of others travel in pieces.
+    """Sets the values of slots, and of blocks that start empty.
+
+    Servers draw what the model has no values for: tables in blocks of rows, each server its own; other variables whole,
+    on the first of their servers, so that any initializer will do. The values of others travel in pieces.
 
     Args:
         shards: of all blocks.
         variables: of each block.
         originals, names: the variables of the model, and their names in `values`.
+        slots: the model's, by name; where it has no values, servers have made the slots, too.
+
+    Raises:
+        ConfigError: an initializer returns values of another shape than its variable's.
     """
-    to_draw: list[_Rows] = []
-    to_push: dict[int, None] = {}
+    values.write({name: slot.numpy() for name, slot in slots.items() if made_by(slot) is None})
+    rows_to_draw: list[_Rows] = []
+    #: The devices of each, by index; the first one's draws it.
+    others: dict[int, list[str]] = defaultdict(list)
     for b, block in enumerate(blocks):
-        for shard in (shards[i] for i in block.shards if blocks.is_large(b)):
-            original = originals[shard.variable]
-            if (initializer := made_by(original)) is None:
-                to_push[shard.variable] = None
+        for shard in (shards[i] for i in block.shards if blocks.starts_empty(b)):
+            original, variable = originals[shard.variable], variables[b].value
+            initializer = made_by(original)
+            if isinstance(initializer, TableInitializer):
+                rows_to_draw.append(_Rows(variable, initializer, tuple(original.shape), shard.start, shard.stop))
             else:
-                to_draw.append(_Rows(variables[b].value, initializer, tuple(original.shape), shard.start, shard.stop))
+                others[shard.variable].append(variable.device)
 
     def draw(zero: tf.Tensor) -> None:
-        for rows in to_draw:
+        for rows in rows_to_draw:
             rows.draw(zero)
 
-    if to_draw:
+    if rows_to_draw:
         tf.function(draw, autograph=False).get_concrete_function(tf.TensorSpec([], tf.uint32))(
             tf.constant(0, tf.uint32)
         )
-    for index in to_push:
-        # One after the other: a model that has values may be as large as this process can hold.
-        values.write({names[index]: originals[index].numpy()})
+    # One after the other: each may be as large as a task can hold.
+    for index, devices in others.items():
+        _set_whole(names[index], originals[index], devices[0], values)
+    for variable in [*originals, *slots.values()]:
+        hand_over(
+            variable,
+            ConfigError(
+                f"the values of {variable.path} are on the parameter servers and in checkpoints; the model gets them "
+                "at the end of fit, if it takes no more than export_max_bytes"
+            ),
+        )
+
+
+def _set_whole(name: str, original: keras.Variable, device: str, values: NamedValues) -> None:
+    """Sets a value to that of a variable of the model, or to what its initializer draws on a device."""
+    initializer = made_by(original)
+    if initializer is None:
+        values.write({name: original.numpy()})
+        return
+    with tf.device(device):
+        drawn = initializer(original.shape, dtype=original.dtype)
+    if tuple(np.shape(drawn)) != tuple(original.shape):
+        raise ConfigError(
+            f"the initializer of {name} returned values of shape {tuple(np.shape(drawn))}; the variable has the shape "
+            f"{tuple(original.shape)}"
+        )
+    if tf.is_tensor(drawn):
+        values.write_from(name, tf.cast(drawn, original.dtype))
+    else:
+        values.write({name: np.asarray(drawn)})
 
 
 @dataclass(frozen=True)
@@ -58,12 +99,11 @@ class _Rows:
     """Rows `start` to `stop` of a table, which are all that a variable holds.
 
     Attributes:
-        initializer: a `kdist.layers.TableInitializer`.
         shape: of the whole table.
     """
 
     variable: tf.Variable
-    initializer: Any
+    initializer: TableInitializer
     shape: tuple[int, ...]
     start: int
     stop: int

@@ -180,6 +180,13 @@ class NamedValues:
                 flat[part.start : part.stop] = piece.ravel()
             variable.assign(tf.cast(flat.reshape(variable.shape), variable.dtype))
 
+    def write_from(self, name: str, value: tf.Tensor) -> None:
+        """Sets a large value to a tensor that any task has, in pieces."""
+        begin = 0
+        for part in self._parts[name]:
+            self._write_large(part, value, begin)
+            begin += part.stop - part.start
+
     def _is_large(self, variable: tf.Variable) -> bool:
         return variable.shape.num_elements() * variable.dtype.size > self.piece_bytes
 
@@ -195,19 +202,29 @@ class NamedValues:
                 target[end : end + piece.size] = piece
                 end += piece.size
 
-    def _write_large(self, part: Part, value: np.ndarray) -> None:
+    def _write_large(self, part: Part, value: np.ndarray | tf.Tensor, begin: int = 0) -> None:
+        """Writes a part, in pieces, from element `begin` of a value on."""
         variable, row_size = part.variable, prod(part.variable.shape[1:])
 
         def assign(start: tf.Tensor, stop: tf.Tensor, rows: tf.Tensor) -> None:
             assign_rows(variable, start, stop, rows)
 
         function = self._function("write", variable, assign, tf.TensorSpec([None, *variable.shape[1:]], variable.dtype))
-        # As an argument of a function, a tensor reaches a server several times faster than by itself.
         first, rows = part.start // row_size, self._rows_at_once(variable)
-        of_rows = value.reshape(-1, *variable.shape[1:])
-        for start in range(0, len(of_rows), rows):
-            chosen = tf.constant(of_rows[start : start + rows], variable.dtype)
-            function(tf.constant(first + start), tf.constant(first + start + len(chosen)), chosen)
+        source, end = begin // row_size, (part.stop - part.start) // row_size
+        is_there = tf.is_tensor(value)
+        # Another task cuts what it has, and sends it by way of this process: servers do not know each other.
+        with tf.device(value.device if is_there else None):
+            of_rows = (tf.reshape if is_there else np.reshape)(value, (-1, *variable.shape[1:]))
+        for start in range(0, end, rows):
+            stop = min(end, start + rows)
+            with tf.device(value.device if is_there else None):
+                chosen = tf.convert_to_tensor(of_rows[source + start : source + stop], variable.dtype)
+            if is_there and value.device != variable.device:
+                with tf.device("CPU:0"):
+                    chosen = tf.identity(chosen)
+            # As an argument of a function, a tensor reaches a server several times faster than by itself.
+            function(tf.constant(first + start), tf.constant(first + stop), chosen)
 
     def _rows_at_once(self, variable: tf.Variable) -> int:
         return max(1, self.piece_bytes // (prod(variable.shape[1:]) * variable.dtype.size))

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import decays, set_path
+from kdist._compat.reserved import made_by
 from kdist.model.updates import StepUpdates, Update
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import Shard
@@ -147,18 +148,20 @@ class Blocks(Sequence[Block]):
         """The variable of the model that a block stands for; of a flat one the first, in all that matters like it."""
         return self._all_variables[self._shards[self._blocks[block].shards[0]].variable]
 
-    def is_large(self, block: int) -> bool:
-        """Whether a block is made without values, because they do not travel at once."""
-        return sum(map(self._num_bytes, self._blocks[block].shards)) > NamedValues.piece_bytes
+    def starts_empty(self, block: int) -> bool:
+        """Whether a block is made without values, because this process has none, or they do not travel at once."""
+        shards = self._blocks[block].shards
+        are_here = all(made_by(self._all_variables[self._shards[i].variable]) is None for i in shards)
+        return not are_here or sum(map(self._num_bytes, shards)) > NamedValues.piece_bytes
 
     def make_variable(self, block: int, device: str) -> keras.Variable:
-        """The variable that stores a block, with its initial value if it is not large."""
+        """The variable that stores a block, with its initial value if it does not start empty."""
         original, is_flat = self.original(block), self._blocks[block].is_flat
         shards = self._blocks[block].shards
         size = sum(prod(self.shape_of(i)) for i in shards)
         with tf.device(device):
             variable = keras.Variable(
-                _capacity if self.is_large(block) else self._initial_value(block),
+                _capacity if self.starts_empty(block) else self._initial_value(block),
                 shape=(size,) if is_flat else self.shape_of(shards[0]),
                 dtype=original.dtype,
                 trainable=original.trainable,

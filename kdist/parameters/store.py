@@ -12,10 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import step_counter
-from kdist._compat.reserved import made_by
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
-from kdist.parameters.initial_values import fill_large
+from kdist.parameters.initial_values import set_initial_values
 from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
@@ -113,10 +112,9 @@ class ParameterStore:
 
     def fill(self) -> None:
         """Sets the initial values of large variables and of slots, which may take a while; called once, at first."""
-        # Where the model has no values, servers have made the slots, too.
-        given = {name: variable for name, variable in self._initial.items() if made_by(variable) is None}
-        self.values.write({name: variable.numpy() for name, variable in given.items()})
-        fill_large(self.blocks, self.shards, self._variables, self._originals, self._stored_names, self.values)
+        set_initial_values(
+            self.blocks, self.shards, self._variables, self._originals, self._stored_names, self._initial, self.values
+        )
 
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
-from kdist._compat.reserved import reserved_slots
 from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
@@ -342,6 +341,6 @@ def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
         seed=spec.seed,
     )
     batch_spec, _ = example.structured_outputs.element_spec
-    with made_on_servers() if spec.on_servers else nullcontext(), reserved_slots(spec.model):
+    with made_on_servers() if spec.on_servers else nullcontext():
         step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
     return PreparedTraining(spec, step, num_workers)

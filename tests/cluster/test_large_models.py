@@ -164,6 +164,93 @@ def test_any_number_of_servers_draws_the_same_values_and_comes_to_the_same(tmp_p
                 np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+#: The jobs in which `of_tensorflow` was called.
+drawn_by: list[str | None] = []
+
+
+def of_tensorflow(shape: tuple[int, ...], dtype: Any = None) -> tf.Tensor:
+    value = tf.reshape(tf.range(float(np.prod(shape))), shape) / 1000
+    # Keras also traces it, to find shapes.
+    if tf.executing_eagerly():
+        drawn_by.append(tf.DeviceSpec.from_string(value.device).job)
+    return value
+
+
+def of_numpy(shape: tuple[int, ...], dtype: Any = None) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 1000
+
+
+class Wide(keras.Model):
+    """Has all kinds of variables that are too large for the chief."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = kdist.layers.Embedding(150, DIM)
+        self.plain = layers.Embedding(200, DIM)
+        self.hidden = [
+            layers.Dense(80, "tanh", kernel_initializer=keras.initializers.Orthogonal(seed=1)),
+            layers.Dense(80, "tanh"),
+            layers.Dense(80, "tanh", kernel_initializer=of_tensorflow),
+            layers.Dense(80, "tanh", kernel_initializer=of_numpy),
+        ]
+        self.head = layers.Dense(1)
+        self.bias = self.add_weight(shape=(900,), name="bias", initializer="random_normal", trainable=False)
+
+    def call(self, ids: Any) -> Any:
+        x = keras.ops.concatenate([self.table(ids % 150), self.plain(ids % 200)], -1)
+        x = keras.ops.reshape(x, (-1, 4 * DIM))
+        for layer in self.hidden:
+            x = layer(x)
+        return self.head(x) + keras.ops.mean(self.bias)
+
+
+def build_wide() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    model = Wide()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def test_servers_make_all_large_variables_whatever_their_initializers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernels are cut into two, and not at all.
+    monkeypatch.setattr(Wire, "max_bytes", 80 * 80 * 4 - 4)
+    clusters = [
+        ("local", {}),
+        ("1ps1w", {}),
+        ("2ps1w", {}),
+        ("3ps1w", {"placement": "partitioned", "partition_min_bytes": 1000}),
+    ]
+    saved = []
+    for number, (cluster, options) in enumerate(clusters):
+        drawn_by.clear()
+        run_dir = tmp_path / str(number)
+        trainer = kdist.Trainer(build_wide, cluster=cluster, run_dir=run_dir, **options)
+        trainer.fit(*ids(), batch_size=16, steps=10, verbose=0, shuffle=False)
+        assert drawn_by == ["localhost" if cluster == "local" else "ps"]
+        saved.append([Checkpoints(run_dir / "checkpoints").read(step) for step in (0, 10)])
+        kernel = saved[-1][1]["parameters/dense_2/kernel"]
+        np.testing.assert_array_equal(trainer.model.hidden[2].kernel, kernel)
+    for initial, trained in saved[1:]:
+        for name, value in saved[0][0].items():
+            np.testing.assert_array_equal(initial[name], value, err_msg=name)
+        for name, value in saved[0][1].items():
+            np.testing.assert_allclose(trained[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_an_initializer_with_values_of_another_shape_is_named(run_dir: Path) -> None:
+    def build_wrong() -> keras.Model:
+        wrong = layers.Dense(1000, kernel_initializer=lambda shape, dtype: tf.zeros([3]))
+        model = keras.Sequential([layers.Input((2,)), wrong, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = kdist.Trainer(build_wrong, cluster="1ps1w", run_dir=run_dir)
+    with pytest.raises(kdist.ConfigError, match=r"parameters/dense/kernel returned values of shape \(3,\); the vari"):
+        trainer.fit(*ids(), batch_size=16, steps=1, verbose=0)
+
+
 def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir, export_max_bytes=1000, use_default_hooks=False)
     trainer.fit(*ids(), batch_size=16, steps=20, verbose=2)
@@ -171,8 +258,10 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     assert not (run_dir / "model.keras").exists()
     # No hook saves, but nothing is lost.
     assert Checkpoints(run_dir / "checkpoints").steps() == [20]
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises(kdist.ConfigError, match="embeddings are on the parameter servers and in checkpoints"):
         trainer.model.predict(ids()[0])
+    with pytest.raises(kdist.ConfigError, match="embeddings are on the parameter servers and in checkpoints"):
+        trainer.model.get_weights()
     for use in (trainer.evaluate, trainer.predict):
         with pytest.raises(kdist.ConfigError, match="more than export_max_bytes=1000, so its trained values are in"):
             use(ids()[0])

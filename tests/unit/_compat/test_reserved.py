@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist._compat.reserved import cheap_constants, made_by, no_rows, reserve, reserved_slots
+from kdist._compat.reserved import cheap_constants, hand_over, made_by, reserved_above
 
 SHAPE = (1 << 40, 2)
-ZEROS = keras.initializers.Zeros()
+ONES = keras.initializers.Ones()
 
 
-def reserved(shape: tuple[int, ...] = SHAPE) -> keras.Variable:
-    variable = keras.Variable(no_rows, shape=shape, dtype="float32", name="table")
-    reserve(variable, ZEROS)
-    return variable
+def reserved(shape: tuple[int, ...] = (3, 2)) -> keras.Variable:
+    with reserved_above(8):
+        return keras.Variable(ONES, shape=shape, dtype="float32", name="table")
 
 
-def test_a_reserved_variable_has_a_shape_of_any_size_and_no_values() -> None:
+def test_only_large_variables_with_an_initializer_are_reserved_and_only_in_the_context() -> None:
+    with reserved_above(8):
+        small = keras.Variable(ONES, shape=(2,), dtype="float32")
+        given = keras.Variable(np.ones(3, np.float32))
+    after = keras.Variable(ONES, shape=(3,), dtype="float32")
+    assert [made_by(variable) for variable in (small, given, after, reserved())] == [None, None, None, ONES]
+
+
+def test_a_reserved_variable_has_a_shape_of_any_size() -> None:
+    variable = reserved(SHAPE)
+    assert (tuple(variable.shape), variable.dtype, made_by(variable)) == (SHAPE, "float32", ONES)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda variable: variable.numpy(),
+        lambda variable: variable + 0,
+        lambda variable: keras.ops.take(variable, [0, 1, 2], axis=0),
+        lambda variable: tf.gather_nd(variable.value, [[0], [1], [2]]),
+    ],
+)
+def test_reading_makes_its_values(read: Callable[[keras.Variable], Any]) -> None:
     variable = reserved()
-    assert (tuple(variable.shape), variable.dtype, made_by(variable)) == (SHAPE, "float32", ZEROS)
-    assert variable.numpy().size == 0
+    np.testing.assert_array_equal(read(variable), np.ones((3, 2)))
+    assert made_by(variable) is None
+
+
+def test_reading_values_that_are_elsewhere_says_so() -> None:
+    variable, later = reserved(), reserved()
+    for each in (variable, later):
+        hand_over(each, ValueError("on the servers"))
+    with pytest.raises(ValueError, match="on the servers"):
+        variable.numpy()
+    with pytest.raises(ValueError, match="on the servers"):
+        tf.function(lambda: variable.value + 1, autograph=False)()
+    assert made_by(variable) is ONES
+    later.assign(np.zeros((3, 2)))
+    np.testing.assert_array_equal(later.numpy(), np.zeros((3, 2)))
 
 
 def test_it_may_be_made_while_a_model_is_built_symbolically() -> None:
@@ -30,8 +67,7 @@ def test_it_may_be_made_while_a_model_is_built_symbolically() -> None:
 
     class Table(keras.layers.Layer):
         def build(self, input_shape: tuple[int, ...]) -> None:
-            self.table = self.add_weight(shape=SHAPE, initializer=no_rows)
-            reserve(self.table, ZEROS)
+            self.table = self.add_weight(shape=SHAPE, initializer=ONES)
             made.append(self.table)
 
         def call(self, x: tf.Tensor) -> tf.Tensor:
@@ -46,37 +82,36 @@ def test_it_may_be_made_while_a_model_is_built_symbolically() -> None:
             return self.head(self.inner(x))
 
     model = Model()
-    tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([2], tf.int64))
-    assert made[0].numpy().size == 0
+    with reserved_above(1 << 20):
+        tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([2], tf.int64))
+    assert made_by(made[0]) is not None
     assert model.head.kernel.numpy().shape == (2, 1)
 
 
 def test_it_is_as_any_other_once_it_is_assigned() -> None:
-    variable = reserved((3, 2))
-    variable.assign(np.ones((3, 2)))
+    variable = reserved()
+    variable.assign(np.zeros((3, 2)))
     assert made_by(variable) is None
     variable.assign_add(np.ones((3, 2)))
-    np.testing.assert_array_equal(variable.numpy(), np.full((3, 2), 2.0))
+    np.testing.assert_array_equal(variable.numpy(), np.ones((3, 2)))
 
 
 def test_a_pure_function_may_assign_it() -> None:
-    variable = reserved((3, 2))
+    variable = reserved()
     with keras.StatelessScope([(variable, tf.zeros((3, 2)))]) as scope:
         variable.assign(tf.ones((3, 2)))
         assert float(scope.get_current_value(variable)[0, 0]) == 1.0
-    assert made_by(variable) is ZEROS
+    assert made_by(variable) is ONES
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad", "ftrl", "rmsprop", "sgd"])
 def test_its_slots_are_reserved_too(optimizer: str) -> None:
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile(optimizer)
-    table = reserved()
-    with reserved_slots(model):
-        model.optimizer.build([*model.trainable_variables, table])
-    slots = [variable for variable in model.optimizer.variables if tuple(variable.shape) == SHAPE]
+    optimizer = keras.optimizers.get(optimizer)
+    with reserved_above(8):
+        optimizer.build([reserved(SHAPE)])
+    slots = [variable for variable in optimizer.variables if tuple(variable.shape) == SHAPE]
     assert all(made_by(slot) is not None for slot in slots)
-    assert all(np.isfinite(v.numpy()).all() for v in model.optimizer.variables if tuple(v.shape) != SHAPE)
+    assert all(np.isfinite(v.numpy()).all() for v in optimizer.variables if tuple(v.shape) != SHAPE)
 
 
 def test_constant_slots_are_what_keras_makes() -> None:
