@@ -6,7 +6,6 @@ import itertools
 import json
 import shlex
 import sys
-import zipfile
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -18,9 +17,10 @@ from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
 from kdist.parameters.placement_plot import draw_plan
 from kdist.run.checkpoint import Checkpoints
-from kdist.run.files import OWNER_ONLY, make_private, write_whole, written_whole
+from kdist.run.files import OWNER_ONLY, make_private, write_whole
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
+from kdist.run.model_file import write_model_file
 from kdist.run.object_storage import is_url
 from kdist.run.run_lock import RunLock, check_not_taken_over
 from kdist.run.summaries import Summaries
@@ -145,9 +145,7 @@ class RunDir:
         """
         check_not_taken_over(self.path)
         try:
-            with written_whole(self.path / "model.keras") as unfinished:
-                model.save(unfinished)
-                _name_layers_as_keras_does(unfinished)
+            write_model_file(model, self.path / "model.keras")
         except OSError as error:
             raise KdistError(
                 f"{self.path / 'model.keras'}: cannot be written: {error.strerror or error}\n"
@@ -203,31 +201,6 @@ class RunDir:
         """Uploads what is not on object storage yet, if the run dir is there; raises `KdistError`."""
         if self._mirror is not None:
             self._mirror.push()
-
-
-def _name_layers_as_keras_does(path: Path) -> None:
-    """Replaces `kdist.layers.Embedding`s in a saved model by Keras's own, which read the same config and weights."""
-
-    def renamed(node: Any) -> Any:
-        if isinstance(node, list):
-            return [renamed(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        node = {key: renamed(item) for key, item in node.items()}
-        if node.get("registered_name") == "kdist>Embedding":
-            node |= {"module": "keras.layers", "registered_name": None}
-        return node
-
-    with zipfile.ZipFile(path) as archive:
-        config = json.loads(archive.read("config.json"))
-        plain = renamed(config)
-        if plain == config:
-            return
-        files = {name: archive.read(name) for name in archive.namelist()}
-    files["config.json"] = json.dumps(plain).encode()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
 
 
 def name_of_program() -> str:

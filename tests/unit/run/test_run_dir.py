@@ -1,6 +1,7 @@
 """What is written once, where it can be and where it cannot, and who may read it."""
 
 import json
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -52,11 +53,12 @@ def test_a_result_that_cannot_be_written_hides_no_other_error(run_dir: Path, mon
     assert [path.name for path in run_dir.iterdir()] == ["result.json"]
 
 
+@pytest.mark.parametrize("when", [(keras.saving, "save_model"), (zipfile.ZipFile, "write")])
 def test_a_model_that_cannot_be_written_is_an_error_and_leaves_nothing(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    when: tuple[object, str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir.mkdir()
-    monkeypatch.setattr(keras.Model, "save", full)
+    monkeypatch.setattr(*when, full)
     with pytest.raises(KdistError, match=r"model\.keras: cannot be written: No space.*\n  last checkpoint: none was"):
         RunDir(run_dir, "mine").write_model(models.mlp())
     assert list(run_dir.iterdir()) == []

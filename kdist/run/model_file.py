@@ -1,0 +1,55 @@
+"""Writes `model.keras`, the file of a model that plain Keras can read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.run.files import written_whole
+
+if TYPE_CHECKING:
+    import keras
+
+
+def write_model_file(model: keras.Model, path: Path) -> None:
+    """Writes a model, complete or not at all, one variable after the other: Keras would hold the whole file in memory.
+
+    Raises:
+        OSError: the file cannot be written.
+        NotImplementedError, TypeError, ValueError: Keras cannot save this model.
+    """
+    # Not above: the command line imports this room, and needs no Keras for `--help`.
+    from keras.saving import save_model
+
+    folder = path.with_name(f".unfinished-{path.stem}")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        save_model(model, folder, zipped=False)
+        _name_layers_as_keras_does(folder / "config.json")
+        with written_whole(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+            for file in sorted(folder.rglob("*")):
+                if file.is_file():
+                    archive.write(file, file.relative_to(folder))
+                    # So that the disk need not have room for both.
+                    file.unlink()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _name_layers_as_keras_does(config: Path) -> None:
+    """Replaces `kdist.layers.Embedding`s in a saved model by Keras's own, which read the same config and weights."""
+
+    def renamed(node: Any) -> Any:
+        if isinstance(node, list):
+            return [renamed(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        node = {key: renamed(item) for key, item in node.items()}
+        if node.get("registered_name") == "kdist>Embedding":
+            node |= {"module": "keras.layers", "registered_name": None}
+        return node
+
+    config.write_text(json.dumps(renamed(json.loads(config.read_text()))))
