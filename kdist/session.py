@@ -8,7 +8,7 @@ with TrainSession(make_strategy, spec, hooks, ...) as session:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import TracebackType
@@ -159,12 +159,12 @@ class TrainSession:
             self._go_back(error)
             return None
 
-    def read(self) -> dict[str, np.ndarray]:
-        """The value of everything that training changes, by name, when no step is in flight."""
-        return self._insist(lambda: self.strategy.read())  # noqa: PLW0108 - of the strategy that runs then
+    def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """The values of what training changes, by name, when no step is in flight; only `names` if they are given."""
+        return self._insist(lambda: self.strategy.read(names))
 
     def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """The same, passed to `take` in portions, so that not all of it is in memory at once."""
+        """All of them, passed to `take` in portions, so that they are not in memory at once."""
 
         def read() -> None:
             for portion in self.strategy.portions():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,8 +124,8 @@ class CountingStrategy(Strategy):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {"global_step": ()}
 
-    def read(self) -> dict[str, np.ndarray]:
-        return {"global_step": np.array(self.step)}
+    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
+        yield {"global_step": np.array(self.step)}
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.step = int(values.get("global_step", self.step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +199,8 @@ class Validator:
 
     def of_values(self, values: Mapping[str, np.ndarray]) -> Logs:
         """Loss and metrics of other values, by their names in a checkpoint; computed in this process."""
-        self._set(values)
+        write_to_model(self._model, values)
+        self._finish_model()
         return self.evaluate()
 
     def evaluate(self) -> Logs:
@@ -217,8 +219,7 @@ class Validator:
             callbacks=None if self._callbacks is None else self._callbacks.list,
         )
 
-    def _set(self, values: Mapping[str, np.ndarray]) -> None:
-        write_to_model(self._model, values)
+    def _finish_model(self) -> None:
         if self._arguments.with_ema:
             finalize_ema(self._model)
 
@@ -229,18 +230,20 @@ class Validator:
                 f"validation_data: model {self._model.name} is larger than run.export_max_bytes and stays on its "
                 "servers; its workers validate arrays or finite datasets with a batch for each of them, with the "
                 "test_step of Keras, metrics that add up and tables that are looked up by rows, and without "
-                "validation_steps, validate_with_ema, and callbacks that look at the model"
+                "validation_steps and validate_with_ema"
             )
-        self._set(session.read())
+        session.read_into(partial(write_to_model, self._model))
+        self._finish_model()
 
     def _by_workers(self, session: Session, evaluation: MetricsOnWorkers) -> Logs | None:
         """What the workers found; None if they were interrupted."""
         callbacks = self._callbacks
         evaluation.values = None
-        if self._model_is_used or (callbacks is not None and callbacks.looks_at_model):
-            self._bring(session)
         if self._model_is_used:
+            self._bring(session)
             evaluation.values = read_from_model(self._model)
+        elif callbacks is not None:
+            callbacks.pull(session)
         if callbacks is not None:
             callbacks.list.on_test_begin()
         on_workers: WorkerEvaluation = evaluation

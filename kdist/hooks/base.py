@@ -33,7 +33,7 @@ needs the values of exactly that step overrides `idle_in`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,8 +98,11 @@ class Session(Protocol):
     def stop_diverged(self, reason: str) -> None:
         """Like `request_stop`, and saves no further checkpoint."""
 
-    def read(self) -> dict[str, np.ndarray]:
-        """The value of everything that training changes, by its name in a checkpoint."""
+    def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """The values of what training changes, by their names in a checkpoint; only `names` if they are given."""
+
+    def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
+        """All of them, passed to `take` in portions, so that they are not in memory at once."""
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
         """Sets values by their names in a checkpoint; `learning_rate` is that of the optimizer."""

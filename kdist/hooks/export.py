@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
@@ -44,7 +45,7 @@ class Export(Hook):
                 "that resumes with a larger run.export_max_bytes exports it"
             )
             return
-        write_to_model(model, session.read())
+        session.read_into(partial(write_to_model, model))
         finalize_ema(model)
         unfinished, path = session.run_dir / ".unfinished-export", session.run_dir / self._folder
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class HistogramSaver(TimedHook):
             tag = name.replace("parameters/", "weights/", 1)
             session.summaries.buckets("train", tag, buckets, session.global_step)
         if self._gradients and not session.spec.stays_on_servers():
-            write_to_model(session.spec.model, session.read())
+            session.read_into(partial(write_to_model, session.spec.model))
             for name, gradient in self._gradients_of_a_batch(session).items():
                 session.summaries.histogram("train", f"gradients/{name}", gradient, session.global_step)
 

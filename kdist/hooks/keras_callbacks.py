@@ -18,7 +18,7 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.model.names import GLOBAL_STEP, STATE_RESETS
-from kdist.model.state import layer_states, read_from_model, stateful_layers, write_to_model
+from kdist.model.state import layer_states, names_here, read_from_model, stateful_layers, write_to_model
 
 CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 
@@ -29,6 +29,8 @@ _LOGS_ONLY = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.RemoteMonitor,
 )
+#: Those that set the learning rate, and look at nothing else.
+_RATE_ONLY = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 _BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
 
@@ -36,8 +38,10 @@ _TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
 class Callbacks:
     """The callbacks of one `fit`, called at its events.
 
-    Before an event, the chief's model gets the tasks' values. What callbacks change in it (learning rate, weights,
-    slots) is sent back, and `model.stop_training` ends the session.
+    Before an event, the chief's model gets the tasks' values, as far as the callbacks may look at them: callbacks that
+    only set the learning rate get no more than that, and the large variables of a model that stays on its servers
+    remain there. What callbacks change in it (learning rate, weights, slots) is sent back, and `model.stop_training`
+    ends the session.
 
     Args:
         callbacks: called in this order.
@@ -54,7 +58,9 @@ class Callbacks:
         self, callbacks: Sequence[Callback], model: keras.Model, *, epochs: int | None = None, steps: int | None = None
     ) -> None:
         self._model = model
-        self.looks_at_model = any(type(callback) not in _LOGS_ONLY for callback in callbacks)
+        lookers = [callback for callback in callbacks if not _needs_logs_only(callback)]
+        self.looks_at_model = bool(lookers)
+        self._sets_rate_only = all(type(callback) in _RATE_ONLY for callback in lookers)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
         self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
@@ -70,13 +76,13 @@ class Callbacks:
     def begin(self, session: Session, epoch: int) -> None:
         """Training starts at `epoch`."""
         self._model.stop_training = False
-        self._pull(session)
+        self.pull(session)
         self.list.on_train_begin()
         self._begin_epoch(session, epoch)
 
     def begin_again(self, session: Session, epoch: int) -> None:
         """Training resumes at `epoch` after a failure of the cluster."""
-        self._pull(session)
+        self.pull(session)
         if self._has_ended:
             # It failed before the end was saved, and callbacks have closed their files.
             self.list.on_train_begin()
@@ -90,20 +96,20 @@ class Callbacks:
 
     def end_batch(self, session: Session, batch: int, logs: Mapping[str, Any]) -> None:
         """A step has ended; `logs` are over its epoch so far."""
-        self._pull(session)
+        self.pull(session)
         self.list.on_train_batch_end(batch, dict(logs))
         self._push(session)
 
     def end_epoch(self, session: Session, epoch: int, logs: dict[str, float]) -> None:
         """An epoch has ended, and the next one starts unless training is to stop. Callbacks may add to `logs`."""
-        self._pull(session)
+        self.pull(session)
         self.list.on_epoch_end(epoch, logs)
         self._stop_if_asked(session)
         self._begin_epoch(session, epoch + 1)
 
     def end(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Training has ended."""
-        self._pull(session)
+        self.pull(session)
         self.list.on_train_end(dict(logs))
         self._has_ended = True
         self._push(session)
@@ -115,19 +121,26 @@ class Callbacks:
             self.list.on_epoch_begin(epoch)
         self._push(session)
 
-    def _pull(self, session: Session) -> None:
-        if self.looks_at_model:
-            write_to_model(self._model, session.read())
-            self._seen = read_from_model(self._model)
+    def pull(self, session: Session) -> None:
+        """Gives the model the values that the callbacks may look at."""
+        if not self.looks_at_model:
+            return
+        names = None
+        if self._sets_rate_only:
+            names = [name for name, shape in session.strategy.shapes.items() if shape == ()]
+        elif session.spec.stays_on_servers():
+            names = names_here(self._model)
+        write_to_model(self._model, session.read(names))
+        self._seen = read_from_model(self._model, names)
 
     def _push(self, session: Session) -> None:
         self._stop_if_asked(session)
         if self._reset:
             times = [id(layer) in self._reset for layer in self._stateful for _ in layer_states(layer)]
-            session.write({STATE_RESETS: session.read()[STATE_RESETS] + times})
+            session.write({STATE_RESETS: session.read([STATE_RESETS])[STATE_RESETS] + times})
             self._reset.clear()
         if self.looks_at_model:
-            now = read_from_model(self._model)
+            now = read_from_model(self._model, self._seen)
             # The global step is that of the tasks, and they have random seeds of their own.
             kept = session.strategy.shapes.keys() - {GLOBAL_STEP}
             if changed := {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}:
@@ -203,6 +216,12 @@ def _can_travel(value: Any) -> bool:
         cloudpickle.dumps(value)
         return True
     return False
+
+
+def _needs_logs_only(callback: Callback) -> bool:
+    if type(callback) is keras.callbacks.EarlyStopping:
+        return not callback.restore_best_weights
+    return type(callback) in _LOGS_ONLY
 
 
 def _acts_on_batches(callback: Callback) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter
+from kdist._compat.reserved import made_by
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import (
     DROPPED_STEPS,
@@ -73,9 +74,15 @@ def layer_states(layer: keras.layers.RNN) -> list[keras.Variable]:
     return keras.tree.flatten(layer.states)
 
 
-def read_from_model(model: keras.Model) -> dict[str, np.ndarray]:
-    """The values of a model and its optimizer, by their names in a checkpoint."""
-    return {name: variable.numpy() for name, variable in _named_variables(model).items()}
+def names_here(model: keras.Model) -> list[str]:
+    """The names in a checkpoint of the values that this process has of a model and its optimizer."""
+    return [name for name, variable in _named_variables(model).items() if made_by(variable) is None]
+
+
+def read_from_model(model: keras.Model, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """The values of a model and its optimizer, by their names in a checkpoint; only `names` if they are given."""
+    named = _named_variables(model)
+    return {name: variable.numpy() for name, variable in named.items() if names is None or name in names}
 
 
 def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None:

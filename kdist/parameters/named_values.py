@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import prod
@@ -135,8 +135,13 @@ class NamedValues:
         """Every value, by name."""
         return {name: value for portion in self.portions() for name, value in portion.items()}
 
-    def portions(self) -> Iterator[dict[str, np.ndarray]]:
-        """Every value, by name: the small ones, one tensor per server and dtype, and then each large one by itself."""
+    def portions(self, names: Collection[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
+        """Values by name: the small ones, one tensor per server and dtype, and then each large one by itself.
+
+        Args:
+            names: those that are wanted; all if None.
+        """
+        wanted = self._parts.keys() if names is None else names
         flat: dict[int, np.ndarray] = {}
         for variables, fused in zip(self._groups, self._read_fused()):
             bounds = np.cumsum([variable.shape.num_elements() for variable in variables])[:-1]
@@ -145,9 +150,11 @@ class NamedValues:
         yield {
             name: np.concatenate([flat[id(p.variable)][p.start : p.stop] for p in parts]).reshape(self.shapes[name])
             for name, parts in self._parts.items()
-            if name not in large
+            if name not in large and name in wanted
         }
         for name, parts in large.items():
+            if name not in wanted:
+                continue
             value = np.empty(self.shapes[name], parts[0].variable.dtype.as_numpy_dtype)
             self._read_large(value.reshape(-1), parts)
             yield {name: value}

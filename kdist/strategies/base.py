@@ -185,13 +185,17 @@ class Strategy(abc.ABC):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every value that training changes, by name: the content of a checkpoint."""
 
-    @abc.abstractmethod
-    def read(self) -> dict[str, np.ndarray]:
-        """The present value of everything that training changes, by name; waits until nothing is in flight."""
+    def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """The present values of what training changes, by name; waits until nothing is in flight.
 
-    def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
+        Args:
+            names: those that are wanted; all if None.
+        """
+        return {name: value for portion in self.portions(names) for name, value in portion.items()}
+
+    @abc.abstractmethod
+    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         """The same in portions, so that not all of it is in memory at once."""
-        yield self.read()
 
     @abc.abstractmethod
     def histograms(self) -> dict[str, np.ndarray]:

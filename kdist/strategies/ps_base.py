@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -151,16 +151,11 @@ class PsStrategy(StoreBackedStrategy):
         self.drain()
         return self._watched(super().global_step, "global_step")
 
-    def read(self) -> dict[str, np.ndarray]:
+    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         self.drain()
         # Keras often uses what is read, and traces functions of its own.
         self._running().before_tracing()
-        return self._watched(super().read, "read")
-
-    def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
-        self.drain()
-        self._running().before_tracing()
-        portions = super().portions()
+        portions = super().portions(names)
         while (portion := self._watched(lambda: next(portions, None), "read")) is not None:
             yield portion
 

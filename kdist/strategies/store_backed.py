@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -119,11 +119,8 @@ class StoreBackedStrategy(Strategy):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._store.values.shapes
 
-    def read(self) -> dict[str, np.ndarray]:
-        return self._store.values.read()
-
-    def portions(self) -> Iterator[Mapping[str, np.ndarray]]:
-        yield from self._store.values.portions()
+    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
+        yield from self._store.values.portions(names)
 
     def histograms(self) -> dict[str, np.ndarray]:
         self._histograms = self._histograms or Histograms(self._store.values)

@@ -290,6 +290,37 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     assert keras.saving.load_model(run_dir / "model.keras").layers[0].embeddings.shape == (ROWS, DIM)
 
 
+class LooksAt(keras.callbacks.Callback):
+    """Sets a bias, and reads a variable of a model."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.layers[-1].bias.assign([5.0 + epoch])
+        self.model.layers[self.layer].get_weights()
+
+
+def test_callbacks_see_what_of_a_large_model_is_here(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(NamedValues, "_read_large", lambda values, *arguments: read.append(arguments))
+    rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 / (epoch + 1))
+    early = keras.callbacks.EarlyStopping("loss", patience=9)
+    x, y = ids()
+    for number, callbacks in enumerate([[rate, early], [LooksAt(2), rate, early]]):
+        folder = run_dir.with_name(str(number))
+        trainer = kdist.Trainer(build, cluster="2ps2w", run_dir=folder, export_max_bytes=1000)
+        history = trainer.fit(x, y, 16, epochs=2, validation_data=(x, y), verbose=0, callbacks=callbacks)
+        assert history.history["learning_rate"] == pytest.approx([0.1, 0.05])
+        saved = Checkpoints(folder / "checkpoints").read(32)
+        assert saved is not None
+        assert (saved["parameters/dense/bias"][0] == 6.0) == bool(number)
+    assert not read
+    with pytest.raises(kdist.ConfigError, match="embeddings are on the parameter servers and in checkpoints"):
+        trainer.fit(x, y, 16, epochs=3, verbose=0, callbacks=LooksAt(0))
+
+
 def test_values_of_the_users_own_travel_to_the_servers(run_dir: Path) -> None:
     mine = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
 
