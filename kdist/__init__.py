@@ -22,6 +22,7 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist import hooks, layers
+    from kdist.data.npz import load_npz
     from kdist.data.sources import DataContext
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
@@ -31,6 +32,7 @@ _LAZY = {
     "DataContext": "kdist.data.sources",
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
+    "load_npz": "kdist.data.npz",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "__version__",
     "hooks",
     "layers",
+    "load_npz",
     "trust",
 ]
 

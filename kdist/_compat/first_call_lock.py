@@ -106,7 +106,8 @@ first_calls = FirstCalls()
 def fetch(tensor: tf.Tensor) -> Any:
     """The value of a tensor of some task; the copy is an op, which lets other threads run meanwhile."""
     in_turn = first_calls.call(("fetch", tensor.device, tensor.dtype))
-    with in_turn, tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
+    # Of this process, whatever its job is called, and not of the task that a scope further out has chosen.
+    with in_turn, tf.device(None), tf.device("CPU:0"):
         return tf.identity(tensor).numpy()
 
 

@@ -1,4 +1,7 @@
-"""Sends Python objects of the user to other processes, by cloudpickle; datasets travel as their graph."""
+"""Sends Python objects of the user to other processes of this machine, by cloudpickle.
+
+Datasets travel as their graph, and memory-mapped arrays as the places of their files.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from kdist.errors import ConfigError, KdistError
 
@@ -18,11 +22,14 @@ class _Pickler(cloudpickle.Pickler):
         import tensorflow as tf
 
         from kdist._compat.keras import custom_objects_of
+        from kdist.data.array_files import file_of
 
         if isinstance(obj, tf.data.Dataset):
             from kdist.data.serialization import dataset_graph
 
             return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
+        if isinstance(obj, np.ndarray) and (file := file_of(obj)) is not None:
+            return np.memmap, (file.path, file.dtype, "r", file.offset, file.shape)
         if isinstance(obj, keras.Model):
             # Keras saves a class by its name, which another process does not know if it is of the user's own script.
             check_lambdas(obj)

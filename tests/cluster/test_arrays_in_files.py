@@ -128,3 +128,31 @@ def test_hdf5_datasets(run_dir: Path, tmp_path: Path, ways: Ways) -> None:
     for mine, other in zip([*weights, losses], [*expected, expected_losses]):
         np.testing.assert_array_equal(mine, other)
     np.testing.assert_allclose(predicted, build().predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+class MappedFiles(kdist.hooks.Hook):
+    """Writes down whether the process that trains has mapped a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def end(self, session: Any) -> None:
+        (session.run_dir / "mapped").write_text(str(str(self.path) in Path("/proc/self/maps").read_text()))
+
+
+def test_workers_in_processes_of_their_own_map_an_npz_file(run_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    # The half of each worker is too large for one piece.
+    np.savez(path, x=np.random.default_rng(1).random((90_000, 100), np.float32), y=np.zeros(90_000, np.float32))
+    arrays = kdist.load_npz(path)
+    weights = []
+    for x, hooks in ((arrays["x"], [MappedFiles(path)]), (np.array(arrays["x"]), [])):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([layers.Input((100,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        trainer = kdist.Trainer(model, cluster="2w", run_dir=run_dir, resume="never", seed=1, hooks=hooks)
+        trainer.fit(x, arrays["y"], batch_size=8, steps=10, verbose=0)
+        weights.append(trainer.model.get_weights())
+    assert (run_dir / "mapped").read_text() == "True"
+    for mapped, sent in zip(*weights):
+        np.testing.assert_array_equal(mapped, sent)
