@@ -84,7 +84,7 @@ class NamedValues:
 
     #: Values are saved, and travel, in pieces of at most this size (or one row), so that neither takes memory for a
     #: whole table.
-    piece_bytes: ClassVar[int] = 64 << 20
+    piece_bytes: ClassVar[int] = 32 << 20
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], copies: Mapping[str, Sequence[tf.Variable]]) -> None:
         self._parts = {name: list(found) for name, found in parts.items()}

@@ -12,16 +12,15 @@ import tensorflow as tf
 
 from kdist.parameters.named_values import Piece, assign_rows
 
-#: How many pieces a task reads or writes at once; it may need memory for them beside the values themselves.
-_PIECES_AT_ONCE = 2
-
 
 class PieceFiles:
     """The files of pieces, one for each group of pieces of a device.
 
+    A task writes or reads one group at once, and may need memory for it beside the values themselves.
+
     Args:
         pieces: those of one variable come in its order.
-        piece_bytes: the size of the largest pieces.
+        piece_bytes: the size of the largest pieces, and of a group.
         chief: the device of this process.
 
     Attributes:
@@ -37,7 +36,7 @@ class PieceFiles:
         for piece in pieces:
             of_device = self._groups[piece.variable.device]
             size = sum(other.num_bytes for other in of_device[-1]) if of_device else 0
-            if not of_device or size + piece.num_bytes > _PIECES_AT_ONCE * piece_bytes:
+            if not of_device or size + piece.num_bytes > piece_bytes:
                 of_device.append([])
             of_device[-1].append(piece)
         self._functions: dict[str, tf.types.experimental.ConcreteFunction] = {}
@@ -176,7 +175,7 @@ def _assign(run: Sequence[Piece], values: Sequence[tf.Tensor]) -> tf.Operation:
     """Sets pieces that are next to each other, in place."""
     variable = run[0].variable
     places = [piece.place_in(variable.shape) for piece in run]
-    parts = [tf.reshape(value, [-1, *variable.shape[1:]]) for value in values] if len(run) > 1 else values
+    parts = [tf.reshape(value, [-1, *variable.shape[1:]]) for value in values]
     joined = tf.concat(parts, 0) if len(run) > 1 else parts[0]
     if _cover(places, variable):
         return variable.assign(tf.reshape(joined, variable.shape), read_value=False)

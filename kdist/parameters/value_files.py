@@ -107,7 +107,7 @@ class ValueFiles:
     @property
     def _are_small(self) -> bool:
         sizes = (variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
-        return sum(sizes) <= self._values.piece_bytes
+        return sum(sizes) <= 2 * self._values.piece_bytes
 
     def _files_of(self, pieces: Sequence[Piece]) -> PieceFiles:
         return PieceFiles(pieces, self._values.piece_bytes, self._chief)
