@@ -95,8 +95,7 @@ class TrainSession:
         self._may_restart_tasks = may_restart_tasks
         #: How often training resumed, and how often of these on a new cluster.
         self._times_back = 0
-        self._cluster_restarts = 0
-        self._worker_restarts_before = 0
+        self._cluster_restarts = self._worker_restarts_before = 0
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
@@ -209,6 +208,10 @@ class TrainSession:
             Whether there was one, and it is complete now.
         """
         return self._saves.finish(self.strategy, keep=keep, wait=wait)
+
+    def restore_values(self, others: Checkpoints) -> None:
+        """Gives the present step the values of the newest of other checkpoints, but the learning rate."""
+        self._saves.restore_values(self.strategy, others)
 
     @property
     def is_saved(self) -> bool:

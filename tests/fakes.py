@@ -127,6 +127,9 @@ class CountingStrategy(Strategy):
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         yield {"global_step": np.array(self.step)}
 
+    def use_averages(self) -> None:
+        pass
+
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.step = int(values.get("global_step", self.step))
         self.written = dict(values)

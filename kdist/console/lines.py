@@ -58,6 +58,13 @@ def save_line(step: int, last_step: int | None, path: Path) -> str:
     return _line("save", _step(step).ljust(len(_step(step, last_step))), _short(path))
 
 
+def best_line(step: int, last_step: int | None, best: int) -> str:
+    """`best  | step   1000      | has the values of step 600, the best validation`"""
+    return _line(
+        "best", _step(step).ljust(len(_step(step, last_step))), f"has the values of step {best}, the best validation"
+    )
+
+
 def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
     """`task  | worker:0 | pid   4711 | logs/worker-0.log`, one line per task: its name, process id and log."""
     return [_line("task", f"{name:<8}", f"pid {pid:>6}", _short(log)) for name, pid, log in tasks]

@@ -116,6 +116,9 @@ class Session(Protocol):
     def finish_save(self, *, keep: int, wait: bool = True) -> bool:
         """Completes the checkpoint that is being written; returns whether it is complete now."""
 
+    def restore_values(self, others: Checkpoints) -> None:
+        """Gives the present step the values of the newest of other checkpoints, but the learning rate."""
+
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
 

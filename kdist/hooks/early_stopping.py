@@ -1,13 +1,21 @@
-"""`EarlyStopping`: ends training that no longer improves. After `keras.callbacks.EarlyStopping`, by validations."""
+"""`EarlyStopping`: ends training that no longer improves. After `keras.callbacks.EarlyStopping`, by validations.
+
+The best values are kept in a checkpoint, which parameter servers write and read themselves: they never pass the chief.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.config.checks import check_whole_number
+from kdist.console import lines
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.monitor import Monitor
+from kdist.run.run_lock import check_not_taken_over
+
+if TYPE_CHECKING:
+    from kdist.run.checkpoint import Checkpoints
 
 
 class EarlyStopping(Hook):
@@ -18,27 +26,62 @@ class EarlyStopping(Hook):
         patience: stop after this many validations without an improvement; 0 stops at the first one.
         min_delta: an improvement has to be larger than this.
         mode: `min`, `max`, or `auto` to ask the metric.
+        restore_best: whether training ends with the values of the best validation, whatever stops it; they are in
+            `early_stopping/` in the run dir until then. A run that resumes knows validations from then on.
 
     Raises:
         ConfigError: a value is out of range, or there is no validation data; from `after_validation`: no such metric.
+        CheckpointError: from `after_validation`: values cannot be saved; from `end`: they cannot be restored.
     """
 
     needs_validation = True
 
-    def __init__(self, metric: str = "loss", patience: int = 0, min_delta: float = 0.0, mode: str = "auto") -> None:
+    def __init__(
+        self,
+        metric: str = "loss",
+        patience: int = 0,
+        min_delta: float = 0.0,
+        mode: str = "auto",
+        restore_best: bool = False,
+    ) -> None:
         check_whole_number("EarlyStopping.patience", patience, at_least=0)
         self._monitor = Monitor(metric, mode, min_delta, "EarlyStopping")
         self._patience = patience
+        self._restore_best = restore_best
         self._waited = 0
+        self._best: tuple[int, Mapping[str, Any]] | None = None
 
     def begin(self, session: Session) -> None:
         self._monitor.best = None
         self._waited = 0
+        self._best = None
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         if self._monitor.is_better(session, logs):
             self._waited = 0
+            if self._restore_best:
+                self._keep(session, logs)
             return
         self._waited += 1
         if self._waited >= self._patience:
             session.request_stop("EarlyStopping")
+
+    def end(self, session: Session) -> None:
+        # An interrupted run continues later, from where it is.
+        if self._best is None or session.interrupted:
+            return
+        step, logs = self._best
+        if step != session.global_step:
+            session.restore_values(_kept(session))
+            session.print_line(lines.best_line(session.global_step, session.last_step, step))
+            session.publish_validation(logs)
+
+    def _keep(self, session: Session, logs: Mapping[str, Any]) -> None:
+        check_not_taken_over(session.run_dir)
+        _kept(session).save(session.global_step, session.strategy)
+        _kept(session).keep_only(session.global_step)
+        self._best = session.global_step, dict(logs)
+
+
+def _kept(session: Session) -> Checkpoints:
+    return session.checkpoints.beside("early_stopping")

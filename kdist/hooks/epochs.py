@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -74,6 +74,10 @@ class EpochRecorder(Hook):
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
 
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
+        # Its own, or that of values that another hook has restored.
+        self.validation_logs, self._validated_step = dict(logs), session.global_step
+
     def end(self, session: Session) -> None:
         if self._totals is not None:
             self._finish_epoch(session, validate=True)
@@ -136,9 +140,7 @@ class EpochRecorder(Hook):
             if session.interrupted:
                 # It has not used all of the data.
                 return False
-            self.validation_logs = logs
             self.best.add(session.global_step, logs)
-            self._validated_step = session.global_step
             session.publish_validation(logs)
             session.summaries.epoch("validation", logs, session.global_step)
         return True

@@ -60,6 +60,7 @@ class Callbacks:
         self._model = model
         lookers = [callback for callback in callbacks if not _needs_logs_only(callback)]
         self.looks_at_model = bool(lookers)
+        self._keeps_weights = any(type(callback) is keras.callbacks.EarlyStopping for callback in lookers)
         self._sets_rate_only = all(type(callback) in _RATE_ONLY for callback in lookers)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
         self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
@@ -74,7 +75,17 @@ class Callbacks:
         self._has_ended = False
 
     def begin(self, session: Session, epoch: int) -> None:
-        """Training starts at `epoch`."""
+        """Training starts at `epoch`.
+
+        Raises:
+            ConfigError: a callback keeps weights, and the model stays on its servers.
+        """
+        if self._keeps_weights and session.spec.stays_on_servers():
+            raise ConfigError(
+                f"callbacks: EarlyStopping(restore_best_weights=True) keeps weights in this process, and model "
+                f"{self._model.name} is larger than run.export_max_bytes; "
+                "kdist.hooks.EarlyStopping(restore_best=True) keeps them in a checkpoint"
+            )
         self._model.stop_training = False
         self.pull(session)
         self.list.on_train_begin()

@@ -119,6 +119,8 @@ class FitRequest:
         checkpoints = self.files.checkpoints()
         if checkpoints.restore(strategy) is None:
             raise CheckpointError(f"there is no checkpoint in {checkpoints.place}, where the trained values were")
+        # Training continues from the parameters themselves, but evaluates these, as Keras does at the end of `fit`.
+        strategy.use_averages()
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import keras
@@ -17,6 +17,7 @@ from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
 from kdist.hooks import CheckpointSaver, Hook, Progress, StopAtStep
+from kdist.hooks.base import Session
 from kdist.hooks.epochs import EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
@@ -79,11 +80,6 @@ class LocalFit:
                     self._print_tasks(session)
                 request.files.describe(session.summaries, model, session.global_step)
                 yield session
-                if not request.keeps_model_on_servers:
-                    self._take_values(session)
-                elif not any(isinstance(hook, CheckpointSaver) for hook in session.hooks):
-                    # Else nothing of it would be left.
-                    session.save(keep=1)
             if request.keeps_model_on_servers:
                 print_line(lines.stays_line(num_bytes(model), request.export_max_bytes))
             elif not session.interrupted:
@@ -105,8 +101,12 @@ class LocalFit:
             signals.raise_received()
         self._print_end(session, time.monotonic() - started)
 
-    def _take_values(self, session: TrainSession) -> None:
-        """Gives the model the trained values."""
+    def _take_values(self, session: Session) -> None:
+        """Gives the model the trained values; those that it cannot take are in a checkpoint."""
+        if self._request.keeps_model_on_servers:
+            if not any(isinstance(hook, CheckpointSaver) for hook in self._hooks):
+                session.save(keep=1)
+            return
 
         def take(values: Mapping[str, np.ndarray]) -> None:
             write_to_model(self._model, values)
@@ -163,10 +163,11 @@ class LocalFit:
             validation_freq=() if has_evaluator else arguments.validation_freq,
             validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
         )
+        self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
         return TrainSession(
             request.strategy.make,
             request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch),
-            [*_in_order(hooks, recorder, has_last_step=last_step is not None), *self._evaluator()],
+            [*self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
             summaries=request.files.summaries(),
             last_step=last_step,
@@ -256,10 +257,20 @@ class LocalFit:
             request.files.upload()
 
 
-def _in_order(hooks: Sequence[Hook], recorder: EpochRecorder, *, has_last_step: bool) -> list[Hook]:
-    """The hooks with savers last, so that an error of another hook comes before a save."""
+class _AtEnd(Hook):
+    """Calls a function at the end of a session."""
+
+    def __init__(self, function: Callable[[Session], None]) -> None:
+        self._function = function
+
+    def end(self, session: Session) -> None:
+        self._function(session)
+
+
+def _in_order(hooks: Sequence[Hook], last: Sequence[Hook], *, has_last_step: bool) -> list[Hook]:
+    """The hooks of the user, then `last`, then savers, so that an error of another hook comes before a save."""
     hooks = list(hooks)
     if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
         hooks.append(StopAtStep())
     savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
-    return [*(hook for hook in hooks if hook not in savers), recorder, *savers]
+    return [*(hook for hook in hooks if hook not in savers), *last, *savers]

@@ -72,6 +72,12 @@ class ServerOptimizer:
             for item in optimizer_state(copy, [self._variables[i] for i in own], [names[i] for i in own], owner).items()
         ]
 
+    def use_averages(self) -> None:
+        """Sets the variables to their moving averages, if the optimizer keeps any."""
+        self._optimizer.finalize_variable_values([self._variables[i] for i in self._dense])
+        for i, rows in self._by_rows.items():
+            rows.optimizer.finalize_variable_values([self._variables[i]])
+
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate after `step` updates, scalar int64: a scalar."""
         with keras.StatelessScope([(step_counter(self._optimizer), step)]):

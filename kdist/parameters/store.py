@@ -116,6 +116,11 @@ class ParameterStore:
             self.blocks, self.shards, self._variables, self._originals, self._stored_names, self._initial, self.values
         )
 
+    def use_averages(self) -> None:
+        """Sets parameters to their moving averages, if the optimizers keep any."""
+        for optimizer in self._optimizers.values():
+            optimizer.use_averages()
+
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""
         self.counters.align()
@@ -281,9 +286,7 @@ class ParameterStore:
         parts: dict[str, list[Part]],
         copies: dict[str, list[tf.Variable]],
     ) -> None:
-        """Creates one optimizer of a group per server, for its blocks; adds their variables to `parts` and `copies`, by
-        name.
-        """
+        """Creates an optimizer of a group per server, for its blocks; adds their variables to `parts` and `copies`."""
         of_group = self.updates.groups[group]
         slots: dict[str, dict[int, Part]] = defaultdict(dict)
         for server, device in enumerate(self.devices):

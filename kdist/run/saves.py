@@ -9,7 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kdist.errors import CheckpointError, ClusterError
+from kdist.model.names import GLOBAL_STEP
 from kdist.run.run_lock import check_not_taken_over
 
 if TYPE_CHECKING:
@@ -66,6 +69,14 @@ class Saves:
         wait_for_it = partial(strategy.wait_for, written)
         self._complete(step, self._checkpoints.finish_save(step, wait_for_it, keep=keep))
         return True
+
+    def restore_values(self, strategy: Strategy, others: Checkpoints) -> None:
+        """Gives the present step the values of the newest of other checkpoints; it has to be saved again."""
+        self.finish(strategy, keep=None)
+        step, self.newest = strategy.global_step(), None
+        if others.restore(strategy) is None:
+            raise CheckpointError(f"there is no checkpoint in {others.place}, where the values were")
+        strategy.write({GLOBAL_STEP: np.array(step, np.int64)})
 
     def settle(self, strategy: Strategy, *, cluster_is_there: bool) -> None:
         """Completes the checkpoint that is being written if the cluster can still do it; otherwise it is lost."""

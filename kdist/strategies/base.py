@@ -232,6 +232,10 @@ class Strategy(abc.ABC):
         return outcome.result()
 
     @abc.abstractmethod
+    def use_averages(self) -> None:
+        """Sets parameters to their moving averages, if the optimizer keeps any, as Keras does at the end of `fit`."""
+
+    @abc.abstractmethod
     def restore(self, path: Path) -> None:
         """Reads everything that training changes from a checkpoint, except for the learning rate.
 

@@ -180,6 +180,10 @@ class PsStrategy(StoreBackedStrategy):
         with self._of_files():
             return self._running().wait_for(outcome)
 
+    def use_averages(self) -> None:
+        self.drain()
+        self._watched(super().use_averages, "use_averages")
+
     def restore(self, path: Path) -> None:
         self._on_files(lambda: super(PsStrategy, self).restore(path), "restore")
 

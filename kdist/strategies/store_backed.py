@@ -142,6 +142,9 @@ class StoreBackedStrategy(Strategy):
         """What a checkpoint has beside the values."""
         return {SEED: np.array(self._prepared.spec.seed, np.int64)}
 
+    def use_averages(self) -> None:
+        self._store.use_averages()
+
     def restore(self, path: Path) -> None:
         self._store.restore(path)
         self._continue_at(self._store.counters.global_step())

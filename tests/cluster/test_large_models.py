@@ -290,6 +290,31 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     assert keras.saving.load_model(run_dir / "model.keras").layers[0].embeddings.shape == (ROWS, DIM)
 
 
+def test_training_may_end_with_the_best_values_which_never_come_here(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamedValues, "_read_large", None)
+    x, y = ids()
+    hooks = [kdist.hooks.EarlyStopping(patience=2, restore_best=True)]
+    trainer = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir, hooks=hooks, export_max_bytes=1000)
+    # What is learned is wrong sooner or later.
+    history = trainer.fit(x, y, 16, epochs=40, validation_data=(x, y + 3), verbose=0, shuffle=False).history["val_loss"]
+    assert (trainer.result.stopped_by, trainer.result.global_step) == ("EarlyStopping", 16 * len(history))
+    best = int(np.argmin(history))
+    assert best == len(history) - 3
+    last = Checkpoints(run_dir / "checkpoints").read(16 * len(history))
+    kept = Checkpoints(run_dir / "early_stopping").read(16 * (best + 1))
+    assert last is not None
+    assert kept is not None
+    assert (last.pop("global_step"), kept.pop("global_step")) == (16 * len(history), 16 * (best + 1))
+    for name, value in kept.items():
+        np.testing.assert_array_equal(last[name], value, err_msg=name)
+    assert trainer.result.metrics["validation"]["loss"] == pytest.approx(history[best])
+    stops = keras.callbacks.EarlyStopping(restore_best_weights=True)
+    with pytest.raises(kdist.ConfigError, match=r"kdist\.hooks\.EarlyStopping\(restore_best=True\) keeps them"):
+        trainer.fit(x, y, 16, epochs=60, validation_data=(x, y), verbose=0, callbacks=stops)
+
+
 class LooksAt(keras.callbacks.Callback):
     """Sets a bias, and reads a variable of a model."""
 
@@ -319,6 +344,25 @@ def test_callbacks_see_what_of_a_large_model_is_here(run_dir: Path, monkeypatch:
     assert not read
     with pytest.raises(kdist.ConfigError, match="embeddings are on the parameter servers and in checkpoints"):
         trainer.fit(x, y, 16, epochs=3, verbose=0, callbacks=LooksAt(0))
+
+
+def test_moving_averages_are_what_is_evaluated_of_a_model_that_stayed(run_dir: Path) -> None:
+    def build_with_averages() -> keras.Model:
+        model = build()
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9), "mse")
+        return model
+
+    logs, reported = [], []
+    for limit in (1000, 1 << 30):
+        folder = run_dir.with_name(str(limit))
+        trainer = kdist.Trainer(build_with_averages, cluster="2ps1w", run_dir=folder, export_max_bytes=limit)
+        trainer.fit(*ids(), batch_size=16, steps=20, validation_data=ids(), verbose=0, shuffle=False)
+        logs.append(trainer.evaluate(*ids(), on_workers=True))
+        reported.append(trainer.result.metrics["validation"])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+    # Of the one that came here, the averages were validated, too.
+    assert logs[1] == pytest.approx(reported[1], rel=1e-5)
+    assert logs[0] != pytest.approx(reported[0], rel=1e-3)
 
 
 def test_values_of_the_users_own_travel_to_the_servers(run_dir: Path) -> None:

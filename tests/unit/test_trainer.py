@@ -314,6 +314,27 @@ def test_ctrl_c_ends_a_validation_and_saves(run_dir: Path) -> None:
     assert Checkpoints(run_dir / "checkpoints").steps()[-1] == trainer.result.global_step == 4
 
 
+def test_training_may_end_with_the_values_of_the_best_validation(run_dir: Path) -> None:
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    x = np.ones((8, 1), np.float32)
+    hooks = [kdist.hooks.EarlyStopping(patience=3, restore_best=True), kdist.hooks.CheckpointSaver(every_steps=1)]
+    trainer = kdist.Trainer(model, run_dir=run_dir, hooks=hooks)
+    # Training goes from 0 to 5, and validation is best at 2.
+    history = trainer.fit(x, 5 * x, 8, epochs=30, validation_data=(x, 2 * x)).history["val_loss"]
+    best = int(np.argmin(history)) + 1
+    assert (trainer.result.global_step, trainer.result.stopped_by) == (best + 3, "EarlyStopping")
+    assert float(trainer.model.layers[0].kernel[0, 0]) == pytest.approx(5 - 5 * 0.9**best)
+    assert trainer.result.metrics["validation"]["loss"] == pytest.approx(history[best - 1])
+    assert trainer.evaluate(x, 2 * x)["loss"] == pytest.approx(history[best - 1])
+    assert keras.saving.load_model(run_dir / "model.keras").evaluate(x, 2 * x) == pytest.approx(history[best - 1])
+    # So does what is resumed.
+    saved = Checkpoints(run_dir / "checkpoints").read(best + 3)
+    assert saved is not None
+    assert float(saved["parameters/dense/kernel"][0, 0]) == pytest.approx(5 - 5 * 0.9**best)
+
+
 @pytest.mark.parametrize("hook", [kdist.hooks.EarlyStopping(), kdist.hooks.BestCheckpoint()])
 def test_a_hook_that_waits_for_validations_is_refused_without_any(hook: kdist.hooks.Hook, run_dir: Path) -> None:
     x, y = toy_data()
