@@ -171,7 +171,8 @@ def batches(scale: float, seed: int, transform: Transform) -> Callable[[DataCont
             rows, _ = truth.rows(number * context.num_workers + context.worker_index, context.batch_size or 32)
             return transform(rows)
 
-        return tf.data.Dataset.range(first, tf.int64.max // context.num_workers).map(batch)
+        # Endless, so that nothing is skipped once more in a resumed run.
+        return tf.data.Dataset.range(first, tf.int64.max // context.num_workers).repeat().map(batch)
 
     return generate
 

@@ -14,7 +14,7 @@ from kdist.recipes import criteo, criteo_files, criteo_truth
 from kdist.recipes.criteo_files import Rows
 from kdist.recipes.criteo_truth import Truth
 
-from kdist.data.sources import DataContext
+from kdist.data.sources import DataContext, training_data
 from kdist.errors import ConfigError
 
 
@@ -60,7 +60,8 @@ def test_workers_generate_different_batches_and_a_resumed_run_continues() -> Non
     make = criteo.batches(0.001, 0, unchanged)
     first, second = (batches(make(context(worker, 2)), 3) for worker in (0, 1))
     assert not any(are_equal(one, other) for one in first for other in second)
-    assert are_equal(batches(make(context(1, 2, first_batch=2)), 1)[0], second[2])
+    resumed = training_data(make).dataset(context(1, 2, first_batch=2))
+    assert are_equal(batches(resumed, 1)[0], second[2])
 
 
 def test_generated_rows_look_like_those_of_criteo() -> None:
