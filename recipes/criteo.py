@@ -84,7 +84,8 @@ def build_model(
     mixed = _dot_products(vectors) if interaction == "dot" else _crossed(vectors)
     click = keras.layers.Dense(1, activation="sigmoid", name="click")(_dense(mixed, *_TOP))
     model = keras.Model({"counts": counts, "ids": rows}, click, name="criteo")
-    # A row's gradient is that of a few of the batch's examples, so it is small: Keras's 0.1 would all but freeze it.
+    # A row's gradient is that of a few of the batch's examples, so it is small: Keras's default, 0.1, would all but
+    # freeze it.
     optimizer = keras.optimizers.Adagrad(learning_rate, initial_accumulator_value=1e-5)
     model.compile(optimizer=optimizer, loss="binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")])
     return model

@@ -56,14 +56,18 @@ class Truth:
         self._seed = seed
         self._num_ids = np.array(scaled_cardinalities(scale))
         self._first = np.cumsum(self._num_ids) - self._num_ids
-        total, normal = int(self._num_ids.sum()), tf.random.stateless_normal
+        total = int(self._num_ids.sum())
+
+        def normal(shape: list[int], number: int) -> tf.Tensor:
+            return tf.random.stateless_normal(shape, tf.constant([seed, number], tf.int64))
+
         stddevs = _DECAY ** np.arange(NUM_IDS)
         stddevs *= _IDS / np.sqrt((stddevs**2).sum())
-        self._effects = normal([total], [seed, 1]) * np.repeat(stddevs, self._num_ids).astype(np.float32)
+        self._effects = normal([total], 1) * np.repeat(stddevs, self._num_ids).astype(np.float32)
         self._paired = np.flatnonzero(self._num_ids <= _MAX_PAIRED_IDS)
         num_products = _RANK * len(self._paired) * (len(self._paired) - 1) / 2
-        self._factors = normal([total, _RANK], [seed, 2]) * (_PAIRS**2 / num_products) ** 0.25
-        self._weights = normal([NUM_COUNTS], [seed, 3]) * (_COUNTS / NUM_COUNTS**0.5)
+        self._factors = normal([total, _RANK], 2) * (_PAIRS**2 / num_products) ** 0.25
+        self._weights = normal([NUM_COUNTS], 3) * (_COUNTS / NUM_COUNTS**0.5)
         two_digits = tf.constant([f"{number:02x}" for number in range(256)])
         # The 65536 words of four digits, of which an id is two.
         self._words = tf.strings.join([tf.repeat(two_digits, 256), tf.tile(two_digits, [256])])
@@ -127,10 +131,14 @@ def scaled_cardinalities(scale: float) -> list[int]:
 
 
 def exact_auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """The area under the ROC curve: how likely a random 1 has a higher score than a random 0; both are [n]."""
+    """The area under the ROC curve: how likely a random 1 has a higher score than a random 0.
+
+    NaN if all labels are equal. Both arguments are [n].
+    """
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     is_positive = labels > 0.5
     num_positive = int(is_positive.sum())
     num_pairs = num_positive * (len(labels) - num_positive)
-    return float((ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2) / num_pairs)
+    num_in_order = ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(num_in_order / num_pairs) if num_pairs else float("nan")

@@ -87,6 +87,12 @@ def test_the_numbers_of_ids_are_scaled_but_those_of_small_columns() -> None:
 def test_the_exact_auc_is_the_share_of_pairs_in_the_right_order() -> None:
     labels, scores = np.array([0, 1, 0, 1, 0]), np.array([0.1, 0.9, 0.5, 0.4, 0.2])
     assert criteo_truth.exact_auc(labels, scores) == pytest.approx(5 / 6)
+    assert np.isnan(criteo_truth.exact_auc(np.ones(5), scores))
+
+
+def test_any_seed_of_32_bits_makes_a_truth() -> None:
+    rows, _ = Truth(0.001, 2**32 - 1).rows(tf.constant(0, tf.int64), 4)
+    assert rows.ids.shape == (4, 26)
 
 
 @pytest.mark.parametrize("name", ["sample.tsv", "sample.tsv.gz"])
