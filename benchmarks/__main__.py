@@ -24,6 +24,8 @@ from benchmarks import accuracy, hook_overhead, races, report
 from benchmarks.contender import Contender, Entry, Turn
 from benchmarks.workloads import WORKLOADS
 
+# Where steps are slow a turn has to be long to hold some.
+_LONGER_TURNS = {"wide": 2.0, "sleep": 1.5, "criteo": 1.5, "criteo_sleep": 2.5}
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "numpy")
 
 
@@ -76,6 +78,7 @@ def summary(contender: Contender, turns: list[Turn]) -> dict[str, Any]:
         "highest": max(rates),
         "turns": rates,
         "examples_per_sec": median * workload.batch_size * batches,
+        "ids_per_sec": median * workload.batch_size * batches * workload.ids_per_example,
         "cpu_secs_per_1000_steps": 1000 * statistics.median(turn.cpu_secs_per_step for turn in turns),
         "wire_ratio": statistics.median(wire) / (8 * workload.num_parameters() * exchanges) if wire else None,
         "memory_mib": contender.memory_mib(),
@@ -91,7 +94,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--turn-secs", type=float, default=0.6, help="seconds of a turn")
-    parser.add_argument("--only", nargs="*", help="workloads, or scaling, slow_worker, hooks, accuracy, steps_per_call")
+    parser.add_argument(
+        "--only", nargs="*", help="workloads, or criteo, scaling, slow_worker, hooks, accuracy, steps_per_call"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     options = parser.parse_args()
     rounds = 3 if options.quick else options.rounds
@@ -99,8 +104,9 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for name, entries in chosen_races(options.quick, options.only).items():
         print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
-        # Where steps are slow a turn has to be long to hold some.
-        turn_secs = options.turn_secs * {"wide": 2.0, "sleep": 1.5}.get(entries[0].task.workload, 1.0)
+        turn_secs = options.turn_secs * {"wide": 2.0, "sleep": 1.5, "criteo": 1.5, "criteo_sleep": 2.5}.get(
+            entries[0].task.workload, 1.0
+        )
         if name.startswith("steps_per_call"):
             turn_secs *= 4
         results |= race(entries, rounds=rounds, turn_secs=turn_secs)
@@ -131,12 +137,14 @@ def main() -> None:
 
 def chosen_races(quick: bool, only: list[str] | None) -> dict[str, list[Entry]]:
     """The races to run, by name."""
-    trained = [name for name in WORKLOADS if name not in ("sleep", "embedding_10k")]
+    trained = [name for name in WORKLOADS if name not in ("sleep", "embedding_10k", "criteo", "criteo_sleep")]
     every = {
         **{f"{name}, asynchronous": races.asynchronous(name) for name in trained},
         **{f"{name}, synchronous": races.synchronous(name) for name in ("mlp", "deep", "cnn")},
         "scaling": races.scaling(),
         "slow_worker": races.slow_worker(),
+        "criteo": races.criteo(),
+        "criteo scaling": races.criteo_scaling(),
     }
     if quick:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +19,8 @@ _KDIST_WARM_UP_SECS = {
     "sleep": 2.0,
     "embedding_200k": 11.0,
     "embedding_1M": 11.0,
+    "criteo": 15.0,
+    "criteo_sleep": 3.0,
 }
 _WITH_ADAM = ("mlp", "deep")
 
@@ -85,6 +87,31 @@ def steps_per_call(workload: str) -> list[Entry]:
     numbers = (1, 4) if workload == "wide" else (1, 4, 16, 64)
     fixed = [kdist(workload, f"kdist, steps_per_call={n}", options={"steps_per_call": n}) for n in numbers]
     return [kdist(workload), *fixed]
+
+
+def criteo() -> list[Entry]:
+    """A click model with 26 tables: asynchronous and synchronous, with servers and without."""
+    task, sync = Task("criteo", "adagrad"), Task("criteo", "adagrad", sync=True)
+    entries = [
+        kdist("criteo", optimizer="adagrad"),
+        Entry("TF1", "tf1", task),
+        Entry("TF1, partitioned tables", "tf1", replace(task, options={"partitioned_tables": True})),
+        Entry("tf_keras fit", "tf_keras_fit", task),
+        Entry("one Keras process", "plain_keras", task),
+        kdist("criteo", optimizer="adagrad", sync=True),
+        Entry("TF1", "tf1", sync),
+    ]
+    if find_spec("torch"):
+        entries.append(Entry("PyTorch DDP", "torch_ddp", sync))
+    else:
+        print("PyTorch is not installed: its contender is left out", flush=True)
+    return entries
+
+
+def criteo_scaling() -> list[Entry]:
+    """The click model with more and more workers, each of which rests instead of computing."""
+    more = {"optimizer": "adagrad"}
+    return [kdist("criteo_sleep", f"kdist, {n} workers", num_workers=n, **more) for n in (1, 2, 4, 8)]
 
 
 def is_another_algorithm(name: str) -> bool:

@@ -39,6 +39,7 @@ def table(record: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
         *_section("Steps per second", ["race", *(f"{name}:" for name in _COLUMNS)], _overview(same)),
         *_section("Races", _HEADER, _rows(same)),
+        *_section("Ids per second", ["race", "contender", "ids/s:"], _ids(same)),
         *_section("Goals", ["goal", "ratio:", "wanted:", ""], [*_goals(results), *_hook_goal(record["hooks"])]),
         *_section("Other algorithms", _HEADER, _rows(others)),
         *_section("A checkpoint", ["kdist", "training stands still, ms:"], _stalls(results)),
@@ -60,7 +61,7 @@ def _overview(results: Results) -> list[list[str]]:
     """Medians of global steps per second: a row for each race, a column for each contender."""
     by_race: dict[str, dict[str, str]] = {}
     for row in results.values():
-        if row["optimizer"] == "sgd" and row["name"] in _COLUMNS:
+        if row["optimizer"] == WORKLOADS[row["workload"]].optimizer and row["name"] in _COLUMNS:
             by_race.setdefault(_race(row), {})[row["name"]] = _short(row["steps_per_sec"])
     return [[race, *(found.get(name, "") for name in _COLUMNS)] for race, found in by_race.items()]
 
@@ -92,6 +93,11 @@ def _rows(results: Results) -> list[list[str]]:
         )
         race_before = race
     return rows
+
+
+def _ids(results: Results) -> list[list[str]]:
+    """How many ids each contender has looked up and updated."""
+    return [[_race(row), row["name"], _short(row["ids_per_sec"])] for row in results.values() if row["ids_per_sec"]]
 
 
 def _moves_all(row: Mapping[str, Any]) -> bool:
@@ -156,7 +162,7 @@ def draw(results: Results, path: Path) -> None:
 
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in results.values():
-        if row["optimizer"] == "sgd" and not is_another_algorithm(row["name"]):
+        if row["optimizer"] == WORKLOADS[row["workload"]].optimizer and not is_another_algorithm(row["name"]):
             panels.setdefault(_race(row), []).append(row)
     if not panels:
         return

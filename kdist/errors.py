@@ -13,6 +13,9 @@ _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+F
 # The first of several errors of one call.
 _FIRST_ROOT = re.compile(r"root error\(s\) found\.\s*\(0\) \w+:\s*(.*?)\s*(?:\(1\) \w+:|\d+ successful|\Z)", re.DOTALL)
 _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
+# Where in a dataset an error happened, and how TensorFlow shows the message of an assertion.
+_DATASET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
+_ASSERTION = re.compile(r"assertion failed: \[(.*)\]")
 
 
 class KdistError(Exception):
@@ -76,5 +79,6 @@ def reason(error: BaseException, limit: int = 600) -> str:
     text = text.partition("\nAdditional GRPC error information")[0]
     if first := _FIRST_ROOT.search(text):
         text = first[1]
+    text = _ASSERTION.sub(r"\1", _DATASET.sub("", text))
     lines = [_FUNCTION_NODE.sub("", line) for line in text.splitlines() if line.strip() and not _TRACE.match(line)]
     return "\n".join(lines)[:limit] or "(no message)"

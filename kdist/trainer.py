@@ -214,7 +214,8 @@ class Trainer:
                 they see what.
             validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras; in
                 addition, the final parameters are always validated.
-            steps: the global step to stop at; overrides `epochs`.
+            steps: the global step to stop at; overrides `epochs`. Without it, one epoch of data of unknown or infinite
+                length has no end: training ends by a hook, a callback or a signal.
             validation_every_steps: also validate at multiples of this global step.
             validate_with_ema: during training, too, validate the moving averages of an optimizer with `use_ema` instead
                 of the parameters. At the end the model always gets the averages, and they are validated.

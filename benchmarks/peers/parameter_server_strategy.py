@@ -20,4 +20,4 @@ def connected(task: Task) -> Any:
 
 def steps_between_joins(task: Task) -> int:
     """Steps after which the workers wait for each other, as an epoch does: a second of them, or two."""
-    return 50 if task.workload in ("deep", "embedding_1M") else 100
+    return {"deep": 50, "embedding_1M": 50, "criteo": 20}.get(task.workload, 100)

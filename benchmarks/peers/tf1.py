@@ -9,12 +9,25 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.peers.task import Task, run_processes, serve, session_config, this_task, with_addresses
-from benchmarks.workloads import Conv, Dense, Embedding, Flatten, Layer, SimulatedCompute, dataset, sleep
+from benchmarks.workloads import (
+    NUM_COUNTS,
+    Clicks,
+    Conv,
+    Dense,
+    Embedding,
+    Flatten,
+    Layer,
+    SimulatedCompute,
+    dataset,
+    dot_products,
+    log_counts,
+    sleep,
+)
 
 v1 = tf.compat.v1
 
 
-def layer_output(x: Any, layer: Layer, name: str) -> Any:
+def layer_output(x: Any, layer: Layer, name: str, partitioner: Any) -> Any:
     with v1.variable_scope(name):
         match layer:
             case Dense(units, relu, bias):
@@ -30,6 +43,12 @@ def layer_output(x: Any, layer: Layer, name: str) -> Any:
                 return tf.reshape(x, [x.shape[0], int(np.prod(x.shape[1:]))])
             case Embedding(rows, units):
                 return tf.reduce_mean(tf.nn.embedding_lookup(v1.get_variable("table", [rows, units]), x), 1)
+            case Clicks(tables, units):
+                vectors = [layer_output(log_counts(x), Dense(units), "counts", None)]
+                for i, rows in enumerate(tables):
+                    table = v1.get_variable(f"table_{i}", [rows, units], partitioner=partitioner)
+                    vectors.append(tf.nn.embedding_lookup(table, x[:, NUM_COUNTS + i]))
+                return dot_products(vectors)
             case SimulatedCompute():
                 return sleep(x)
 
@@ -42,11 +61,18 @@ def train(task: Task) -> None:
     with tf.Graph().as_default(), v1.device(setter):
         x, labels = v1.data.make_one_shot_iterator(dataset(task.what)).get_next()
         x.set_shape([task.what.batch_size, *task.what.input_shape])
+        # The tables of `Clicks` are split by rows over the servers, if that is asked for; round-robin otherwise.
+        is_split = task.options.get("partitioned_tables", False)
+        partitioner = v1.fixed_size_partitioner(task.num_ps) if is_split else None
         for i, layer in enumerate(task.what.layers):
-            x = layer_output(x, layer, f"layer_{i}")
+            x = layer_output(x, layer, f"layer_{i}", partitioner)
         loss = v1.losses.sparse_softmax_cross_entropy(labels, x)
         global_step = v1.train.get_or_create_global_step()
-        optimizers = {"sgd": v1.train.GradientDescentOptimizer, "adam": v1.train.AdamOptimizer}
+        optimizers = {
+            "sgd": v1.train.GradientDescentOptimizer,
+            "adam": v1.train.AdamOptimizer,
+            "adagrad": v1.train.AdagradOptimizer,
+        }
         optimizer = optimizers[task.optimizer](1e-3)
         hooks = []
         if task.sync:

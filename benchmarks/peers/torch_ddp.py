@@ -11,7 +11,25 @@ import numpy as np
 import torch
 
 from benchmarks.peers.task import THREADS, Task, run_processes, this_task, with_addresses
-from benchmarks.workloads import Conv, Dense, Embedding, Flatten, Workload
+from benchmarks.workloads import NUM_COUNTS, Clicks, Conv, Dense, Embedding, Flatten, Workload
+
+
+class FirstClicks(torch.nn.Module):
+    """`Clicks`, with sparse gradients of its tables."""
+
+    def __init__(self, clicks: Clicks) -> None:
+        super().__init__()
+        self.counts = torch.nn.Linear(NUM_COUNTS, clicks.units)
+        bags = [torch.nn.EmbeddingBag(rows, clicks.units, mode="sum", sparse=True) for rows in clicks.tables]
+        self.tables = torch.nn.ModuleList(bags)
+
+    def forward(self, x: Any) -> Any:
+        logs = torch.log1p(x[:, :NUM_COUNTS].float())
+        vectors = [torch.relu(self.counts(logs))]
+        vectors += [table(x[:, NUM_COUNTS + i, None]) for i, table in enumerate(self.tables)]
+        stacked = torch.stack(vectors, 1)
+        products = torch.bmm(stacked, stacked.transpose(1, 2))
+        return torch.cat([vectors[0], products.flatten(1)], 1)
 
 
 def torch_model(workload: Workload) -> Any:
@@ -29,6 +47,8 @@ def torch_model(workload: Workload) -> Any:
                 layers.append(torch.nn.Flatten())
             case Embedding(rows, units):
                 layers.append(torch.nn.EmbeddingBag(rows, units, mode="mean"))
+            case Clicks():
+                layers.append(FirstClicks(layer))
     return torch.nn.Sequential(*layers)
 
 
@@ -46,7 +66,7 @@ def train(task: Task) -> None:
     model = torch_model(task.what)
     model(batches[0][0])
     model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
     optimizer = optimizers[task.optimizer](model.parameters(), lr=1e-3)
     loss_of = torch.nn.CrossEntropyLoss()
     progress = task.counter()

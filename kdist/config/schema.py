@@ -249,7 +249,7 @@ class TrainConfig:
     """How long to train, and in what portions."""
 
     steps: Optional[int] = None
-    """The global step to stop at; at least 1. Either this or `epochs`."""
+    """The global step to stop at; at least 1. Either this or `epochs`; null with endless data: no end."""
 
     epochs: Optional[int] = None
     """Passes over the data; at least 1."""

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 _MAX_ITEMS = 5
 
 
+#: Printed at the beginning of a run without a last step.
+ENDLESS_LINE = "steps     no end is given: training ends by a hook, a callback, a signal or Ctrl-C"
+
+
 def print_line(line: str) -> None:
     print(line, flush=True)
 

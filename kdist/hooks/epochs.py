@@ -151,13 +151,19 @@ def last_step_of(
 ) -> int | None:
     """The global step at which `fit` stops: `steps`, or the end of the epoch before `epochs`.
 
+    None if that is not known: without `steps`, a single epoch of data of unknown length does not end.
+
     Raises:
-        ConfigError: nothing is left to do, or the length of an epoch is unknown.
+        ConfigError: nothing is left to do, or several epochs have an unknown length.
     """
     if steps is not None or epochs is None:
         return steps
     if epochs <= first_epoch:
         raise ConfigError(f"epochs={epochs}: must be more than initial_epoch={first_epoch}")
     if steps_per_epoch is None:
-        raise ConfigError("the length of the data is not known: give steps (train.steps) or steps_per_epoch")
+        if epochs - first_epoch == 1:
+            return None
+        raise ConfigError(
+            f"epochs={epochs}: the length of the data is not known; give steps (train.steps) or steps_per_epoch"
+        )
     return first_step + (epochs - first_epoch) * steps_per_epoch

@@ -205,6 +205,10 @@ class LocalFit:
         session.print_line(f"run dir   {request.files}      tensorboard --logdir {request.files.tensorboard_logdir}")
         if strategy.membership is not None or not strategy.shape.is_local:
             session.print_line(isolate.network_line())
+        if session.last_step is None and all(
+            hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)
+        ):
+            session.print_line(lines.ENDLESS_LINE)
 
     def _print_tasks(self, session: TrainSession) -> None:
         logs = self._request.files.logs

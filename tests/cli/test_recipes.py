@@ -1,11 +1,14 @@
 """Recipes by the command in their first comment; the long ones shortened. `recipes/README.md` has their last lines."""
 
+import gzip
 import re
 from pathlib import Path
 
+import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from commands import kdist
 from helpers import REPO, result_of
+from kdist.recipes.criteo import write_sample
 
 pytestmark = pytest.mark.cluster
 
@@ -51,6 +54,44 @@ def test_recommender_looks_rows_up(tmp_path: Path) -> None:
     assert "users/embeddings: looked up by rows" in (tmp_path / "D" / "placement.txt").read_text()
     # Better than the mean rating, whose error is 1.47 times the noise.
     assert result_of(tmp_path / "D")["metrics"]["validation"]["rmse"] < 1.35 * 0.7
+
+
+SMALL_CRITEO = ["model.max_rows=500", "model.dim=4", "data.num_validation=2000", "train.batch_size=64"]
+
+
+def test_criteo_generates_clicks(tmp_path: Path) -> None:
+    lines = run("criteo", tmp_path, *SMALL_CRITEO, "train.steps=100", "model.interaction=cross").splitlines()
+    start = "data      generated, 44921 ids in 26 columns, 2000 rows to validate with: "
+    assert re.fullmatch(start + r"the AUC of the true probabilities is 0\.\d{4}", lines[0])
+    assert "ids_1/embeddings: looked up by rows" in (tmp_path / "D" / "placement.txt").read_text()
+    # Better than chance.
+    assert result_of(tmp_path / "D")["metrics"]["validation"]["auc"] > 0.55
+
+
+def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(2):
+        write_sample(folder / f"{number}.tsv.gz", 2001, seed=number)
+    files = [*SMALL_CRITEO, "data.path=files", "train.steps=60"]
+    lines = run("criteo", tmp_path, *files, "data.num_validation=150").splitlines()
+    assert lines[0] == "data      2 files in files, 150 rows of every 20th line to validate with"
+    wrong = folder / "0.tsv.gz"
+    with gzip.open(wrong, "ab") as file:
+        file.write(b"1\t2\t3\n")
+    done = kdist(*command_of("criteo"), "run.dir=E", *files, cwd=tmp_path, timeout=150)
+    assert done.returncode == 1
+    assert re.search(rf"worker:[01]: InvalidArgumentError: {wrong}, line 2002: 3 columns: must be 40", done.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("interaction", ["dot", "cross"])
+def test_criteo_comes_close_to_the_auc_of_the_true_probabilities(interaction: str, tmp_path: Path) -> None:
+    whole = [*command_of("criteo"), f"model.interaction={interaction}", "run.dir=D"]
+    done = kdist(*whole, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ceiling = float(done.stdout.splitlines()[0].rpartition(" ")[2])
+    assert ceiling - result_of(tmp_path / "D")["metrics"]["validation"]["auc"] < 0.01
 
 
 def test_every_recipe_is_in_the_readme_with_its_command_and_last_line() -> None:

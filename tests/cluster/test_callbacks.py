@@ -8,7 +8,7 @@ import keras
 import models
 import numpy as np
 import pytest
-from helpers import toy_data
+from helpers import toy_batches, toy_data
 
 import kdist
 
@@ -123,3 +123,23 @@ def test_hooks_feed_workers_that_begin_one_after_the_other(tmp_path: Path) -> No
     served = keras.layers.TFSMLayer(tmp_path / "saved_model", call_endpoint="serve")
     np.testing.assert_allclose(served(x[:8]), trainer.predict(x[:8]), rtol=1e-5, atol=1e-6)
     assert (tmp_path / "best" / "validation.json").exists()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["parameter_server", "sync_replicas", "mirrored", pytest.param("multi_worker_mirrored", marks=pytest.mark.long)],
+)
+def test_without_an_end_validation_and_checkpoints_go_on_until_a_hook_ends_training(
+    strategy: str, tmp_path: Path
+) -> None:
+    cluster, options = STRATEGIES[strategy]
+    hooks = [
+        # No value is better than the first.
+        kdist.hooks.EarlyStopping(patience=3, min_delta=100.0),
+        kdist.hooks.CheckpointSaver(every_steps=20, keep=9),
+    ]
+    trainer = kdist.Trainer(models.mlp, cluster, strategy, run_dir=tmp_path / "run", hooks=hooks, **options)
+    trainer.fit(toy_batches(), validation_data=toy_data(), validation_every_steps=10, verbose=0)
+    assert (trainer.result.global_step, trainer.result.stopped_by) == (40, "EarlyStopping")
+    steps = {int(path.stem.partition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("ckpt-*.index")}
+    assert steps == {0, 20, 40}

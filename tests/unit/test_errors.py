@@ -41,6 +41,17 @@ def test_of_several_errors_the_first_is_said() -> None:
     assert str(error) == "worker:0: InvalidArgumentError: Received a label value of 9."
 
 
+ASSERTION_IN_A_DATASET = (
+    "Error in user-defined function passed to MapDataset:4 transformation with iterator: Iterator::Root::Map: "
+    "assertion failed: [a.tsv, line 3: label=2: must be 0 or 1]\n\t [[{{node Assert}}]] [Op:IteratorGetNext]"
+)
+
+
+def test_of_an_assertion_in_a_dataset_its_message_is_said() -> None:
+    error = TaskError("worker:0", tf.errors.InvalidArgumentError(None, None, ASSERTION_IN_A_DATASET))
+    assert str(error) == "worker:0: InvalidArgumentError: a.tsv, line 3: label=2: must be 0 or 1"
+
+
 def test_other_messages_are_said_whole() -> None:
     assert str(TaskError("chief", ValueError("first\nsecond"))) == "chief: ValueError: first\nsecond"
     assert str(TaskError("chief", ValueError())) == "chief: ValueError: (no message)"

@@ -335,6 +335,76 @@ def test_training_may_end_with_the_values_of_the_best_validation(run_dir: Path) 
     assert float(saved["parameters/dense/kernel"][0, 0]) == pytest.approx(5 - 5 * 0.9**best)
 
 
+class StopTraining(keras.callbacks.Callback):
+    """Says so after some batches, as a user's callback may."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = batch == 6
+
+
+class Terminate(Hook):
+    """Sends this process what a scheduler sends."""
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if values.global_step >= 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def due_in(self, step: int) -> int | None:
+        return 7 - step if step < 7 else 1
+
+
+def endless(length: str) -> Any:
+    """Batches of unknown or infinite length, in a dataset or by a function."""
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+    if length == "unknown":
+        return dataset.filter(lambda x, y: True)
+    return dataset.repeat() if length == "infinite" else lambda context: dataset
+
+
+@pytest.mark.parametrize("length", ["unknown", "infinite", "of a function"])
+def test_without_an_end_training_ends_by_a_hook(length: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = [StopAtStep(last_step=7), CheckpointSaver(every_steps=3, keep=9)]
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=hooks)
+    history = trainer.fit(endless(length), validation_data=(X, Y), validation_every_steps=2)
+    assert (trainer.result.global_step, trainer.result.stopped_by) == (7, "StopAtStep")
+    assert history.epoch == [0]
+    assert Checkpoints(run_dir / "checkpoints").steps() == [0, 3, 6, 7]
+    printed = capsys.readouterr().out
+    assert [step for step in range(8) if f"valid | step      {step}" in printed] == [2, 4, 6, 7]
+    assert "no end is given" not in printed
+
+
+def test_without_an_end_training_ends_when_it_no_longer_improves(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[kdist.hooks.EarlyStopping(min_delta=9.0, patience=2)])
+    trainer.fit(endless("infinite"), validation_data=(X, Y), validation_every_steps=5, verbose=0)
+    assert (trainer.result.global_step, trainer.result.stopped_by) == (15, "EarlyStopping")
+
+
+def test_without_an_end_training_ends_by_a_callback(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    trainer.fit(endless("infinite"), callbacks=[StopTraining()])
+    assert (trainer.result.global_step, trainer.result.stopped_by) == (7, "stop_training")
+    assert (
+        "steps     no end is given: training ends by a hook, a callback, a signal or Ctrl-C\n"
+        in capsys.readouterr().out
+    )
+
+
+def test_without_an_end_training_ends_by_a_signal(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[Terminate()])
+    with pytest.raises(SystemExit):
+        trainer.fit(endless("infinite"), verbose=0)
+    assert trainer.result.status == "preempted"
+    assert Checkpoints(run_dir / "checkpoints").steps()[-1] == trainer.result.global_step >= 7
+
+
+def test_several_epochs_of_unknown_length_are_refused(run_dir: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^epochs=2: the length of the data is not known; give steps \(train.steps\)"
+    ):
+        kdist.Trainer(models.mlp, run_dir=run_dir).fit(endless("infinite"), epochs=2, verbose=0)
+
+
 @pytest.mark.parametrize("hook", [kdist.hooks.EarlyStopping(), kdist.hooks.BestCheckpoint()])
 def test_a_hook_that_waits_for_validations_is_refused_without_any(hook: kdist.hooks.Hook, run_dir: Path) -> None:
     x, y = toy_data()
