@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -11,9 +12,8 @@ import tensorflow as tf
 
 from kdist._compat.keras import layers_of, table_of
 from kdist.layers import Embedding
-
-#: Fetches rows of a table: unique ids, int64 `[n]` -> `[n, dim]`.
-FetchRows = Callable[[tf.Tensor], tf.Tensor]
+from kdist.model.phases import Levels
+from kdist.model.table_groups import TableGroup
 
 
 def embedding_layers(model: keras.Model, trainable: Sequence[keras.Variable]) -> dict[int, keras.layers.Embedding]:
@@ -34,29 +34,89 @@ def why_needed_whole(layer: keras.layers.Embedding) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """One call of an embedding layer.
+
+    Attributes:
+        table: its position in its group.
+        ids: int64 `[n]`, as the model computes them.
+        positions: int32 `[n]`, an input: where the rows of these ids are among those that arrive.
+    """
+
+    table: int
+    ids: tf.Tensor
+    positions: tf.Tensor
+
+
+@dataclass(frozen=True)
+class ArrivingRows:
+    """What arrives of a group of tables for some lookups: inputs of the graph, each row once, table by table.
+
+    Attributes:
+        rows: `[n, ...]`.
+        ids: int64 `[n]`: which rows of their tables they are.
+        counts: int64 `[number of tables]`: how many are of each table.
+        lookups: those that read them.
+    """
+
+    rows: tf.Tensor
+    ids: tf.Tensor
+    counts: tf.Tensor
+    lookups: list[Lookup] = field(default_factory=list)
+
+    @staticmethod
+    def of(group: TableGroup) -> ArrivingRows:
+        placeholder = tf.compat.v1.placeholder
+        return ArrivingRows(
+            placeholder(group.dtype, [None, *group.row_shape]),
+            placeholder(tf.int64, [None]),
+            placeholder(tf.int64, [len(group.tables)]),
+        )
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """Everything that arrives; positions as in `by_table`."""
+        return [self.rows, self.ids, self.counts, *(lookup.positions for lookup in self.by_table())]
+
+    def by_table(self) -> list[Lookup]:
+        """The lookups, those of one table next to each other."""
+        return sorted(self.lookups, key=lambda lookup: lookup.table)
+
+
 class RowLookups:
-    """While active, embedding layers see the rows that were looked up in place of their tables.
+    """While active, embedding layers see rows that arrive in place of their tables; used while a function is traced.
+
+    Rows are fetched in rounds: in the first one those whose ids depend on no rows, and so on. Nearly every model needs
+    one.
 
     Args:
-        layers, fetch: the layers, and functions that fetch rows, by table index.
+        layers: by table index.
+        groups: all tables in groups.
         scope: the stateless scope of the model; maps a table to its rows while its layer runs.
         tape: watches the rows; None if nobody asks for their gradients.
+
+    Attributes:
+        rounds: what arrives in each, by the index of the group.
+        levels: of the graph, in which the rows of a round arrive with the phase of its number + 1.
+        hidden: tables that were looked up where gradients cannot be traced, in a loop or a nested function, and why.
     """
 
     def __init__(
         self,
         layers: Mapping[int, keras.layers.Embedding],
-        fetch: Mapping[int, FetchRows],
+        groups: Sequence[TableGroup],
         scope: keras.StatelessScope,
         tape: tf.GradientTape | None,
     ) -> None:
         self._layers = layers
-        self._fetch = fetch
+        self._groups = groups
+        self._place = {table: (g, i) for g, group in enumerate(groups) for i, table in enumerate(group.tables)}
         self._scope = scope
         self._tape = tape
         self._graph = tf.compat.v1.get_default_graph()
-        self._fetched: dict[int, list[tuple[tf.Tensor, tf.Tensor]]] = {index: [] for index in layers}
-        #: Tables that were looked up where gradients cannot be traced: in a loop or a nested function.
+        self.levels = Levels()
+        self.rounds: list[dict[int, ArrivingRows]] = []
         self.hidden: dict[int, str] = {}
 
     @contextmanager
@@ -70,36 +130,43 @@ class RowLookups:
                 object.__delattr__(layer, "call")
 
     @property
-    def rows(self) -> dict[int, list[tf.Tensor]]:
-        """The rows that were fetched, by table; gradients are computed with respect to them."""
-        return {index: [rows for _, rows in fetched] for index, fetched in self._fetched.items()}
+    def rows(self) -> list[list[tf.Tensor]]:
+        """The rows that arrive, by round and group; gradients are computed with respect to them."""
+        return [[arriving.rows for arriving in of_round.values()] for of_round in self.rounds]
 
-    def gradient(self, index: int, gradients: list[Any], *, add_up: bool) -> tf.IndexedSlices | None:
-        """The sparse gradient of a table from the gradients of its fetched rows.
+    def gradients(self, of_rows: Sequence[Sequence[Any]]) -> dict[int, tf.IndexedSlices]:
+        """The sparse gradients of tables, by index, from those of `rows`; tables without one are missing.
 
-        Args:
-            index, gradients: of the table, and of its `rows`.
-            add_up: whether each row appears once; otherwise as often as it was looked up, as in Keras.
+        Of row-wise tables each row appears once; of others as often as it was looked up, as in Keras.
         """
-        parts = []
-        for gradient, (ids, _) in zip(gradients, self._fetched[index]):
-            if gradient is None:
-                continue
-            if not isinstance(gradient, tf.IndexedSlices):
-                parts.append((gradient, ids))
-            elif add_up:
-                parts.append((tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(ids)), ids))
-            else:
-                parts.append((gradient.values, tf.gather(ids, gradient.indices)))
-        if not parts:
-            return None
+        parts: dict[int, list[tf.IndexedSlices]] = {}
+        for of_round, gradients in zip(self.rounds, of_rows):
+            for (g, arriving), gradient in zip(of_round.items(), gradients):
+                if gradient is not None:
+                    for table, part in _by_table(self._groups[g], arriving, gradient).items():
+                        parts.setdefault(table, []).append(part)
+        return {table: self._joined(table, of_table) for table, of_table in parts.items()}
+
+    def _joined(self, table: int, parts: list[tf.IndexedSlices]) -> tf.IndexedSlices:
         if len(parts) == 1:
-            return tf.IndexedSlices(*parts[0])
-        slices = tf.IndexedSlices(tf.concat([g for g, _ in parts], 0), tf.concat([ids for _, ids in parts], 0))
-        return sum_duplicates(slices) if add_up else slices
+            return parts[0]
+        slices = tf.IndexedSlices(tf.concat([p.values for p in parts], 0), tf.concat([p.indices for p in parts], 0))
+        return sum_duplicates(slices) if self._groups[self._place[table][0]].is_row_wise else slices
+
+    def _arriving(self, number: int, g: int) -> ArrivingRows:
+        """What arrives of a group in a round."""
+        while len(self.rounds) <= number:
+            self.rounds.append({})
+        if g not in self.rounds[number]:
+            self.rounds[number][g] = arriving = ArrivingRows.of(self._groups[g])
+            self.levels.arrive(arriving.inputs, number + 1)
+            if self._tape is not None:
+                self._tape.watch(arriving.rows)
+        return self.rounds[number][g]
 
     def _call_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
         original = layer.call
+        g, place = self._place[index]
 
         def call(inputs: Any) -> Any:
             if not isinstance(inputs, tf.Tensor):
@@ -108,23 +175,38 @@ class RowLookups:
             if tf.compat.v1.get_default_graph() is not self._graph:
                 self.hidden[index] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
-            ids, positions = tf.unique(tf.reshape(tf.cast(inputs, tf.int64), [-1]))
-            # Gradients are computed with respect to the rows; fetching them is not part of the model.
-            with self._tape.stop_recording() if self._tape is not None else nullcontext():
-                rows = self._fetch[index](ids)
-            if self._tape is not None:
-                self._tape.watch(rows)
-            self._fetched[index].append((ids, rows))
+            arriving = self._arriving(self.levels.of(inputs), g)
+            ids = tf.reshape(tf.cast(inputs, tf.int64), [-1])
+            lookup = Lookup(place, ids, tf.compat.v1.placeholder(tf.int32, ids.shape))
+            self.levels.arrive([lookup.positions], self.levels.of(inputs) + 1)
+            arriving.lookups.append(lookup)
             # Everything else that the layer does with its table, it does with these rows.
             key = id(table_of(layer))
             table = self._scope.state_mapping[key]
-            self._scope.state_mapping[key] = rows
+            self._scope.state_mapping[key] = arriving.rows
             try:
-                return original(tf.reshape(positions, tf.shape(inputs)))
+                return original(tf.reshape(lookup.positions, tf.shape(inputs)))
             finally:
                 self._scope.state_mapping[key] = table
 
         return call
+
+
+def _by_table(group: TableGroup, arriving: ArrivingRows, gradient: Any) -> dict[int, tf.IndexedSlices]:
+    """The gradients of the tables of a group that were looked up in a round, from that of the rows that arrived."""
+    ids = arriving.ids
+    if isinstance(gradient, tf.IndexedSlices):
+        if group.is_row_wise:
+            num_rows = tf.shape(arriving.rows)[0]
+            gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, num_rows)
+        else:
+            ids, gradient = tf.gather(ids, gradient.indices), gradient.values
+    num_tables = len(group.tables)
+    if num_tables == 1:
+        return {group.tables[0]: tf.IndexedSlices(gradient, ids)}
+    split = zip(tf.split(gradient, arriving.counts, num=num_tables), tf.split(ids, arriving.counts, num=num_tables))
+    looked_up = {lookup.table for lookup in arriving.lookups}
+    return {group.tables[i]: tf.IndexedSlices(*of_table) for i, of_table in enumerate(split) if i in looked_up}
 
 
 def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -33,12 +33,14 @@ def fill_large(
     to_draw: list[_Rows] = []
     to_push: dict[int, None] = {}
     for b, block in enumerate(blocks):
-        for shard in (shards[i] for i in block.shards if blocks.is_large(b)):
+        for i in block.shards if blocks.is_large(b) else ():
+            shard = shards[i]
             original = originals[shard.variable]
             if (initializer := made_by(original)) is None:
                 to_push[shard.variable] = None
             else:
-                to_draw.append(_Rows(variables[b].value, initializer, tuple(original.shape), shard.start, shard.stop))
+                shape, first = tuple(original.shape), blocks.first_row(i)
+                to_draw.append(_Rows(variables[b].value, initializer, shape, shard.start, shard.stop, first))
 
     def draw(zero: tf.Tensor) -> None:
         for rows in to_draw:
@@ -55,11 +57,12 @@ def fill_large(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows `start` to `stop` of a table, which are all that a variable holds.
+    """Rows `start` to `stop` of a table.
 
     Attributes:
         initializer: a `kdist.layers.TableInitializer`.
         shape: of the whole table.
+        first: their first row in the variable that holds them.
     """
 
     variable: tf.Variable
@@ -67,6 +70,7 @@ class _Rows:
     shape: tuple[int, ...]
     start: int
     stop: int
+    first: int
 
     def draw(self, zero: tf.Tensor) -> None:
         """Draws them on the device of the variable, block by block; traced. `zero` is an argument of the function."""
@@ -77,4 +81,5 @@ class _Rows:
             if start < stop:
                 with tf.device(self.variable.device), tf.control_dependencies(before):
                     rows = self.initializer.block(number, self.shape, dtype, zero)[start - first : stop - first]
-                    before = [assign_rows(self.variable, start - self.start, stop - self.start, rows)]
+                    shift = self.first - self.start
+                    before = [assign_rows(self.variable, start + shift, stop + shift, rows)]

@@ -38,8 +38,7 @@ class ServerOptimizer:
         optimizer: the optimizer of the model.
         originals: the model's trainable variables of this server.
         variables: the server's variables for them, or for some of their rows, in the same order.
-        row_scopes: for each, the scope in which rows are read if a sparse gradient updates only its own rows, whatever
-            Keras does with the others; None if it does what Keras does.
+        row_wise: for each, whether a sparse gradient updates only its own rows, whatever Keras does with the others.
         device: the device of the server.
     """
 
@@ -48,15 +47,15 @@ class ServerOptimizer:
         optimizer: keras.optimizers.Optimizer,
         originals: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
-        row_scopes: Sequence[str | None],
+        row_wise: Sequence[bool],
         device: str,
     ) -> None:
         self._variables = list(variables)
         with tf.device(device):
             self._by_rows = {
-                i: RowOptimizer(optimizer, originals[i], variable, scope)
-                for i, (variable, scope) in enumerate(zip(self._variables, row_scopes))
-                if scope is not None
+                i: RowOptimizer(optimizer, originals[i], variable)
+                for i, (variable, is_row_wise) in enumerate(zip(self._variables, row_wise))
+                if is_row_wise
             }
             self._dense = [i for i in range(len(self._variables)) if i not in self._by_rows]
             self._optimizer = _copy_for(
@@ -130,13 +129,8 @@ class RowOptimizer:
     """
 
     def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        original: keras.Variable,
-        variable: keras.Variable,
-        scope: str,
+        self, optimizer: keras.optimizers.Optimizer, original: keras.Variable, variable: keras.Variable
     ) -> None:
-        self._scope = scope
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
         self._pure = unbuilt_copy(self.optimizer, pure)
@@ -155,8 +149,7 @@ class RowOptimizer:
 
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
-        with tf.name_scope(self._scope):
-            rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
+        rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
         with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
             scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
             rate, own_rate = learning_rate_variable(self._pure), learning_rate_variable(self.optimizer)
