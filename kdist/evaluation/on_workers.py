@@ -147,7 +147,7 @@ class _Pulled:
 
     def __init__(self, training: PresentValues) -> None:
         self._training = training
-        self._values, self._fetch = training.pull()
+        self._values, self._rows = training.pull()
 
     def run(self, body: _Body, arguments: Sequence[Any]) -> Any:
         """What `body` makes of `arguments`.
@@ -155,14 +155,14 @@ class _Pulled:
         Raises:
             NeedsWholeTable: it reads more of a table than rows.
         """
-        if self._fetch is None:
+        if self._rows is None:
             return _Given(self._training.variables, self._values).run(body, arguments)
 
         def with_rows(*given: Any) -> tuple[Any, RowLookups]:
             return self._with_rows(body, given)
 
         specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
-        return LookupRounds(with_rows, specs, self._training.table_groups).run(arguments, self._fetch)
+        return LookupRounds(with_rows, specs, self._training.table_groups).run(arguments, self._rows)
 
     def _with_rows(self, body: _Body, arguments: Sequence[Any]) -> tuple[Any, RowLookups]:
         training = self._training
@@ -170,7 +170,7 @@ class _Pulled:
         with keras.StatelessScope(pairs, collect_losses=True) as scope:
             empty = {i: tf.zeros([0, layer.output_dim]) for i, layer in training.tables.items()}
             scope.state_mapping |= {id(training.variables[i]): table for i, table in empty.items()}
-            lookups = RowLookups(training.tables, training.table_groups, scope, None)
+            lookups = RowLookups(training.tables, training.table_groups)
             with lookups.active():
                 outputs = body(scope, *arguments)
         if lookups.hidden or any(table.consumers() for table in empty.values()):

@@ -41,47 +41,44 @@ class Lookup:
     Attributes:
         table: its position in its group.
         ids: int64 `[n]`, as the model computes them.
-        positions: int32 `[n]`, an input: where the rows of these ids are among those that arrive.
+        rows: `[n, ...]`, an input: the rows of these ids.
     """
 
     table: int
     ids: tf.Tensor
-    positions: tf.Tensor
+    rows: tf.Tensor
 
 
 @dataclass(frozen=True)
 class ArrivingRows:
-    """What arrives of a group of tables for some lookups: inputs of the graph, each row once, table by table.
+    """What arrives of a group of tables for some lookups: inputs of the graph.
 
     Attributes:
-        rows: `[n, ...]`.
-        ids: int64 `[n]`: which rows of their tables they are.
-        counts: int64 `[number of tables]`: how many are of each table.
+        numbers: int64 `[m]`: which rows of the group were fetched, each once, table by table.
+        counts: int32 `[tables]`: how many of them are of each table that these lookups read.
+        places: int32 `[n]`: for each id of all lookups the place of its row in `numbers`.
         lookups: those that read them.
     """
 
-    rows: tf.Tensor
-    ids: tf.Tensor
+    numbers: tf.Tensor
     counts: tf.Tensor
+    places: tf.Tensor
     lookups: list[Lookup] = field(default_factory=list)
 
     @staticmethod
-    def of(group: TableGroup) -> ArrivingRows:
-        placeholder = tf.compat.v1.placeholder
-        return ArrivingRows(
-            placeholder(group.dtype, [None, *group.row_shape]),
-            placeholder(tf.int64, [None]),
-            placeholder(tf.int64, [len(group.tables)]),
-        )
+    def of_no_lookup() -> ArrivingRows:
+        dtypes = tf.int64, tf.int32, tf.int32
+        return ArrivingRows(*(tf.compat.v1.placeholder(dtype, [None]) for dtype in dtypes))
 
     @property
-    def inputs(self) -> list[tf.Tensor]:
-        """Everything that arrives; positions as in `by_table`."""
-        return [self.rows, self.ids, self.counts, *(lookup.positions for lookup in self.by_table())]
-
     def by_table(self) -> list[Lookup]:
         """The lookups, those of one table next to each other."""
         return sorted(self.lookups, key=lambda lookup: lookup.table)
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """Everything that arrives; rows in the order of `by_table`."""
+        return [self.numbers, self.counts, self.places, *(lookup.rows for lookup in self.by_table)]
 
 
 class RowLookups:
@@ -93,7 +90,6 @@ class RowLookups:
     Args:
         layers: by table index.
         groups: all tables in groups.
-        scope: the stateless scope of the model; maps a table to its rows while its layer runs.
         tape: watches the rows; None if nobody asks for their gradients.
 
     Attributes:
@@ -106,13 +102,11 @@ class RowLookups:
         self,
         layers: Mapping[int, keras.layers.Embedding],
         groups: Sequence[TableGroup],
-        scope: keras.StatelessScope,
-        tape: tf.GradientTape | None,
+        tape: tf.GradientTape | None = None,
     ) -> None:
         self._layers = layers
         self._groups = groups
         self._place = {table: (g, i) for g, group in enumerate(groups) for i, table in enumerate(group.tables)}
-        self._scope = scope
         self._tape = tape
         self._graph = tf.compat.v1.get_default_graph()
         self.levels = Levels()
@@ -130,20 +124,21 @@ class RowLookups:
                 object.__delattr__(layer, "call")
 
     @property
-    def rows(self) -> list[list[tf.Tensor]]:
-        """The rows that arrive, by round and group; gradients are computed with respect to them."""
-        return [[arriving.rows for arriving in of_round.values()] for of_round in self.rounds]
+    def rows(self) -> list[list[list[tf.Tensor]]]:
+        """The rows that arrive, by round, group and lookup; gradients are computed with respect to them."""
+        return [[[lookup.rows for lookup in a.by_table] for a in of_round.values()] for of_round in self.rounds]
 
-    def gradients(self, of_rows: Sequence[Sequence[Any]]) -> dict[int, tf.IndexedSlices]:
+    def gradients(self, of_rows: Sequence[Sequence[Sequence[Any]]]) -> dict[int, tf.IndexedSlices]:
         """The sparse gradients of tables, by index, from those of `rows`; tables without one are missing.
 
-        Of row-wise tables each row appears once; of others as often as it was looked up, as in Keras.
+        Their rows have the numbers that they have in their groups. Of row-wise tables each row appears once; of others
+        as often as it was looked up, as in Keras.
         """
         parts: dict[int, list[tf.IndexedSlices]] = {}
         for of_round, gradients in zip(self.rounds, of_rows):
-            for (g, arriving), gradient in zip(of_round.items(), gradients):
-                if gradient is not None:
-                    for table, part in _by_table(self._groups[g], arriving, gradient).items():
+            for (g, arriving), of_lookups in zip(of_round.items(), gradients):
+                if any(gradient is not None for gradient in of_lookups):
+                    for table, part in _by_table(self._groups[g], arriving, of_lookups).items():
                         parts.setdefault(table, []).append(part)
         return {table: self._joined(table, of_table) for table, of_table in parts.items()}
 
@@ -158,15 +153,14 @@ class RowLookups:
         while len(self.rounds) <= number:
             self.rounds.append({})
         if g not in self.rounds[number]:
-            self.rounds[number][g] = arriving = ArrivingRows.of(self._groups[g])
-            self.levels.arrive(arriving.inputs, number + 1)
-            if self._tape is not None:
-                self._tape.watch(arriving.rows)
+            self.rounds[number][g] = ArrivingRows.of_no_lookup()
+            self.levels.arrive(self.rounds[number][g].inputs, number + 1)
         return self.rounds[number][g]
 
     def _call_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
         original = layer.call
         g, place = self._place[index]
+        group = self._groups[g]
 
         def call(inputs: Any) -> Any:
             if not isinstance(inputs, tf.Tensor):
@@ -175,38 +169,40 @@ class RowLookups:
             if tf.compat.v1.get_default_graph() is not self._graph:
                 self.hidden[index] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
-            arriving = self._arriving(self.levels.of(inputs), g)
+            number = self.levels.of(inputs)
+            arriving = self._arriving(number, g)
             ids = tf.reshape(tf.cast(inputs, tf.int64), [-1])
-            lookup = Lookup(place, ids, tf.compat.v1.placeholder(tf.int32, ids.shape))
-            self.levels.arrive([lookup.positions], self.levels.of(inputs) + 1)
-            arriving.lookups.append(lookup)
-            # Everything else that the layer does with its table, it does with these rows.
-            key = id(table_of(layer))
-            table = self._scope.state_mapping[key]
-            self._scope.state_mapping[key] = arriving.rows
-            try:
-                return original(tf.reshape(lookup.positions, tf.shape(inputs)))
-            finally:
-                self._scope.state_mapping[key] = table
+            rows = tf.compat.v1.placeholder(group.dtype, [*ids.shape, *group.row_shape])
+            arriving.lookups.append(Lookup(place, ids, rows))
+            self.levels.arrive([rows], number + 1)
+            if self._tape is not None:
+                self._tape.watch(rows)
+            # What the layer does with the rows; the table is not here.
+            looked_up = tf.reshape(rows, tf.concat([tf.shape(inputs), group.row_shape], 0))
+            looked_up.set_shape([*inputs.shape, *group.row_shape])
+            return tf.cast(looked_up, layer.compute_dtype)
 
         return call
 
 
-def _by_table(group: TableGroup, arriving: ArrivingRows, gradient: Any) -> dict[int, tf.IndexedSlices]:
-    """The gradients of the tables of a group that were looked up in a round, from that of the rows that arrived."""
-    ids = arriving.ids
-    if isinstance(gradient, tf.IndexedSlices):
-        if group.is_row_wise:
-            num_rows = tf.shape(arriving.rows)[0]
-            gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, num_rows)
-        else:
-            ids, gradient = tf.gather(ids, gradient.indices), gradient.values
-    num_tables = len(group.tables)
-    if num_tables == 1:
-        return {group.tables[0]: tf.IndexedSlices(gradient, ids)}
-    split = zip(tf.split(gradient, arriving.counts, num=num_tables), tf.split(ids, arriving.counts, num=num_tables))
-    looked_up = {lookup.table for lookup in arriving.lookups}
-    return {group.tables[i]: tf.IndexedSlices(*of_table) for i, of_table in enumerate(split) if i in looked_up}
+def _by_table(group: TableGroup, arriving: ArrivingRows, of_lookups: Sequence[Any]) -> dict[int, tf.IndexedSlices]:
+    """The gradients of the tables of a group that were looked up in a round, from those of each lookup's rows."""
+    lookups = arriving.by_table
+    gradient = tf.concat(
+        [
+            tf.zeros_like(lookup.rows) if of_lookup is None else tf.convert_to_tensor(of_lookup)
+            for lookup, of_lookup in zip(lookups, of_lookups)
+        ],
+        0,
+    )
+    if not group.is_row_wise:
+        return {group.tables[0]: tf.IndexedSlices(gradient, tf.gather(arriving.numbers, arriving.places))}
+    gradient = tf.math.unsorted_segment_sum(gradient, arriving.places, tf.size(arriving.numbers))
+    tables = [group.tables[i] for i in dict.fromkeys(lookup.table for lookup in lookups)]
+    if len(tables) == 1:
+        return {tables[0]: tf.IndexedSlices(gradient, arriving.numbers)}
+    split = (tf.split(tensor, arriving.counts, num=len(tables)) for tensor in (gradient, arriving.numbers))
+    return {table: tf.IndexedSlices(*of_table) for table, *of_table in zip(tables, *split)}
 
 
 def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:

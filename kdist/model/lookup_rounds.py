@@ -7,7 +7,8 @@ are fetched at once; then it goes on. Where ids depend on rows, there are severa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -15,9 +16,21 @@ from kdist.model.embedding_lookup import ArrivingRows, RowLookups
 from kdist.model.phases import Phases
 from kdist.model.table_groups import TableGroup
 
-#: Fetches rows of groups of tables: for each group, by its index, the numbers of its rows, int64 `[n]`, each once, ->
-#: these rows `[n, ...]`.
-FetchRows: TypeAlias = "Callable[[Mapping[int, tf.Tensor]], Mapping[int, tf.Tensor]]"
+
+class RowSource(Protocol):
+    """Where the rows of groups of tables are; a group is named by its index. Called while a function is traced."""
+
+    def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """The numbers of rows in a group, int64 `[n]`.
+
+        Args:
+            tables: the position of the table of each in the group, int32 `[n]`.
+            ids: int64 `[n]`; all of them are in their tables.
+        """
+
+    def fetch(self, wanted: Mapping[int, tf.Tensor]) -> Mapping[int, tf.Tensor]:
+        """Rows of groups, `[n, ...]`, by their numbers, int64 `[n]`, each once."""
+
 
 #: What the error of an id that is not in its table says, before the index of the table and the id.
 WRONG_ID = "no such row of trainable variable"
@@ -48,58 +61,61 @@ class LookupRounds:
         ((arguments, outputs, lookups),) = traced
         self._rounds: list[dict[int, ArrivingRows]] = lookups.rounds
         arriving = [[rows.inputs for rows in of_round.values()] for of_round in self._rounds]
-        wanted = [[[lookup.ids for lookup in a.by_table()] for a in of_round.values()] for of_round in self._rounds]
+        wanted = [[[lookup.ids for lookup in a.by_table] for a in of_round.values()] for of_round in self._rounds]
         self._phases = Phases(graph, graph.captures, lookups.levels, [arguments, *arriving], [*wanted, outputs])
-        # Traced once, no matter how many steps a call unrolls.
-        self._find = tf.function(find_rows, autograph=False)
 
-    def run(self, arguments: Any, fetch: FetchRows) -> Any:
-        """The function's outputs for `arguments`; called while a function is traced, or eagerly."""
+    def run(self, arguments: Any, source: RowSource) -> Any:
+        """The function's outputs for `arguments`; called while a function is traced."""
         running = self._phases.run(arguments)
         found = next(running)
         for of_round in self._rounds:
-            found = running.send(self._arrive(of_round, found, fetch))
+            found = running.send(self._arrive(of_round, found, source))
         return found
 
-    def _arrive(self, of_round: Mapping[int, ArrivingRows], wanted: Sequence[Any], fetch: FetchRows) -> list[Any]:
+    def _arrive(self, of_round: Mapping[int, ArrivingRows], wanted: Sequence[Any], source: RowSource) -> list[Any]:
         """What arrives in a round, as `ArrivingRows.inputs`, from the ids of its lookups."""
-        numbers: dict[int, tf.Tensor] = {}
-        beside: list[list[Any]] = []
+        found = {}
         for (g, arriving), ids in zip(of_round.items(), wanted):
-            tables = tuple(lookup.table for lookup in arriving.by_table())
-            numbers[g], own_ids, counts, positions = self._find(self._groups[g], tables, ids)
-            beside.append([own_ids, counts, *positions])
-        rows = fetch(numbers)
-        return [[rows[g], *others] for g, others in zip(of_round, beside)]
+            tables = [lookup.table for lookup in arriving.by_table]
+            found[g] = _find(self._groups[g], tables, ids, partial(source.number, g))
+        rows = source.fetch({g: numbers for g, (numbers, _, _) in found.items()})
+        arrived = []
+        for (g, (numbers, counts, places)), ids in zip(found.items(), wanted):
+            sizes = [tf.size(of_lookup) for of_lookup in ids]
+            arrived.append([numbers, counts, places, *tf.split(tf.gather(rows[g], places), sizes)])
+        return arrived
 
 
-def find_rows(group: TableGroup, tables: tuple[int, ...], ids: Sequence[tf.Tensor]) -> tuple[Any, ...]:
-    """Which rows of a group some lookups need.
+def _find(
+    group: TableGroup,
+    tables: Sequence[int],
+    ids: Sequence[tf.Tensor],
+    number: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Which rows of a group some lookups need, as in `ArrivingRows`.
 
     Args:
         tables: of each lookup the position of its table in the group, in ascending order.
         ids: of each lookup, int64 `[n]`.
-
-    Returns:
-        The numbers of the rows, int64 `[n]`, each once, table by table; their ids in their tables; how many are of each
-        table, int64 `[tables]`; and for each lookup the places of its ids among them, int32.
+        number: that of `RowSource`, of this group.
 
     Raises:
         tf.errors.InvalidArgumentError: when it runs, an id is not in its table.
     """
-    sizes = tf.stack([tf.size(of_lookup) for of_lookup in ids])
-    every, number = tf.concat(ids, 0), tf.constant(tables)
-    # One operation for all tables, however many there are.
-    of_id = tf.gather(number, tf.searchsorted(tf.cumsum(sizes), tf.range(tf.reduce_sum(sizes)), side="right"))
-    offsets = tf.constant(group.offsets, tf.int64)
-    is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), of_id))
+    every = tf.concat(ids, 0)
+    # From here on one operation for all tables, however many there are.
+    table = tf.concat([tf.fill([tf.size(of_lookup)], place) for of_lookup, place in zip(ids, tables)], 0)
+    is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), table))
     # Otherwise a wrong id would be a row of another table.
-    checked = _assert_none(is_wrong, tf.gather(tf.constant(group.tables), of_id), every)
+    checked = _assert_none(is_wrong, tf.gather(tf.constant(group.tables), table), every)
     with tf.control_dependencies([checked]):
-        rows, positions = tf.unique(every + tf.gather(offsets, of_id))
-    of_row = tf.searchsorted(offsets, rows, side="right") - 1
-    counts = tf.math.bincount(of_row, minlength=len(group.tables), maxlength=len(group.tables), dtype=tf.int64)
-    return rows, rows - tf.gather(offsets, of_row), counts, tf.split(positions, sizes, num=len(ids))
+        every = tf.identity(every)
+    numbers, places = tf.unique(number(table, every))
+    # A row is of one table, so that those of each table are next to each other, as its lookups are.
+    of_row = tf.math.unsorted_segment_max(table, places, tf.size(numbers))
+    looked_up = list(dict.fromkeys(tables))
+    counts = tf.gather(tf.math.bincount(of_row, minlength=len(group.tables)), looked_up)
+    return numbers, counts, places
 
 
 def _assert_none(is_wrong: tf.Tensor, table: tf.Tensor, ids: tf.Tensor) -> tf.Operation:

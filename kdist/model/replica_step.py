@@ -26,7 +26,7 @@ from kdist.layers import Embedding
 from kdist.model.embedding_lookup import RowLookups, embedding_layers, why_needed_whole
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
-from kdist.model.lookup_rounds import FetchRows, LookupRounds
+from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
@@ -143,7 +143,7 @@ class ReplicaStep:
         batch: Any,
         clock: Sequence[tf.Tensor] = (),
         moment: tuple[tf.Tensor, tf.Tensor] | None = None,
-        fetch: FetchRows | None = None,
+        rows: RowSource | None = None,
     ) -> RunningStep:
         """One step on one batch, begun when its first output is asked for.
 
@@ -154,16 +154,16 @@ class ReplicaStep:
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             clock: values of `self.clock`.
             moment: what `WorkerState.read` takes; None if there is no such state.
-            fetch: fetches rows of `self.table_groups`; None if there are none.
+            rows: those of `self.table_groups`; None if there are none.
         """
         if moment is not None:
             state = [*state, *self.worker_state.read(*moment)]
         num_examples = batch_size_of(batch)
         arguments = list(trainable), list(state), list(metrics), seeds, batch, list(clock)
-        if fetch is not None:
+        if rows is not None:
             if self._rounds is None:
                 self._rounds = LookupRounds(self._run_with_rows, self._specs, self.table_groups)
-            gradients, new_state, new_metrics, weight, overflow = self._rounds.run(arguments, fetch)
+            gradients, new_state, new_metrics, weight, overflow = self._rounds.run(arguments, rows)
             shared, unassigned = self._keep(new_state), [None] * len(gradients)
             yield ReplicaOutput(gradients, unassigned, shared, new_metrics, num_examples, 0, weight, overflow)
         elif self.updates.num_phases == 1:
@@ -268,7 +268,7 @@ class ReplicaStep:
             tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
             scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
             tape.watch([trainable[i] for i in whole])
-            lookups = RowLookups(tables, groups, scope, tape)
+            lookups = RowLookups(tables, groups, tape)
             with lookups.active(), recorded_reductions() as reductions:
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
             if loss is None:

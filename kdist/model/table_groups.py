@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import keras
 
@@ -16,8 +14,8 @@ from kdist.model.updates import StepUpdates
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Tables with rows of one dtype and shape, and the same updates. A row of the group has a number: its tables are
-    counted through, one after the other.
+    """Tables with rows of one dtype and shape, and the same updates. Each row of a group has a number, which whatever
+    stores the rows gives it.
 
     Attributes:
         tables: the indices of the tables among the trainable variables.
@@ -31,11 +29,6 @@ class TableGroup:
     row_shape: tuple[int, ...]
     dtype: str
     is_row_wise: bool
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """The number of the first row of each table."""
-        return tuple(accumulate(self.num_rows, initial=0))[:-1]
 
 
 def single_groups(layers: Mapping[int, keras.layers.Embedding], row_wise: frozenset[int]) -> list[TableGroup]:

@@ -185,8 +185,8 @@ class ParameterStore:
         values = [
             None if index in self._tables else self._whole(index, by_shard) for index in range(len(self._originals))
         ]
-        fetch = self._table_rows.fetch if self._tables else None
-        return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step, fetch)
+        rows = self._table_rows if self._tables else None
+        return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step, rows)
 
     def pull_again(self, phase: int, gathered: Gathered | None = None) -> dict[int, tf.Tensor]:
         """The present values of the variables that a phase of a step needs anew, by their indices."""

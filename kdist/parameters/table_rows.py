@@ -2,63 +2,59 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from itertools import accumulate
 
 import tensorflow as tf
 
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.packing import Blocks
 from kdist.parameters.placement import Shard
-from kdist.parameters.transport import Wire
+from kdist.parameters.transport import Wire, fuse
 
 
 class _Places:
-    """Where the rows of a group are; one operation finds them for all tables and servers.
+    """Where the rows of a group are.
+
+    Rows are numbered block by block, so that the block of a row follows from its number without a search.
 
     Attributes:
         blocks: those that hold its rows.
     """
 
     def __init__(self, group: TableGroup, shards: Sequence[Shard], blocks: Blocks) -> None:
-        self._group = group
-        starts: list[int] = []
-        shifts: list[int] = []
-        holders: list[int] = []
-        for table, offset in zip(group.tables, group.offsets):
-            for i in (i for i, shard in enumerate(shards) if shard.variable == table):
-                starts.append(offset + shards[i].start)
-                shifts.append(blocks.start_of(i) // prod(group.row_shape) - starts[-1])
-                holders.append(blocks.of_shard[i])
-        self.blocks = list(dict.fromkeys(holders))
-        self._starts, self._shifts = starts, shifts
-        self._holders = [self.blocks.index(block) for block in holders]
-        # Traced once, no matter how many steps a call unrolls.
-        self.split = tf.function(self._split, autograph=False)
-        self.split_gradients = tf.function(self._split_gradients, autograph=False)
+        of_tables = [[i for i, shard in enumerate(shards) if shard.variable == table] for table in group.tables]
+        holders = [blocks.of_shard[i] for of_table in of_tables for i in of_table]
+        self.blocks = sorted(set(holders))
+        lengths = [sum(shards[i].stop - shards[i].start for i in blocks[block].shards) for block in self.blocks]
+        first = dict(zip(self.blocks, accumulate(lengths, initial=0)))
+        self._firsts = list(first.values())
+        self._most = max(map(len, of_tables))
+        #: For each table, and each of as many parts as any table has, where the part begins: at no id, if it has fewer.
+        self._starts = [[shards[i].start for i in of_table] for of_table in of_tables]
+        #: What is to be added to an id of a part to get the number of its row.
+        shifts = [[first[blocks.of_shard[i]] + blocks.first_row(i) - shards[i].start for i in t] for t in of_tables]
+        self._starts = [[*starts, *[tf.int64.max] * (self._most - len(starts))] for starts in self._starts]
+        self._shifts = [[*of_table, *[0] * (self._most - len(of_table))] for of_table in shifts]
 
-    def _split(self, numbers: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """For each block the rows in it, int64 `[n]`, and which of `numbers` they are, int32."""
-        holder, row = self._find(numbers)
-        count = len(self.blocks)
-        return (
-            tf.dynamic_partition(row, holder, count),
-            tf.dynamic_partition(tf.range(tf.size(numbers)), holder, count),
-        )
+    def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """As `kdist.model.lookup_rounds.RowSource.number`."""
+        part = tables * self._most
+        for later in range(1, self._most):
+            starts = tf.constant([starts[later] for starts in self._starts], tf.int64)
+            part += tf.cast(ids >= tf.gather(starts, tables), tf.int32)
+        return ids + tf.gather(tf.reshape(tf.constant(self._shifts, tf.int64), [-1]), part)
 
-    def _split_gradients(self, gradients: Sequence[tf.IndexedSlices | None]) -> list[tf.IndexedSlices]:
-        """Gradients of the tables, in their order, by block."""
-        pairs = [(gradient, offset) for gradient, offset in zip(gradients, self._group.offsets) if gradient is not None]
-        holder, row = self._find(tf.concat([gradient.indices + offset for gradient, offset in pairs], 0))
-        values, count = tf.concat([gradient.values for gradient, _ in pairs], 0), len(self.blocks)
-        parts = zip(tf.dynamic_partition(values, holder, count), tf.dynamic_partition(row, holder, count))
-        return [tf.IndexedSlices(*part) for part in parts]
-
-    def _find(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The block of each row, by its place in `blocks`, and its row there."""
-        shard = tf.searchsorted(tf.constant(self._starts, tf.int64), numbers, side="right") - 1
-        shift = tf.gather(tf.constant(self._shifts, tf.int64), shard)
-        return tf.gather(tf.constant(self._holders), shard), numbers + shift
+    def split(self, numbers: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """For each block the rows in it, int64 `[n]`, and which of `numbers` they are, int32 `[n]`."""
+        if len(self.blocks) == 1:
+            return [(numbers, tf.range(tf.size(numbers)))]
+        holder = tf.zeros_like(numbers, tf.int32)
+        for first in self._firsts[1:]:
+            holder += tf.cast(numbers >= first, tf.int32)
+        which = tf.dynamic_partition(tf.range(tf.size(numbers)), holder, len(self.blocks))
+        return [(tf.gather(numbers, chosen) - first, chosen) for chosen, first in zip(which, self._firsts)]
 
 
 class TableRows:
@@ -87,28 +83,35 @@ class TableRows:
         self._device_of = device_of
         self._wire = wire
 
+    def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """As `kdist.model.lookup_rounds.RowSource.number`."""
+        return self._places[group].number(tables, ids)
+
     def fetch(self, wanted: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        """Rows of groups, by their indices, on the device of the caller; see `kdist.model.lookup_rounds.FetchRows`."""
-        rows: dict[int, tf.Tensor] = {}
-        which: dict[int, list[tf.Tensor]] = {}
+        """As `kdist.model.lookup_rounds.RowSource.fetch`, on the device of the caller."""
+        by_server: dict[str, dict[int, tf.Tensor]] = defaultdict(dict)
+        which: dict[int, tf.Tensor] = {}
         for g, numbers in wanted.items():
-            split, which[g] = self._places[g].split(numbers)
-            rows |= zip(self._places[g].blocks, split)
-        by_server: dict[str, dict[int, tf.Tensor]] = {}
-        for block, of_block in rows.items():
-            by_server.setdefault(self._device_of(block), {})[block] = of_block
+            for block, (rows, which[block]) in zip(self._places[g].blocks, self._places[g].split(numbers)):
+                by_server[self._device_of(block)][block] = rows
         found: dict[int, tf.Tensor] = {}
-        for device, of_server in by_server.items():
-            found |= self._request(device, of_server) if device else self._read(of_server)
-        return {g: _stitch(which[g], [found[block] for block in self._places[g].blocks]) for g in wanted}
+        for device, rows in by_server.items():
+            found |= self._request(device, rows) if device else self._read(rows)
+        return {g: _stitched([(which[b], found[b]) for b in self._places[g].blocks]) for g in wanted}
 
     def by_block(self, gradients: Mapping[int, tf.IndexedSlices]) -> dict[int, tf.IndexedSlices]:
-        """Gradients of tables by the blocks that hold their rows."""
+        """Gradients of tables, as in `kdist.model.updates.ReplicaOutput`, by the blocks that hold their rows."""
         changes: dict[int, tf.IndexedSlices] = {}
         for group, places in zip(self._groups, self._places):
-            of_group = [gradients.get(table) for table in group.tables]
-            if any(gradient is not None for gradient in of_group):
-                changes |= zip(places.blocks, places.split_gradients(of_group))
+            parts = [gradients[table] for table in group.tables if table in gradients]
+            if not parts:
+                continue
+            values, numbers = (_joined([getattr(part, name) for part in parts]) for name in ("values", "indices"))
+            if len(places.blocks) == 1:
+                changes[places.blocks[0]] = tf.IndexedSlices(values, numbers)
+                continue
+            for block, (rows, chosen) in zip(places.blocks, places.split(numbers)):
+                changes[block] = tf.IndexedSlices(tf.gather(values, chosen), rows)
         return changes
 
     def _read(self, rows: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
@@ -116,34 +119,34 @@ class TableRows:
 
     def _request(self, device: str, rows: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         """Rows of blocks of a server: one tensor travels there, and one of each dtype comes back."""
-        blocks = list(rows)
-        sizes = tf.stack([tf.size(rows[block], tf.int64) for block in blocks])
-        request = rows[blocks[0]] if len(blocks) == 1 else tf.concat([sizes, *rows.values()], 0)
+        counts = [tf.size(of_block, tf.int64) for of_block in rows.values()]
+        is_one = len(rows) == 1
+        request = next(iter(rows.values())) if is_one else tf.concat([counts, *rows.values()], 0)
+        by_dtype: dict[tf.DType, list[int]] = defaultdict(list)
+        for block in rows:
+            by_dtype[self._variables[block].dtype].append(block)
         with tf.device(device):
             arrived = tf.identity(request)
-            if len(blocks) == 1:
-                found = self._read({blocks[0]: arrived})
-            else:
-                num = len(blocks)
-                parts = tf.split(arrived[num:], arrived[:num], num=num)
-                found = self._read(dict(zip(blocks, parts)))
-            by_dtype: dict[tf.DType, list[int]] = {}
-            for block, tensor in found.items():
-                by_dtype.setdefault(tensor.dtype, []).append(block)
-            packed = [self._wire.pack(_flat([found[block] for block in of_dtype])) for of_dtype in by_dtype.values()]
-        here: dict[int, tf.Tensor] = {}
-        for (dtype, of_dtype), tensor in zip(by_dtype.items(), packed):
+            parts = [arrived]
+            if not is_one:
+                _, *parts = tf.split(arrived, tf.concat([[len(rows)], arrived[: len(rows)]], 0), num=1 + len(rows))
+            there = self._read(dict(zip(rows, parts)))
+            packed = [self._wire.pack(fuse([there[block] for block in own])) for own in by_dtype.values()]
+        count_of, here = dict(zip(rows, counts)), dict[int, tf.Tensor]()
+        for (dtype, own), tensor in zip(by_dtype.items(), packed):
             values = self._wire.unpack(tf.identity(tensor), dtype)
-            row_sizes = [found[block].shape[1:].num_elements() for block in of_dtype]
-            own = [sizes[blocks.index(block)] * size for block, size in zip(of_dtype, row_sizes)]
-            parts = tf.split(values, own, num=len(own)) if len(own) > 1 else [values]
-            here |= {block: tf.reshape(part, [-1, *found[block].shape[1:]]) for block, part in zip(of_dtype, parts)}
+            shapes = [self._variables[block].shape[1:] for block in own]
+            sizes = [count_of[block] * shape.num_elements() for block, shape in zip(own, shapes)]
+            of_blocks = [values] if len(own) == 1 else tf.split(values, sizes)
+            here |= {b: tf.reshape(part, [-1, *shape]) for b, part, shape in zip(own, of_blocks, shapes)}
         return here
 
 
-def _flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tensors[0] if len(tensors) == 1 else tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)
 
 
-def _stitch(which: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    return parts[0] if len(parts) == 1 else tf.dynamic_stitch(which, parts)
+def _stitched(parts: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
+    """Tensors from their places and rows."""
+    places, rows = zip(*parts)
+    return rows[0] if len(rows) == 1 else tf.dynamic_stitch(places, rows)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from kdist.model.lookup_rounds import FetchRows
+from kdist.model.lookup_rounds import RowSource
 from kdist.parameters.transport import Fused
 
 #: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
@@ -40,13 +40,13 @@ class Pulled:
         trainable: values of the trainable variables, in the model's order; None for tables that are looked up by rows.
         state: values of the state variables (BatchNormalization statistics), in the model's order.
         global_step: scalar int64 on the first server: the number of updates in these values.
-        fetch: looks up rows of tables; None if there are none.
+        rows: those of the tables; None if there are none.
     """
 
     trainable: list[tf.Tensor | None]
     state: list[tf.Tensor]
     global_step: tf.Tensor
-    fetch: FetchRows | None = None
+    rows: RowSource | None = None
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
         moment = None
         if replica_step.worker_state.variables:
             moment = tf.identity(pulled.global_step), tf.identity(store.state_resets())
-        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.fetch)
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.rows)
 
     return compute
 

@@ -24,7 +24,7 @@ from kdist.console.warn import warn
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers import made_on_servers
-from kdist.model.lookup_rounds import FetchRows
+from kdist.model.lookup_rounds import RowSource
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
@@ -255,9 +255,9 @@ class PreparedTraining:
         """What workers can read of a training."""
         step = self.replica_step
 
-        def pull() -> tuple[list[Any], FetchRows | None]:
+        def pull() -> tuple[list[Any], RowSource | None]:
             pulled = store.pull()
-            return [*pulled.trainable, *pulled.state], pulled.fetch
+            return [*pulled.trainable, *pulled.state], pulled.rows
 
         return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
 
