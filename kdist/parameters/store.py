@@ -306,6 +306,7 @@ class ParameterStore:
                 [self._variables[b] for b in own],
                 [self.blocks[b].is_row_wise for b in own],
                 device,
+                is_shared=self.is_remote,
             )
             for key, variable in self._optimizers[server, group].state([str(b) for b in own], of_group.name):
                 kind, _, rest = key.partition("/")
