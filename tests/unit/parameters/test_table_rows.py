@@ -32,7 +32,7 @@ FULL = (BATCH,) * 3
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
-    "adam": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+    "adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
     "ftrl": lambda: keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
 }
 
