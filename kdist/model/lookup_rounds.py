@@ -7,7 +7,6 @@ are fetched at once; then it goes on. Where ids depend on rows, there are severa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -63,6 +62,8 @@ class LookupRounds:
         arriving = [[rows.inputs for rows in of_round.values()] for of_round in self._rounds]
         wanted = [[[lookup.ids for lookup in a.by_table] for a in of_round.values()] for of_round in self._rounds]
         self._phases = Phases(graph, graph.captures, lookups.levels, [arguments, *arriving], [*wanted, outputs])
+        # Traced once, no matter how many steps a call unrolls: it has a few operations for each lookup.
+        self._join = tf.function(_join, autograph=False)
 
     def run(self, arguments: Any, source: RowSource) -> Any:
         """The function's outputs for `arguments`; called while a function is traced."""
@@ -74,48 +75,44 @@ class LookupRounds:
 
     def _arrive(self, of_round: Mapping[int, ArrivingRows], wanted: Sequence[Any], source: RowSource) -> list[Any]:
         """What arrives in a round, as `ArrivingRows.inputs`, from the ids of its lookups."""
-        found = {}
-        for (g, arriving), ids in zip(of_round.items(), wanted):
-            tables = [lookup.table for lookup in arriving.by_table]
-            found[g] = _find(self._groups[g], tables, ids, partial(source.number, g))
-        rows = source.fetch({g: numbers for g, (numbers, _, _) in found.items()})
-        arrived = []
-        for (g, (numbers, counts, places)), ids in zip(found.items(), wanted):
-            sizes = [tf.size(of_lookup) for of_lookup in ids]
-            arrived.append([numbers, counts, places, *tf.split(tf.gather(rows[g], places), sizes)])
-        return arrived
+        arrived: dict[int, list[Any]] = {}
+        numbers: dict[int, tf.Tensor] = {}
+        sizes: dict[int, tf.Tensor] = {}
+        for (g, arriving), of_lookups in zip(of_round.items(), wanted):
+            tables = tuple(lookup.table for lookup in arriving.by_table)
+            ids, of_id, sizes[g] = self._join(self._groups[g], tables, of_lookups)
+            numbers[g], places = tf.unique(source.number(g, of_id, ids))
+            # A row is of one table, so that those of each table are next to each other, as its lookups are.
+            of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers[g]))
+            counts = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
+            arrived[g] = [numbers[g], tf.gather(counts, list(dict.fromkeys(tables))), places]
+        rows = source.fetch(numbers)
+        return [
+            [*found, *tf.split(tf.gather(rows[g], found[-1]), sizes[g], num=len(of_lookups))]
+            for (g, found), of_lookups in zip(arrived.items(), wanted)
+        ]
 
 
-def _find(
-    group: TableGroup,
-    tables: Sequence[int],
-    ids: Sequence[tf.Tensor],
-    number: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+def _join(
+    group: TableGroup, tables: tuple[int, ...], ids: Sequence[tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Which rows of a group some lookups need, as in `ArrivingRows`.
+    """The ids of some lookups, checked; the position of the table of each id; how many ids each lookup has.
 
     Args:
         tables: of each lookup the position of its table in the group, in ascending order.
         ids: of each lookup, int64 `[n]`.
-        number: that of `RowSource`, of this group.
 
     Raises:
         tf.errors.InvalidArgumentError: when it runs, an id is not in its table.
     """
+    sizes = [tf.size(of_lookup) for of_lookup in ids]
     every = tf.concat(ids, 0)
-    # From here on one operation for all tables, however many there are.
-    table = tf.concat([tf.fill([tf.size(of_lookup)], place) for of_lookup, place in zip(ids, tables)], 0)
+    table = tf.concat([tf.fill([size], place) for size, place in zip(sizes, tables)], 0)
     is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), table))
     # Otherwise a wrong id would be a row of another table.
     checked = _assert_none(is_wrong, tf.gather(tf.constant(group.tables), table), every)
     with tf.control_dependencies([checked]):
-        every = tf.identity(every)
-    numbers, places = tf.unique(number(table, every))
-    # A row is of one table, so that those of each table are next to each other, as its lookups are.
-    of_row = tf.math.unsorted_segment_max(table, places, tf.size(numbers))
-    looked_up = list(dict.fromkeys(tables))
-    counts = tf.gather(tf.math.bincount(of_row, minlength=len(group.tables)), looked_up)
-    return numbers, counts, places
+        return tf.identity(every), table, tf.stack(sizes)
 
 
 def _assert_none(is_wrong: tf.Tensor, table: tf.Tensor, ids: tf.Tensor) -> tf.Operation:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
+import numpy as np
 import tensorflow as tf
 
 from kdist.model.table_groups import TableGroup
@@ -30,21 +31,22 @@ class _Places:
         lengths = [sum(shards[i].stop - shards[i].start for i in blocks[block].shards) for block in self.blocks]
         first = dict(zip(self.blocks, accumulate(lengths, initial=0)))
         self._firsts = list(first.values())
-        self._most = max(map(len, of_tables))
-        #: For each table, and each of as many parts as any table has, where the part begins: at no id, if it has fewer.
-        self._starts = [[shards[i].start for i in of_table] for of_table in of_tables]
-        #: What is to be added to an id of a part to get the number of its row.
-        shifts = [[first[blocks.of_shard[i]] + blocks.first_row(i) - shards[i].start for i in t] for t in of_tables]
-        self._starts = [[*starts, *[tf.int64.max] * (self._most - len(starts))] for starts in self._starts]
-        self._shifts = [[*of_table, *[0] * (self._most - len(of_table))] for of_table in shifts]
+        self._most = most = max(map(len, of_tables))
+        #: Of each table, for each of as many parts as any table has, at which id it begins: at none, if it has fewer.
+        self._starts = np.full([len(of_tables), most], tf.int64.max)
+        #: What is to be added to the ids of each part to get the numbers of their rows.
+        self._shifts = np.zeros([len(of_tables), most], np.int64)
+        for t, of_table in enumerate(of_tables):
+            for part, i in enumerate(of_table):
+                self._starts[t, part] = shards[i].start
+                self._shifts[t, part] = first[blocks.of_shard[i]] + blocks.first_row(i) - shards[i].start
 
     def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         """As `kdist.model.lookup_rounds.RowSource.number`."""
         part = tables * self._most
         for later in range(1, self._most):
-            starts = tf.constant([starts[later] for starts in self._starts], tf.int64)
-            part += tf.cast(ids >= tf.gather(starts, tables), tf.int32)
-        return ids + tf.gather(tf.reshape(tf.constant(self._shifts, tf.int64), [-1]), part)
+            part += tf.cast(ids >= tf.gather(self._starts[:, later], tables), tf.int32)
+        return ids + tf.gather(self._shifts.reshape(-1), part)
 
     def split(self, numbers: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For each block the rows in it, int64 `[n]`, and which of `numbers` they are, int32 `[n]`."""
