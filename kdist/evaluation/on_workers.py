@@ -6,11 +6,11 @@ Metrics are exact: a worker starts from zero and returns its sums, which the chi
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -27,6 +27,7 @@ from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import Logs
+from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.names import is_seed
@@ -124,6 +125,10 @@ class NeedsWholeTable(Exception):
     """An evaluation uses a table otherwise than training does, which looks up rows."""
 
 
+#: What is computed with some values of the model's variables: its scope, nested tensors -> nested tensors.
+_Body: TypeAlias = "Callable[..., Any]"
+
+
 @dataclass(frozen=True)
 class _Given:
     """Values of variables that were sent to the worker."""
@@ -131,31 +136,45 @@ class _Given:
     variables: Sequence[keras.Variable]
     values: Sequence[tf.Tensor]
 
-    @contextmanager
-    def scope(self, others: Sequence[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
-        with keras.StatelessScope([*zip(self.variables, self.values), *others], collect_losses=True) as scope:
-            yield scope
+    def run(self, body: _Body, arguments: Sequence[Any]) -> Any:
+        with keras.StatelessScope(zip(self.variables, self.values), collect_losses=True) as scope:
+            return body(scope, *arguments)
 
 
 class _Pulled:
     """The present values of a training, which the worker pulls once, but rows of tables when it needs them."""
 
     def __init__(self, training: PresentValues) -> None:
-        self._tables = training.tables
-        self._variables, self._values = training.variables, training.pull()
+        self._training = training
+        self._values, self._rows = training.pull()
 
-    @contextmanager
-    def scope(self, others: Sequence[tuple[Any, Any]]) -> Iterator[keras.StatelessScope]:
-        pairs = [*zip(self._variables, self._values)]
-        whole = [pair for i, pair in enumerate(pairs) if i not in self._tables]
-        with keras.StatelessScope([*whole, *others], collect_losses=True) as scope:
-            empty = {id(pairs[i][0]): tf.zeros([0, layer.output_dim]) for i, layer in self._tables.items()}
-            scope.state_mapping |= empty
-            lookups = RowLookups(self._tables, {i: pairs[i][1] for i in self._tables}, scope, None)
+    def run(self, body: _Body, arguments: Sequence[Any]) -> Any:
+        """What `body` makes of `arguments`.
+
+        Raises:
+            NeedsWholeTable: it reads more of a table than rows.
+        """
+        if self._rows is None:
+            return _Given(self._training.variables, self._values).run(body, arguments)
+
+        def with_rows(*given: Any) -> tuple[Any, RowLookups]:
+            return self._with_rows(body, given)
+
+        specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
+        return LookupRounds(with_rows, specs, self._training.table_groups).run(arguments, self._rows)
+
+    def _with_rows(self, body: _Body, arguments: Sequence[Any]) -> tuple[Any, RowLookups]:
+        training = self._training
+        pairs = [pair for pair in zip(training.variables, self._values) if pair[1] is not None]
+        with keras.StatelessScope(pairs, collect_losses=True) as scope:
+            empty = {i: tf.zeros([0, layer.output_dim]) for i, layer in training.tables.items()}
+            scope.state_mapping |= {id(training.variables[i]): table for i, table in empty.items()}
+            lookups = RowLookups(training.tables, training.table_groups)
             with lookups.active():
-                yield scope
+                outputs = body(scope, *arguments)
         if lookups.hidden or any(table.consumers() for table in empty.values()):
             raise NeedsWholeTable
+        return outputs, lookups
 
 
 class _OnWorkers(abc.ABC):
@@ -215,12 +234,11 @@ class _OnWorkers(abc.ABC):
     def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> Any:
         """Iterates over a part; traced."""
 
-    def _scope(
-        self, values: _Given | _Pulled, others: Sequence[tuple[Any, Any]] = ()
-    ) -> AbstractContextManager[keras.StatelessScope]:
+    def _set(self, scope: keras.StatelessScope, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
+        """Sets the values of variables in a scope, and those of seeds."""
         # Random numbers during evaluation are the same for every batch.
-        seeds = [(seed, tf.zeros(seed.shape, seed.dtype)) for seed in self._seeds]
-        return values.scope([*seeds, *others])
+        scope.state_mapping |= {id(seed): tf.zeros(seed.shape, seed.dtype) for seed in self._seeds}
+        scope.state_mapping |= {id(variable): value for variable, value in zip(variables, values)}
 
 
 class MetricsOnWorkers(_OnWorkers):
@@ -245,12 +263,15 @@ class MetricsOnWorkers(_OnWorkers):
         metrics = metric_variables(self._model)
         iterator = iter(dataset)
 
+        def add(scope: keras.StatelessScope, batch: Any, totals: Sequence[tf.Tensor]) -> list[Any]:
+            self._set(scope, metrics, totals)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+            y_pred, loss = forward(self._model, x, y, sample_weight, training=False)
+            update_metrics(self._model, x, y, y_pred, sample_weight, loss, batch_size_of((x,)))
+            return [scope.get_current_value(metric) for metric in metrics]
+
         def step(optional: Any, *totals: tf.Tensor) -> Any:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(optional.get_value())
-            with self._scope(values, list(zip(metrics, totals))) as scope:
-                y_pred, loss = forward(self._model, x, y, sample_weight, training=False)
-                update_metrics(self._model, x, y, y_pred, sample_weight, loss, batch_size_of((x,)))
-            return (iterator.get_next_as_optional(), *(scope.get_current_value(metric) for metric in metrics))
+            return (iterator.get_next_as_optional(), *values.run(add, [optional.get_value(), list(totals)]))
 
         initial = [tf.constant(value, v.dtype) for value, v in zip(self._reader.initial_values, metrics)]
         _, *totals = tf.while_loop(
@@ -268,10 +289,13 @@ class OutputsOnWorkers(_OnWorkers):
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *results)
 
     def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> Any:
+        def predict_on(scope: keras.StatelessScope, x: Any) -> Any:
+            self._set(scope, [], [])
+            return call(self._model, x, training=False)
+
         def predict(batch: Any) -> Any:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            with self._scope(values):
-                return call(self._model, x, training=False)
+            return values.run(predict_on, [x])
 
         like = tf.function(predict, autograph=False).get_concrete_function(dataset.element_spec).structured_outputs
         iterator = iter(dataset)

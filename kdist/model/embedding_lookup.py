@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -11,9 +12,8 @@ import tensorflow as tf
 
 from kdist._compat.keras import layers_of, table_of
 from kdist.layers import Embedding
-
-#: Fetches rows of a table: unique ids, int64 `[n]` -> `[n, dim]`.
-FetchRows = Callable[[tf.Tensor], tf.Tensor]
+from kdist.model.phases import Levels
+from kdist.model.table_groups import TableGroup
 
 
 def embedding_layers(model: keras.Model, trainable: Sequence[keras.Variable]) -> dict[int, keras.layers.Embedding]:
@@ -34,29 +34,83 @@ def why_needed_whole(layer: keras.layers.Embedding) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """One call of an embedding layer.
+
+    Attributes:
+        table: its position in its group.
+        ids: int64 `[n]`, as the model computes them.
+        rows: `[n, ...]`, an input: the rows of these ids.
+    """
+
+    table: int
+    ids: tf.Tensor
+    rows: tf.Tensor
+
+
+@dataclass(frozen=True)
+class ArrivingRows:
+    """What arrives of a group of tables for some lookups: inputs of the graph.
+
+    Attributes:
+        numbers: int64 `[m]`: which rows of the group were fetched, each once, table by table.
+        counts: int32 `[tables]`: how many of them are of each table that these lookups read.
+        places: int32 `[n]`: for each id of all lookups the place of its row in `numbers`.
+        lookups: those that read them.
+    """
+
+    numbers: tf.Tensor
+    counts: tf.Tensor
+    places: tf.Tensor
+    lookups: list[Lookup] = field(default_factory=list)
+
+    @staticmethod
+    def of_no_lookup() -> ArrivingRows:
+        dtypes = tf.int64, tf.int32, tf.int32
+        return ArrivingRows(*(tf.compat.v1.placeholder(dtype, [None]) for dtype in dtypes))
+
+    @property
+    def by_table(self) -> list[Lookup]:
+        """The lookups, those of one table next to each other."""
+        return sorted(self.lookups, key=lambda lookup: lookup.table)
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """Everything that arrives; rows in the order of `by_table`."""
+        return [self.numbers, self.counts, self.places, *(lookup.rows for lookup in self.by_table)]
+
+
 class RowLookups:
-    """While active, embedding layers see the rows that were looked up in place of their tables.
+    """While active, embedding layers see rows that arrive in place of their tables; used while a function is traced.
+
+    Rows are fetched in rounds: in the first one those whose ids depend on no rows, and so on. Nearly every model needs
+    one.
 
     Args:
-        layers, fetch: the layers, and functions that fetch rows, by table index.
-        scope: the stateless scope of the model; maps a table to its rows while its layer runs.
+        layers: by table index.
+        groups: all tables in groups.
         tape: watches the rows; None if nobody asks for their gradients.
+
+    Attributes:
+        rounds: what arrives in each, by the index of the group.
+        levels: of the graph, in which the rows of a round arrive with the phase of its number + 1.
+        hidden: tables that were looked up where gradients cannot be traced, in a loop or a nested function, and why.
     """
 
     def __init__(
         self,
         layers: Mapping[int, keras.layers.Embedding],
-        fetch: Mapping[int, FetchRows],
-        scope: keras.StatelessScope,
-        tape: tf.GradientTape | None,
+        groups: Sequence[TableGroup],
+        tape: tf.GradientTape | None = None,
     ) -> None:
         self._layers = layers
-        self._fetch = fetch
-        self._scope = scope
+        self._groups = groups
+        self._place = {table: (g, i) for g, group in enumerate(groups) for i, table in enumerate(group.tables)}
         self._tape = tape
         self._graph = tf.compat.v1.get_default_graph()
-        self._fetched: dict[int, list[tuple[tf.Tensor, tf.Tensor]]] = {index: [] for index in layers}
-        #: Tables that were looked up where gradients cannot be traced: in a loop or a nested function.
+        self.levels = Levels()
+        self.rounds: list[dict[int, ArrivingRows]] = []
         self.hidden: dict[int, str] = {}
 
     @contextmanager
@@ -70,36 +124,43 @@ class RowLookups:
                 object.__delattr__(layer, "call")
 
     @property
-    def rows(self) -> dict[int, list[tf.Tensor]]:
-        """The rows that were fetched, by table; gradients are computed with respect to them."""
-        return {index: [rows for _, rows in fetched] for index, fetched in self._fetched.items()}
+    def rows(self) -> list[list[list[tf.Tensor]]]:
+        """The rows that arrive, by round, group and lookup; gradients are computed with respect to them."""
+        return [[[lookup.rows for lookup in a.by_table] for a in of_round.values()] for of_round in self.rounds]
 
-    def gradient(self, index: int, gradients: list[Any], *, add_up: bool) -> tf.IndexedSlices | None:
-        """The sparse gradient of a table from the gradients of its fetched rows.
+    def gradients(self, of_rows: Sequence[Sequence[Sequence[Any]]]) -> dict[int, tf.IndexedSlices]:
+        """The sparse gradients of tables, by index, from those of `rows`; tables without one are missing.
 
-        Args:
-            index, gradients: of the table, and of its `rows`.
-            add_up: whether each row appears once; otherwise as often as it was looked up, as in Keras.
+        Their rows have the numbers that they have in their groups. Of row-wise tables each row appears once; of others
+        as often as it was looked up, as in Keras.
         """
-        parts = []
-        for gradient, (ids, _) in zip(gradients, self._fetched[index]):
-            if gradient is None:
-                continue
-            if not isinstance(gradient, tf.IndexedSlices):
-                parts.append((gradient, ids))
-            elif add_up:
-                parts.append((tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(ids)), ids))
-            else:
-                parts.append((gradient.values, tf.gather(ids, gradient.indices)))
-        if not parts:
-            return None
+        parts: dict[int, list[tf.IndexedSlices]] = {}
+        for of_round, gradients in zip(self.rounds, of_rows):
+            for (g, arriving), of_lookups in zip(of_round.items(), gradients):
+                if any(gradient is not None for gradient in of_lookups):
+                    for table, part in _by_table(self._groups[g], arriving, of_lookups).items():
+                        parts.setdefault(table, []).append(part)
+        return {table: self._joined(table, of_table) for table, of_table in parts.items()}
+
+    def _joined(self, table: int, parts: list[tf.IndexedSlices]) -> tf.IndexedSlices:
         if len(parts) == 1:
-            return tf.IndexedSlices(*parts[0])
-        slices = tf.IndexedSlices(tf.concat([g for g, _ in parts], 0), tf.concat([ids for _, ids in parts], 0))
-        return sum_duplicates(slices) if add_up else slices
+            return parts[0]
+        slices = tf.IndexedSlices(tf.concat([p.values for p in parts], 0), tf.concat([p.indices for p in parts], 0))
+        return sum_duplicates(slices) if self._groups[self._place[table][0]].is_row_wise else slices
+
+    def _arriving(self, number: int, g: int) -> ArrivingRows:
+        """What arrives of a group in a round."""
+        while len(self.rounds) <= number:
+            self.rounds.append({})
+        if g not in self.rounds[number]:
+            self.rounds[number][g] = ArrivingRows.of_no_lookup()
+            self.levels.arrive(self.rounds[number][g].inputs, number + 1)
+        return self.rounds[number][g]
 
     def _call_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
         original = layer.call
+        g, place = self._place[index]
+        group = self._groups[g]
 
         def call(inputs: Any) -> Any:
             if not isinstance(inputs, tf.Tensor):
@@ -108,23 +169,40 @@ class RowLookups:
             if tf.compat.v1.get_default_graph() is not self._graph:
                 self.hidden[index] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
-            ids, positions = tf.unique(tf.reshape(tf.cast(inputs, tf.int64), [-1]))
-            # Gradients are computed with respect to the rows; fetching them is not part of the model.
-            with self._tape.stop_recording() if self._tape is not None else nullcontext():
-                rows = self._fetch[index](ids)
+            number = self.levels.of(inputs)
+            arriving = self._arriving(number, g)
+            ids = tf.reshape(tf.cast(inputs, tf.int64), [-1])
+            rows = tf.compat.v1.placeholder(group.dtype, [*ids.shape, *group.row_shape])
+            arriving.lookups.append(Lookup(place, ids, rows))
+            self.levels.arrive([rows], number + 1)
             if self._tape is not None:
                 self._tape.watch(rows)
-            self._fetched[index].append((ids, rows))
-            # Everything else that the layer does with its table, it does with these rows.
-            key = id(table_of(layer))
-            table = self._scope.state_mapping[key]
-            self._scope.state_mapping[key] = rows
-            try:
-                return original(tf.reshape(positions, tf.shape(inputs)))
-            finally:
-                self._scope.state_mapping[key] = table
+            # What the layer does with the rows; the table is not here.
+            looked_up = tf.reshape(rows, tf.concat([tf.shape(inputs), group.row_shape], 0))
+            looked_up.set_shape([*inputs.shape, *group.row_shape])
+            return tf.cast(looked_up, layer.compute_dtype)
 
         return call
+
+
+def _by_table(group: TableGroup, arriving: ArrivingRows, of_lookups: Sequence[Any]) -> dict[int, tf.IndexedSlices]:
+    """The gradients of the tables of a group that were looked up in a round, from those of each lookup's rows."""
+    lookups = arriving.by_table
+    gradient = tf.concat(
+        [
+            tf.zeros_like(lookup.rows) if of_lookup is None else tf.convert_to_tensor(of_lookup)
+            for lookup, of_lookup in zip(lookups, of_lookups)
+        ],
+        0,
+    )
+    if not group.is_row_wise:
+        return {group.tables[0]: tf.IndexedSlices(gradient, tf.gather(arriving.numbers, arriving.places))}
+    gradient = tf.math.unsorted_segment_sum(gradient, arriving.places, tf.size(arriving.numbers))
+    tables = [group.tables[i] for i in dict.fromkeys(lookup.table for lookup in lookups)]
+    if len(tables) == 1:
+        return {tables[0]: tf.IndexedSlices(gradient, arriving.numbers)}
+    split = (tf.split(tensor, arriving.counts, num=len(tables)) for tensor in (gradient, arriving.numbers))
+    return {table: tf.IndexedSlices(*of_table) for table, *of_table in zip(tables, *split)}
 
 
 def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:

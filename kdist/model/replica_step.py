@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -19,13 +20,13 @@ from kdist._compat.keras import (
     loss_scaling,
     main_optimizer,
     recorded_reductions,
-    table_of,
 )
 from kdist.errors import ConfigError
 from kdist.layers import Embedding
-from kdist.model.embedding_lookup import FetchRows, RowLookups, embedding_layers, why_needed_whole
+from kdist.model.embedding_lookup import RowLookups, embedding_layers, why_needed_whole
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
+from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
@@ -33,6 +34,7 @@ from kdist.model.names import is_seed
 from kdist.model.optimizer import is_elementwise, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
 from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
+from kdist.model.table_groups import TableGroup, group_tables, single_groups
 from kdist.model.train_step import Clock, ClockKind, OwnTrainStep, overrides_train_step
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 from kdist.model.worker_state import WorkerState
@@ -51,6 +53,7 @@ class ReplicaStep:
         worker_state: the states of stateful layers.
         clock: what the step reads of its optimizers.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
+        table_groups: those tables in groups that are looked up and updated as one.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
 
     Raises:
@@ -83,16 +86,18 @@ class ReplicaStep:
         self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, weights)
         self._has_dense: frozenset[int] = frozenset()
         self.tables: dict[int, keras.layers.Embedding] = {}
+        self.table_groups: list[TableGroup] = []
         self.whole_tables: dict[int, str] = {}
         self.clock: list[Clock] = []
         if self.own is None and (scaling := loss_scaling(model)) is not None:
             self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
-        self._find_tables(batch_spec)
         self._batch_spec = batch_spec
+        self._find_tables()
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
         # Traced once, no matter how many steps a call unrolls.
         self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
         self._phases: Phases | None = None
+        self._rounds: LookupRounds | None = None
         if self.own is not None:
             # In a function of its own: a worker knows only those that are traced after it has joined.
             traced = self._trace_phases()
@@ -113,10 +118,7 @@ class ReplicaStep:
     @property
     def row_wise(self) -> frozenset[int]:
         """The tables of which the optimizer updates only the rows that were looked up, by index."""
-        # Optimizers that are not elementwise need the whole variable.
-        if not is_elementwise(main_optimizer(self.model)):
-            return frozenset()
-        return frozenset(index for index, layer in self.tables.items() if isinstance(layer, Embedding))
+        return frozenset(index for group in self.table_groups if group.is_row_wise for index in group.tables)
 
     @property
     def is_self_contained(self) -> bool:
@@ -128,38 +130,42 @@ class ReplicaStep:
         """The trainable variables that get a dense gradient in every step, by index."""
         if self.tables or self.own is not None:
             return self._has_dense
-        traced = self._traced(self._dense_step)
+        traced = self._dense_step.get_concrete_function(*self._specs)
         others = (type(None), tf.IndexedSlices, tf.IndexedSlicesSpec)
         return frozenset(i for i, g in enumerate(traced.structured_outputs[0]) if not isinstance(g, others))
 
     def run(
         self,
-        trainable: Sequence[tf.Tensor | FetchRows],
+        trainable: Sequence[tf.Tensor | None],
         state: Sequence[tf.Tensor],
         metrics: Sequence[tf.Tensor],
         seeds: tf.Tensor,
         batch: Any,
         clock: Sequence[tf.Tensor] = (),
         moment: tuple[tf.Tensor, tf.Tensor] | None = None,
+        rows: RowSource | None = None,
     ) -> RunningStep:
         """One step on one batch, begun when its first output is asked for.
 
         Args:
-            trainable: values of `self.trainable`; for `self.tables`, functions that fetch rows.
+            trainable: values of `self.trainable`; None for `self.tables`.
             state, metrics: values of `self.state`, and of `self.metrics` before this batch.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             clock: values of `self.clock`.
             moment: what `WorkerState.read` takes; None if there is no such state.
+            rows: those of `self.table_groups`; None if there are none.
         """
         if moment is not None:
             state = [*state, *self.worker_state.read(*moment)]
         num_examples = batch_size_of(batch)
         arguments = list(trainable), list(state), list(metrics), seeds, batch, list(clock)
-        if self.tables:
-            # Rows are fetched in the middle of the step, which only the caller can trace.
-            output, _ = self._run(trainable, state, metrics, seeds, batch, clock, self.tables)
-            yield replace(output, state=self._keep(output.state))
+        if rows is not None:
+            if self._rounds is None:
+                self._rounds = LookupRounds(self._run_with_rows, self._specs, self.table_groups)
+            gradients, new_state, new_metrics, weight, overflow = self._rounds.run(arguments, rows)
+            shared, unassigned = self._keep(new_state), [None] * len(gradients)
+            yield ReplicaOutput(gradients, unassigned, shared, new_metrics, num_examples, 0, weight, overflow)
         elif self.updates.num_phases == 1:
             gradients, assigned, new_state, new_metrics, weight, overflow = self._dense_step(*arguments)
             shared = self._keep(new_state)
@@ -183,17 +189,23 @@ class ReplicaStep:
             self.worker_state.write(new_state[number:])
         return list(new_state[:number])
 
-    def _traced(self, step: Any) -> tf.types.experimental.ConcreteFunction:
-        """A step without tables, for values and batches of this model."""
-        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self._all_state, self.metrics)]
-        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
-        return step.get_concrete_function(*specs, seeds, self._batch_spec, [_spec(c.variable) for c in self.clock])
+    @property
+    def _specs(self) -> list[Any]:
+        """The arguments of a step."""
+        return [
+            [None if i in self.tables else _spec(v) for i, v in enumerate(self.trainable)],
+            [_spec(v) for v in self._all_state],
+            [_spec(v) for v in self.metrics],
+            tf.TensorSpec([len(self.seeds), 2], tf.uint32),
+            self._batch_spec,
+            [_spec(c.variable) for c in self.clock],
+        ]
 
     def _run_dense(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any
     ) -> tuple[Any, ...]:
         if self.own is None:
-            output, _ = self._run(trainable, state, metrics, seeds, batch, clock, {})
+            output, _ = self._run(trainable, state, metrics, seeds, batch, clock)
             found = output.gradients, output.assigned, output.state, output.metrics
             return *found, output.weight, output.overflow
         gradients, assigned, *rest, overflow = self._run_own(trainable, state, metrics, seeds, batch, clock)
@@ -219,28 +231,32 @@ class ReplicaStep:
     def _trace_phases(self) -> TracedPhases:
         """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
         own, traced = self._own, TracedPhases(self._own)
-        specs = [[_spec(v) for v in variables] for variables in (self.trainable, self._all_state, self.metrics)]
         later = [[_spec(self.trainable[i]) for i in indices] for indices in own.updated]
-        seeds = tf.TensorSpec([len(self.seeds), 2], tf.uint32)
-        clock = [_spec(c.variable) for c in self.clock]
 
         def step(*arguments: Any) -> None:
             *outputs, _ = self._run_own(*arguments)
             traced.trace(arguments, tuple(outputs))
 
         function = tf.function(step, autograph=False)
-        traced.function = function.get_concrete_function(*specs, seeds, self._batch_spec, clock, later)
+        traced.function = function.get_concrete_function(*self._specs, later)
         return traced
+
+    def _run_with_rows(self, *arguments: Any) -> tuple[tuple[Any, ...], RowLookups]:
+        """What `LookupRounds` traces."""
+        output, lookups = self._run(*arguments, tables=self.tables, groups=self.table_groups)
+        return (output.gradients, output.state, output.metrics, output.weight, output.overflow), lookups
 
     def _run(
         self,
-        trainable: Sequence[tf.Tensor | FetchRows],
+        trainable: Sequence[tf.Tensor | None],
         state: Sequence[tf.Tensor],
         metrics: Sequence[tf.Tensor],
         seeds: tf.Tensor,
         batch: Any,
         clock: Sequence[tf.Tensor],
-        tables: Mapping[int, keras.layers.Embedding],
+        *,
+        tables: Mapping[int, keras.layers.Embedding] = MappingProxyType({}),
+        groups: Sequence[TableGroup] = (),
         whole_tables: Mapping[int, tf.Tensor] | None = None,
     ) -> tuple[ReplicaOutput, RowLookups]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -252,18 +268,15 @@ class ReplicaStep:
             tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
             scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
             tape.watch([trainable[i] for i in whole])
-            lookups = RowLookups(tables, {i: trainable[i] for i in tables}, scope, tape)
+            lookups = RowLookups(tables, groups, tape)
             with lookups.active(), recorded_reductions() as reductions:
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
             if loss is None:
                 raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
             scaled_loss = model.optimizer.scale_loss(loss)
         dense, of_rows = tape.gradient(scaled_loss, ([trainable[i] for i in whole], lookups.rows))
-        gradients: list[Any] = [None] * len(trainable)
-        for i, gradient in zip(whole, dense):
-            gradients[i] = gradient
-        for i in tables:
-            gradients[i] = lookups.gradient(i, of_rows[i], add_up=i in self.row_wise)
+        found: dict[int, Any] = dict(zip(whole, dense)) | lookups.gradients(of_rows)
+        gradients = [found.get(i) for i in range(len(trainable))]
         with scope:
             num_examples = batch_size_of(batch)
             logs = update_metrics(model, x, y, y_pred, sample_weight, loss, num_examples)
@@ -305,8 +318,8 @@ class ReplicaStep:
         changed = [None if new is old else new for old, new in zip(state, new_state)]
         return changed, [scope.get_current_value(variable) for variable in self.metrics]
 
-    def _find_tables(self, batch_spec: Any) -> None:
-        """Fills `tables` and `whole_tables`.
+    def _find_tables(self) -> None:
+        """Fills `tables`, `table_groups` and `whole_tables`.
 
         A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it: a step is traced
         once with the whole tables as additional inputs, and those that it uses are needed as a whole.
@@ -320,34 +333,28 @@ class ReplicaStep:
         if not candidates:
             return
         readers: dict[int, list[Any]] = {}
+        with_gradient: set[int] = set()
+        # Optimizers that are not elementwise need the whole variable.
+        can_be_row_wise = is_elementwise(main_optimizer(self.model))
+        row_wise = frozenset(i for i, layer in candidates.items() if can_be_row_wise and isinstance(layer, Embedding))
 
-        def probe(
-            tables: list[tf.Tensor], trainable: Any, state: Any, metrics: Any, seeds: Any, batch: Any, clock: Any
-        ) -> None:
-            given = list(trainable)
-            for index, layer in candidates.items():
-                given[index] = lambda ids, layer=layer: tf.zeros(
-                    [tf.size(ids), layer.output_dim], table_of(layer).dtype
-                )
+        def probe(tables: list[tf.Tensor], *arguments: Any) -> None:
             whole = dict(zip(candidates, tables))
-            output, lookups = self._run(given, state, metrics, seeds, batch, clock, candidates, whole)
+            single = single_groups(candidates, row_wise)
+            output, lookups = self._run(*arguments, tables=candidates, groups=single, whole_tables=whole)
             self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
+            with_gradient.update(i for i, g in enumerate(output.gradients) if g is not None)
             self.whole_tables |= lookups.hidden
             readers.update((index, table.consumers()) for index, table in whole.items())
 
-        tf.function(probe, autograph=False).get_concrete_function(
-            [_spec(self.trainable[i]) for i in candidates],
-            [tf.TensorSpec([]) if i in candidates else _spec(v) for i, v in enumerate(self.trainable)],
-            [_spec(v) for v in self._all_state],
-            [_spec(v) for v in self.metrics],
-            tf.TensorSpec([len(self.seeds), 2], tf.uint32),
-            batch_spec,
-            [_spec(c.variable) for c in self.clock],
-        )
+        self.tables = candidates
+        tables = [_spec(self.trainable[i]) for i in candidates]
+        tf.function(probe, autograph=False).get_concrete_function(tables, *self._specs)
         for index, reading in readers.items():
             if reading:
                 self.whole_tables.setdefault(index, "another use of it in the model")
         self.tables = {index: layer for index, layer in candidates.items() if index not in self.whole_tables}
+        self.table_groups = group_tables(self.tables, row_wise, self.updates, frozenset(with_gradient))
 
 
 def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, bool]:

@@ -19,9 +19,9 @@ class ReplicaOutput:
     """The output of one replica step, or of one of its phases.
 
     Attributes:
-        gradients: one per trainable variable, not clipped; for an embedding `tf.IndexedSlices` of the rows that were
-            looked up, each as often as it was, as in Keras, or once if it is row-wise; None if no loss depends on the
-            variable, or no update of this phase has it.
+        gradients: one per trainable variable, not clipped; None if no loss depends on the variable, or no update of
+            this phase has it. For a table that is looked up by rows `tf.IndexedSlices` with the numbers that the rows
+            have in its group, each as often as it was looked up, as in Keras, or once if it is row-wise.
         assigned: for each trainable variable by how much assignments have changed it before the update; None without.
         state, metrics: new values of the variables, in the last phase; None for state that the step did not change.
         num_examples: of the batch.

@@ -46,11 +46,13 @@ def set_initial_values(
     #: The devices of each, by index; the first one's draws it.
     others: dict[int, list[str]] = defaultdict(list)
     for b, block in enumerate(blocks):
-        for shard in (shards[i] for i in block.shards if blocks.starts_empty(b)):
-            original, variable = originals[shard.variable], variables[b].value
+        for i in block.shards if blocks.starts_empty(b) else ():
+            shard, variable = shards[i], variables[b].value
+            original = originals[shard.variable]
             initializer = made_by(original)
             if isinstance(initializer, TableInitializer):
-                rows_to_draw.append(_Rows(variable, initializer, tuple(original.shape), shard.start, shard.stop))
+                shape, first = tuple(original.shape), blocks.first_row(i)
+                rows_to_draw.append(_Rows(variable, initializer, shape, shard.start, shard.stop, first))
             else:
                 others[shard.variable].append(variable.device)
 
@@ -96,10 +98,11 @@ def _set_whole(name: str, original: keras.Variable, device: str, values: NamedVa
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows `start` to `stop` of a table, which are all that a variable holds.
+    """Rows `start` to `stop` of a table.
 
     Attributes:
         shape: of the whole table.
+        first: their first row in the variable that holds them.
     """
 
     variable: tf.Variable
@@ -107,6 +110,7 @@ class _Rows:
     shape: tuple[int, ...]
     start: int
     stop: int
+    first: int
 
     def draw(self, zero: tf.Tensor) -> None:
         """Draws them on the device of the variable, block by block; traced. `zero` is an argument of the function."""
@@ -117,4 +121,5 @@ class _Rows:
             if start < stop:
                 with tf.device(self.variable.device), tf.control_dependencies(before):
                     rows = self.initializer.block(number, self.shape, dtype, zero)[start - first : stop - first]
-                    before = [assign_rows(self.variable, start - self.start, stop - self.start, rows)]
+                    shift = self.first - self.start
+                    before = [assign_rows(self.variable, start + shift, stop + shift, rows)]

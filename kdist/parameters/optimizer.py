@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -38,9 +40,9 @@ class ServerOptimizer:
         optimizer: the optimizer of the model.
         originals: the model's trainable variables of this server.
         variables: the server's variables for them, or for some of their rows, in the same order.
-        row_scopes: for each, the scope in which rows are read if a sparse gradient updates only its own rows, whatever
-            Keras does with the others; None if it does what Keras does.
+        row_wise: for each, whether a sparse gradient updates only its own rows, whatever Keras does with the others.
         device: the device of the server.
+        is_shared: whether several workers make updates at the same time.
     """
 
     def __init__(
@@ -48,15 +50,17 @@ class ServerOptimizer:
         optimizer: keras.optimizers.Optimizer,
         originals: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
-        row_scopes: Sequence[str | None],
+        row_wise: Sequence[bool],
         device: str,
+        *,
+        is_shared: bool,
     ) -> None:
         self._variables = list(variables)
         with tf.device(device):
             self._by_rows = {
-                i: RowOptimizer(optimizer, originals[i], variable, scope)
-                for i, (variable, scope) in enumerate(zip(self._variables, row_scopes))
-                if scope is not None
+                i: RowOptimizer(optimizer, originals[i], variable, is_shared=is_shared)
+                for i, (variable, is_row_wise) in enumerate(zip(self._variables, row_wise))
+                if is_row_wise
             }
             self._dense = [i for i in range(len(self._variables)) if i not in self._by_rows]
             self._optimizer = _copy_for(
@@ -140,9 +144,10 @@ class RowOptimizer:
         optimizer: keras.optimizers.Optimizer,
         original: keras.Variable,
         variable: keras.Variable,
-        scope: str,
+        *,
+        is_shared: bool,
     ) -> None:
-        self._scope = scope
+        self._lock = _Lock(is_shared=is_shared)
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
         self._pure = unbuilt_copy(self.optimizer, pure)
@@ -161,18 +166,45 @@ class RowOptimizer:
 
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
-        with tf.name_scope(self._scope):
+        with self._lock.held([gradient.values, gradient.indices, step]) as updates:
             rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
-        with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
-            scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
-            rate, own_rate = learning_rate_variable(self._pure), learning_rate_variable(self.optimizer)
-            if rate is not None and own_rate is not None:
-                scope.state_mapping[id(rate)] = own_rate.value.read_value()
-            self._pure.apply([gradient.values], [self._stand_in])
-        for (stand_in, real), row in zip(self._pairs, rows):
-            # Added, so that workers that update a row at the same time do not undo each other's changes.
-            change = scope.get_current_value(stand_in) - row
-            real.value.scatter_add(tf.IndexedSlices(change, gradient.indices))
+            with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
+                scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
+                rate, own_rate = learning_rate_variable(self._pure), learning_rate_variable(self.optimizer)
+                if rate is not None and own_rate is not None:
+                    scope.state_mapping[id(rate)] = own_rate.value.read_value()
+                self._pure.apply([gradient.values], [self._stand_in])
+            for stand_in, real in self._pairs:
+                handle, new = real.value.handle, scope.get_current_value(stand_in)
+                updates.append(tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=gradient.indices, updates=new))
+
+
+class _Lock:
+    """Lets the updates of several workers read and write rows one after the other, so that none undoes another one.
+
+    It is on the server of the rows, and nothing waits for another task while it is held. A call that ends early
+    releases it.
+
+    Args:
+        is_shared: whether several workers make updates; otherwise nothing is locked.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._mutex = tf.raw_ops.MutexV2(shared_name=f"kdist_{uuid.uuid4().hex}") if is_shared else None
+
+    @contextmanager
+    def held(self, arrived: Sequence[tf.Tensor]) -> Iterator[list[tf.Operation]]:
+        """Locked from when `arrived` is there until the operations have run that are added to the list; traced."""
+        updates: list[tf.Operation] = []
+        if self._mutex is None:
+            yield updates
+            return
+        with tf.control_dependencies(arrived):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        with tf.control_dependencies([lock]):
+            yield updates
+        with tf.control_dependencies(updates):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
 def check_slots_only(group: OptimizerGroup, trainable: Sequence[keras.Variable]) -> None:

@@ -1,5 +1,6 @@
 """How shards are stored: all shards that a server's optimizer updates in the same way, element by element, form one
-vector (`Block`), so that a server reads and updates one variable, regardless of the number of layers.
+vector (`Block`), so that a server reads and updates one variable, regardless of the number of layers. So do the rows of
+embedding tables, which form one table.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import tensorflow as tf
 
 from kdist._compat.keras import decays, set_path
 from kdist._compat.reserved import made_by
+from kdist.model.table_groups import TableGroup
 from kdist.model.updates import StepUpdates, Update
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import cut, fuse, unfuse
+
+#: Of the rows that form one table: TensorFlow counts some rows in 32 bits.
+_TABLE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,7 @@ class ModelVariables:
 
     Attributes:
         parameters, state: trainable variables, and the others that training may change, with their initial values.
-        looked_up: indices of the parameters that a step looks up by rows and never sees whole.
-        row_wise: of those, the ones whose optimizer touches looked-up rows only.
+        table_groups: the parameters that a step looks up by rows and never sees whole.
         dense: indices of the parameters that get a dense gradient in every step.
         loss_scaling: what scales the loss of the model, built.
         num_worker_states: how many states of layers stay on each worker.
@@ -37,8 +41,7 @@ class ModelVariables:
 
     parameters: Sequence[keras.Variable]
     state: Sequence[keras.Variable]
-    looked_up: frozenset[int] = frozenset()
-    row_wise: frozenset[int] = frozenset()
+    table_groups: Sequence[TableGroup] = ()
     dense: frozenset[int] = frozenset()
     loss_scaling: keras.optimizers.LossScaleOptimizer | None = None
     num_worker_states: int = 0
@@ -51,6 +54,15 @@ class ModelVariables:
     def is_parameter(self, variable: int) -> bool:
         return variable < len(self.parameters)
 
+    def table_group(self, variable: int) -> int | None:
+        """The index of its group, if it is a table that is looked up."""
+        return next((g for g, group in enumerate(self.table_groups) if variable in group.tables), None)
+
+    def is_row_wise(self, variable: int) -> bool:
+        """Whether it is a table of which only rows that were looked up are updated."""
+        group = self.table_group(variable)
+        return group is not None and self.table_groups[group].is_row_wise
+
 
 @dataclass(frozen=True)
 class Block:
@@ -58,9 +70,10 @@ class Block:
 
     Attributes:
         shards: their indices in the plan.
-        is_flat: whether the variable is the concatenation of all of them; otherwise there is only one shard.
+        is_flat: whether the variable is the concatenation of all of them, flattened; otherwise there is only one shard,
+            or they are of tables, and their rows follow each other.
         is_parameter: whether they belong to trainable variables rather than to state.
-        is_table, is_row_wise: whether it belongs to a parameter in `looked_up`, or in `row_wise`.
+        is_table, is_row_wise: whether they are of tables that are looked up by rows; that are also updated so.
     """
 
     server: int
@@ -69,6 +82,11 @@ class Block:
     is_parameter: bool
     is_table: bool
     is_row_wise: bool
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it may have several shards: then what belongs to its elements has its shape."""
+        return self.is_flat or self.is_row_wise
 
 
 class Blocks(Sequence[Block]):
@@ -94,7 +112,9 @@ class Blocks(Sequence[Block]):
         for i, shard in enumerate(self._shards):
             original = self._all_variables[shard.variable]
             key: tuple[Any, ...] = (i,)
-            if may_be_flat and self._can_be_flat(shard.variable, updates):
+            if variables.is_row_wise(shard.variable):
+                key = ("rows", shard.server, variables.table_group(shard.variable))
+            elif may_be_flat and self._can_be_flat(shard.variable, updates):
                 # Of state, neither has any.
                 in_updates = tuple(u for u, update in enumerate(updates.updates) if self._is_in(update, shard.variable))
                 decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]
@@ -103,7 +123,7 @@ class Blocks(Sequence[Block]):
         self._blocks = [
             self._block(group, is_flat=key[0] == "flat")
             for key, found in alike.items()
-            for group in cut(found, self._num_bytes)
+            for group in cut(found, self._num_bytes, _TABLE_BYTES if key[0] == "rows" else None)
         ]
         #: The index of the block that a shard is in.
         self.of_shard = {shard: b for b, block in enumerate(self._blocks) for shard in block.shards}
@@ -117,20 +137,35 @@ class Blocks(Sequence[Block]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def split(self, block: int, value: tf.Tensor) -> dict[int, tf.Tensor]:
+    def split(self, block: int, value: Any) -> dict[int, Any]:
         """The value of a block, or a change of it, by shard."""
         shards = self._blocks[block].shards
-        if not self._blocks[block].is_flat:
+        if self._blocks[block].is_flat:
+            return dict(zip(shards, self._split_flat(block, value)))
+        if len(shards) == 1:
             return {shards[0]: value}
-        return dict(zip(shards, self._split_flat(block, value)))
+        return dict(zip(shards, self._split_rows(block, value)))
 
-    def join(self, block: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """Undoes `split`."""
-        shards = self._blocks[block].shards
-        return self._join_flat([by_shard[i] for i in shards]) if self._blocks[block].is_flat else by_shard[shards[0]]
+    def join(self, block: int, by_shard: Mapping[int, Any]) -> Any:
+        """Undoes `split`, but for the order of rows."""
+        of_shards = [by_shard[i] for i in self._blocks[block].shards]
+        if self._blocks[block].is_flat:
+            return self._join_flat(of_shards)
+        if len(of_shards) == 1:
+            return of_shards[0]
+        values, rows = ([getattr(part, name) for part in of_shards] for name in ("values", "indices"))
+        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(rows, 0))
 
     def _trace_split(self, block: int, value: tf.Tensor) -> list[tf.Tensor]:
         return unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in self._blocks[block].shards])
+
+    def _split_rows(self, block: int, rows: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+        """A change of some rows of a block by shard; they keep their numbers."""
+        shards = self._blocks[block].shards
+        starts = tf.constant([self.first_row(i) for i in shards], rows.indices.dtype)
+        number = tf.searchsorted(starts, rows.indices, side="right") - 1
+        parts = (tf.dynamic_partition(tensor, number, len(shards)) for tensor in (rows.values, rows.indices))
+        return [tf.IndexedSlices(*part) for part in zip(*parts)]
 
     def shape_of(self, shard: int) -> tuple[int, ...]:
         whole = tuple(self._all_variables[self._shards[shard].variable].shape)
@@ -144,8 +179,12 @@ class Blocks(Sequence[Block]):
         before = self._blocks[self.of_shard[shard]].shards
         return sum(prod(self.shape_of(i)) for i in before[: before.index(shard)])
 
+    def first_row(self, shard: int) -> int:
+        """At which row of its block a shard of a table begins."""
+        return self.start_of(shard) // prod(self.shape_of(shard)[1:])
+
     def original(self, block: int) -> keras.Variable:
-        """The variable of the model that a block stands for; of a flat one the first, in all that matters like it."""
+        """The variable of the model that a block stands for; of several the first, in all that matters like them."""
         return self._all_variables[self._shards[self._blocks[block].shards[0]].variable]
 
     def starts_empty(self, block: int) -> bool:
@@ -157,12 +196,14 @@ class Blocks(Sequence[Block]):
     def make_variable(self, block: int, device: str) -> keras.Variable:
         """The variable that stores a block, with its initial value if it does not start empty."""
         original, is_flat = self.original(block), self._blocks[block].is_flat
-        shards = self._blocks[block].shards
-        size = sum(prod(self.shape_of(i)) for i in shards)
+        shapes = [self.shape_of(i) for i in self._blocks[block].shards]
+        shape = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if is_flat:
+            shape = (sum(map(prod, shapes)),)
         with tf.device(device):
             variable = keras.Variable(
                 _capacity if self.starts_empty(block) else self._initial_value(block),
-                shape=(size,) if is_flat else self.shape_of(shards[0]),
+                shape=shape,
                 dtype=original.dtype,
                 trainable=original.trainable,
                 name=f"v{block}",
@@ -180,7 +221,9 @@ class Blocks(Sequence[Block]):
             shard = self._shards[i]
             value = self._all_variables[shard.variable].numpy()
             pieces.append(value[shard.start : shard.stop] if value.ndim else value)
-        return np.concatenate([piece.ravel() for piece in pieces]) if self._blocks[block].is_flat else pieces[0]
+        if self._blocks[block].is_flat:
+            pieces = [piece.ravel() for piece in pieces]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _block(self, shards: Sequence[int], *, is_flat: bool) -> Block:
         first, variables = self._shards[shards[0]], self._variables
@@ -189,8 +232,8 @@ class Blocks(Sequence[Block]):
             tuple(shards),
             is_flat,
             is_parameter=variables.is_parameter(first.variable),
-            is_table=first.variable in variables.looked_up,
-            is_row_wise=first.variable in variables.row_wise,
+            is_table=variables.table_group(first.variable) is not None,
+            is_row_wise=variables.is_row_wise(first.variable),
         )
 
     def _is_in(self, update: Update, variable: int) -> bool:
@@ -206,7 +249,7 @@ class Blocks(Sequence[Block]):
         # What gets no gradient must not be touched, neither by weight decay nor by anything else.
         if variable in updates.assigned:
             return False
-        is_dense = variable in variables.dense and variable not in variables.looked_up
+        is_dense = variable in variables.dense and variables.table_group(variable) is None
         return is_dense and updates.is_elementwise(variable) and not has_own_rule
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 
 from kdist.config.schema import PlacementOptions
+from kdist.model.lookup_rounds import WRONG_ID
 
-_WRONG_ROW = re.compile(r"indices\[[\d,]+\] = (-?\d+) is not in \[0, \d+\)")
-_SHARD_SCOPE = re.compile(r"rows_of_shard_(\d+)/")
+_WRONG_ID = re.compile(re.escape(WRONG_ID) + r"\] \[(\d+)\] \[(-?\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,12 @@ class PlacementPlan:
         return "\n".join([*lines, ""])
 
 
-def shard_scope(shard: int) -> str:
-    """The name of the scope in which rows of a shard are looked up; errors of TensorFlow contain it."""
-    return f"rows_of_shard_{shard}"
-
-
 def wrong_id(message: str, plan: PlacementPlan) -> str | None:
-    """Which id is not in which table, if that is what an error of TensorFlow says of a server's rows."""
-    row, shard = _WRONG_ROW.search(message), _SHARD_SCOPE.search(message)
-    if row is None or shard is None:
+    """Which id is not in which table, if that is what an error of TensorFlow says."""
+    if (found := _WRONG_ID.search(message)) is None:
         return None
-    rows = plan.shards[int(shard[1])]
-    table = plan.variables[rows.variable]
-    return f"id {int(row[1]) + rows.start} is not in table {table.name}, which has the rows 0 to {table.num_rows - 1}"
+    table = plan.variables[int(found[1])]
+    return f"id {found[2]} is not in table {table.name}, which has the rows 0 to {table.num_rows - 1}"
 
 
 def place(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.optimizer import ServerOptimizer
 from kdist.parameters.packing import Blocks, ModelVariables
-from kdist.parameters.placement import PlacementPlan, shard_scope
-from kdist.parameters.transport import Fused, Layout, Wire, fuse_by, select_rows
+from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.table_rows import TableRows
+from kdist.parameters.transport import Fused, Layout, Wire, fuse_by
 from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
 from kdist.parameters.update_counters import UpdateCounters
 from kdist.parameters.value_files import ValueFiles
@@ -59,7 +60,7 @@ class ParameterStore:
         self.wire = wire or Wire()
         self._originals = model_variables.all
         self._num_trainable = len(model_variables.parameters)
-        self._looked_up = model_variables.looked_up
+        self._tables = {table for group in model_variables.table_groups for table in group.tables}
         self.updates = updates
         step = int(step_counter(updates.groups[0].optimizer).numpy())
         self.counters = UpdateCounters(self.devices, step, updates.num_phases)
@@ -70,6 +71,14 @@ class ParameterStore:
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
+        self._table_rows = TableRows(
+            model_variables.table_groups,
+            self.shards,
+            self.blocks,
+            [variable.value for variable in self._variables],
+            self._device,
+            self.wire,
+        )
         parts: dict[str, list[Part]] = {GLOBAL_STEP: [Part.whole(self.counters.begun[0])]}
         stored_names = [
             f"{'parameters' if model_variables.is_parameter(index) else 'state'}/{variable.name}"
@@ -176,13 +185,11 @@ class ParameterStore:
         """The present values, or gathered ones, on the device of the caller; the global step stays on its server."""
         gathered = gathered or self.gather()
         by_shard = self._arrived(gathered)
-        values: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]] = []
-        for index in range(len(self._originals)):
-            if index in self._looked_up:
-                values.append(partial(self._look_up, index))
-            else:
-                values.append(self._whole(index, by_shard))
-        return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step)
+        values = [
+            None if index in self._tables else self._whole(index, by_shard) for index in range(len(self._originals))
+        ]
+        rows = self._table_rows if self._tables else None
+        return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step, rows)
 
     def pull_again(self, phase: int, gathered: Gathered | None = None) -> dict[int, tf.Tensor]:
         """The present values of the variables that a phase of a step needs anew, by their indices."""
@@ -215,6 +222,7 @@ class ParameterStore:
         """What came out of a step, by block; blocks without a change are missing."""
         gradients, state = output.gradients, output.state
         by_shard: Changes = {}
+        of_tables: dict[int, tf.IndexedSlices] = {}
         for index, change in enumerate([*gradients, *map(self._state_change, state, pulled.state)]):
             shards = self._shards_of[index]
             if change is None:
@@ -225,14 +233,14 @@ class ParameterStore:
                 change.values.set_shape([None, *shape[1:]])
             else:
                 change.set_shape(shape)
-            if len(shards) == 1:
+            if index in self._tables:
+                of_tables[index] = change
+            elif len(shards) == 1:
                 by_shard[shards[0]] = change
-            elif isinstance(change, tf.IndexedSlices):
-                by_shard |= {i: select_rows(change, self.shards[i].start, self.shards[i].stop) for i in shards}
             else:
                 sizes = [self.shards[i].stop - self.shards[i].start for i in shards]
                 by_shard |= zip(shards, tf.split(change, sizes))
-        changes: Changes = {}
+        changes: Changes = dict(self._table_rows.by_block(of_tables))
         for index, change in enumerate(output.assigned):
             if change is not None:
                 (shard,) = self._shards_of[index]
@@ -297,8 +305,9 @@ class ParameterStore:
                 of_group.optimizer,
                 [self.blocks.original(b) for b in own],
                 [self._variables[b] for b in own],
-                [shard_scope(self.blocks[b].shards[0]) if self.blocks[b].is_row_wise else None for b in own],
+                [self.blocks[b].is_row_wise for b in own],
                 device,
+                is_shared=self.is_remote,
             )
             for key, variable in self._optimizers[server, group].state([str(b) for b in own], of_group.name):
                 kind, _, rest = key.partition("/")
@@ -310,7 +319,7 @@ class ParameterStore:
                 block = self.blocks[int(number)]
                 for shard in block.shards:
                     # A slot with another shape than its variable belongs to a block of one shard.
-                    part = self._part(shard, variable) if block.is_flat else Part.whole(variable.value)
+                    part = self._part(shard, variable) if block.is_joint else Part.whole(variable.value)
                     slots[f"slots/{names[self.shards[shard].variable]}/{slot}"][shard] = part
         for name, by_shard in slots.items():
             parts[name] = [by_shard[i] for i in sorted(by_shard)]
@@ -319,7 +328,7 @@ class ParameterStore:
         return [b for b, block in enumerate(self.blocks) if block.server == server and block.is_parameter]
 
     def _variable_of(self, block: int) -> int:
-        """The variable of a block; of a flat one the first, which is in the same updates as the others."""
+        """The variable of a block; of several the first, which is in the same updates as the others."""
         return self.shards[self.blocks[block].shards[0]].variable
 
     def _is_in(self, update: Update, block: int) -> bool:
@@ -365,23 +374,6 @@ class ParameterStore:
                     [arrived.get(b) if self._is_in(update, b) else None for b in blocks],
                     group.iteration(step, update.number),
                 )
-
-    def _look_up(self, index: int, ids: tf.Tensor) -> tf.Tensor:
-        """Rows of a parameter, from whichever servers hold them: unique ids, int64 `[n]` -> `[n, ...]`."""
-        shards = self._shards_of[index]
-        chosen, rows = [], []
-        for position, i in enumerate(shards):
-            shard, block = self.shards[i], self.blocks.of_shard[i]
-            # Ids that no shard has go to the first or the last, which says that they are out of range.
-            here = (ids >= shard.start) | (position == 0)
-            here &= (ids < shard.stop) | (position == len(shards) - 1)
-            chosen.append(tf.where(here)[:, 0])
-            wanted = ids if len(shards) == 1 else tf.gather(ids, chosen[-1]) - shard.start
-            with tf.device(self._device(block) or None), tf.name_scope(shard_scope(i)):
-                found = self._variables[block].value.sparse_read(tf.identity(wanted))
-                packed = self.wire.pack(found)
-            rows.append(self.wire.unpack(tf.identity(packed), found.dtype))
-        return rows[0] if len(shards) == 1 else tf.dynamic_stitch([tf.cast(c, tf.int32) for c in chosen], rows)
 
     def _adds(self, dtype: tf.DType) -> bool:
         """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""

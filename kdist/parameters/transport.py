@@ -95,13 +95,13 @@ class Fused:
         return self.layout.split(tf.identity(self.tensor))
 
 
-def cut(items: Sequence[K], num_bytes: Callable[[K], int]) -> list[list[K]]:
-    """Items in groups that are not larger than what travels at once; an item that is larger is one by itself."""
+def cut(items: Sequence[K], num_bytes: Callable[[K], int], max_bytes: int | None = None) -> list[list[K]]:
+    """Items in groups that are not larger, by default than what travels at once; a larger item is one by itself."""
     groups, left = list[list[K]](), 0
     for item in items:
         if not groups or num_bytes(item) > left:
             groups.append([])
-            left = Wire.max_bytes
+            left = max_bytes or Wire.max_bytes
         groups[-1].append(item)
         left -= num_bytes(item)
     return groups
@@ -157,9 +157,3 @@ def _to_int64(words: tf.Tensor) -> tf.Tensor:
     """The int64 numbers `[n]` whose bits travelled as a vector of another dtype of at most as many bits."""
     per_word = tf.int64.size // words.dtype.size
     return tf.reshape(tf.bitcast(tf.reshape(words, [-1, per_word] if per_word > 1 else [-1]), tf.int64), [-1])
-
-
-def select_rows(slices: tf.IndexedSlices, start: int, stop: int) -> tf.IndexedSlices:
-    """The rows `start` to `stop` of a sparse gradient, counted from `start`."""
-    chosen = tf.where((slices.indices >= start) & (slices.indices < stop))[:, 0]
-    return tf.IndexedSlices(tf.gather(slices.values, chosen), tf.gather(slices.indices, chosen) - start)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from kdist.model.lookup_rounds import RowSource
 from kdist.parameters.transport import Fused
 
 #: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
@@ -37,15 +37,16 @@ class Pulled:
     """The values that a replica step starts from.
 
     Attributes:
-        trainable: values of the trainable variables, in the model's order; for a table that is looked up by rows, a
-            function from unique ids, int64 `[n]`, to those rows.
+        trainable: values of the trainable variables, in the model's order; None for tables that are looked up by rows.
         state: values of the state variables (BatchNormalization statistics), in the model's order.
         global_step: scalar int64 on the first server: the number of updates in these values.
+        rows: those of the tables; None if there are none.
     """
 
-    trainable: list[tf.Tensor | Callable[[tf.Tensor], tf.Tensor]]
+    trainable: list[tf.Tensor | None]
     state: list[tf.Tensor]
     global_step: tf.Tensor
+    rows: RowSource | None = None
 
 
 @dataclass(frozen=True)

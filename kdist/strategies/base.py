@@ -17,6 +17,8 @@ from kdist.cluster.spec import Task
 from kdist.config.schema import RunConfig
 from kdist.data.sources import TrainingData
 from kdist.errors import ConfigError
+from kdist.model.lookup_rounds import RowSource
+from kdist.model.table_groups import TableGroup
 from kdist.parameters.placement import PlacementPlan
 from kdist.strategies.traced_calls import StepLogs
 
@@ -30,12 +32,15 @@ class PresentValues:
     Attributes:
         variables: the model's, without seeds.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `variables`.
-        pull: called while a function is traced: the values of `variables`, of tables functions that fetch rows.
+        table_groups: these tables in groups.
+        pull: called while a function is traced: the values of `variables`, None for tables; and the rows of tables,
+            None if there are none.
     """
 
     variables: Sequence[keras.Variable]
     tables: Mapping[int, keras.layers.Embedding]
-    pull: Callable[[], Sequence[Any]]
+    table_groups: Sequence[TableGroup]
+    pull: Callable[[], tuple[Sequence[Any], RowSource | None]]
 
 
 class WorkerEvaluation(Protocol):

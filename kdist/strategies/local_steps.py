@@ -44,7 +44,7 @@ def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
         moment = None
         if replica_step.worker_state.variables:
             moment = tf.identity(pulled.global_step), tf.identity(store.state_resets())
-        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment)
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.rows)
 
     return compute
 
@@ -108,7 +108,7 @@ class LocalSteps:
 
 def _moved(value: Any, gradient: Change, learning_rate: tf.Tensor) -> Any:
     """A value after one step of gradient descent; a table whose rows are fetched is read anew in every step."""
-    if gradient is None or callable(value):
+    if gradient is None or value is None:
         return value
     learning_rate = tf.cast(learning_rate, value.dtype)
     if isinstance(gradient, tf.IndexedSlices):

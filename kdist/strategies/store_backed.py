@@ -23,6 +23,7 @@ from kdist.console.warn import warn
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers import made_on_servers
+from kdist.model.lookup_rounds import RowSource
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
@@ -240,8 +241,7 @@ class PreparedTraining:
         variables = ModelVariables(
             step.trainable,
             step.state,
-            frozenset(step.tables),
-            step.row_wise,
+            step.table_groups,
             dense,
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
@@ -254,11 +254,11 @@ class PreparedTraining:
         """What workers can read of a training."""
         step = self.replica_step
 
-        def pull() -> list[Any]:
+        def pull() -> tuple[list[Any], RowSource | None]:
             pulled = store.pull()
-            return [*pulled.trainable, *pulled.state]
+            return [*pulled.trainable, *pulled.state], pulled.rows
 
-        return PresentValues([*step.trainable, *step.state], step.tables, pull)
+        return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
 
     def calls(
         self, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = ParameterServerOptions.local_steps

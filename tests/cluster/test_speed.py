@@ -118,24 +118,49 @@ def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, 
         assert len(_crossing(graph, "worker", tf.int64)) == 1
 
 
-def test_gradients_of_rows_travel_with_the_dense_ones(run_dir: Path) -> None:
-    def build() -> keras.Model:
-        inputs = keras.layers.Input((3,), dtype="int32")
-        # Both tables are cut over both servers.
-        tables = [kdist.layers.Embedding(50, 4)(inputs), kdist.layers.Embedding(50, 4)(inputs)]
-        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(keras.layers.Concatenate()(tables))))
-        model.compile("sgd", "mse")
+@pytest.mark.parametrize("kinds", [["narrow"], ["narrow", "wide", "plain"]], ids="-".join)
+def test_what_travels_does_not_grow_with_the_number_of_tables(kinds: list[str], run_dir: Path) -> None:
+    def build(num_tables: int) -> keras.Model:
+        ids = keras.layers.Input((num_tables,), dtype="int32")
+        made = []
+        for i in range(num_tables):
+            kind = kinds[i % len(kinds)]
+            layer = keras.layers.Embedding if kind == "plain" else kdist.layers.Embedding
+            made.append(layer(50, 8 if kind == "wide" else 4)(ids[:, i]))
+        model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Concatenate()(made)))
+        model.compile("adagrad", "mse")
         return model
 
-    x = np.random.default_rng(0).integers(0, 50, (64, 3))
-    trainer = kdist.Trainer(build, "2ps1w", "parameter_server", run_dir=run_dir, steps_per_call=1)
-    with trainer.session(x, x[:, 0], batch_size=8, steps=1, verbose=0) as session:
-        session.run()
-        graph = session.strategy._calls.function(1).graph  # type: ignore[attr-defined]
-        to_servers = {name for name, here, _ in _crossing(graph, "worker", tf.float32) if here == "ps"}
-        to_worker = {name for name, here, _ in _crossing(graph, "worker", tf.float32) if here == "worker"}
-        # One gradient for each of two servers, of everything; values down, and rows of each table.
-        assert (len(to_servers), len(to_worker)) == (2, 2 + 2 * 2)
+    found = {}
+    for num_tables in (5, 50):
+        x = np.random.default_rng(0).integers(0, 50, (64, num_tables))
+        run_dir_of = run_dir / str(num_tables)
+        trainer = kdist.Trainer(
+            lambda n=num_tables: build(n), "2ps1w", "parameter_server", run_dir=run_dir_of, steps_per_call=1
+        )
+        with trainer.session(x, x[:, 0], batch_size=8, steps=1, verbose=0) as session:
+            session.run()
+            graph = session.strategy._calls.function(1).graph  # type: ignore[attr-defined]
+            floats, numbers = (_crossing(graph, "worker", dtype) for dtype in (tf.float32, tf.int64))
+            found[num_tables] = {
+                "values and rows": sum(here == "worker" for _, here, _ in floats),
+                "gradients": sum(here == "ps" for _, here, _ in floats),
+                "requests": sum(here == "ps" for _, here, _ in numbers),
+                "all": sum(len(_crossing(graph, "worker", dtype)) for dtype in _DTYPES),
+                "operations on servers": sum(_job(op.device) == "ps" for op in graph.get_operations()),
+            }
+    if "plain" in kinds:
+        # Each is a variable by itself, which the server reads and updates.
+        for of_number in found.values():
+            of_number.pop("operations on servers")
+    assert found[5] == found[50]
+    # From and to each of two servers; and the staleness of the call.
+    assert (found[5]["values and rows"], found[5]["gradients"], found[5]["requests"]) == (4, 2, 2)
+    assert found[5]["all"] == 9
+
+
+#: All that may travel.
+_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.bool, tf.uint32, tf.string)
 
 
 def _captured(graph: Any) -> list[tuple[Any, Any]]:

@@ -1,0 +1,154 @@
+"""`TableRows`: finds the rows of embedding tables on their servers, with one request per server for all tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.model.table_groups import TableGroup
+from kdist.parameters.packing import Blocks
+from kdist.parameters.placement import Shard
+from kdist.parameters.transport import Wire, fuse
+
+
+class _Places:
+    """Where the rows of a group are.
+
+    Rows are numbered block by block, so that the block of a row follows from its number without a search.
+
+    Attributes:
+        blocks: those that hold its rows.
+    """
+
+    def __init__(self, group: TableGroup, shards: Sequence[Shard], blocks: Blocks) -> None:
+        of_tables = [[i for i, shard in enumerate(shards) if shard.variable == table] for table in group.tables]
+        holders = [blocks.of_shard[i] for of_table in of_tables for i in of_table]
+        self.blocks = sorted(set(holders))
+        lengths = [sum(shards[i].stop - shards[i].start for i in blocks[block].shards) for block in self.blocks]
+        first = dict(zip(self.blocks, accumulate(lengths, initial=0)))
+        self._firsts = list(first.values())
+        self._most = most = max(map(len, of_tables))
+        #: Of each table, for each of as many parts as any table has, at which id it begins: at none, if it has fewer.
+        self._starts = np.full([len(of_tables), most], tf.int64.max)
+        #: What is to be added to the ids of each part to get the numbers of their rows.
+        self._shifts = np.zeros([len(of_tables), most], np.int64)
+        for t, of_table in enumerate(of_tables):
+            for part, i in enumerate(of_table):
+                self._starts[t, part] = shards[i].start
+                self._shifts[t, part] = first[blocks.of_shard[i]] + blocks.first_row(i) - shards[i].start
+
+    def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """As `kdist.model.lookup_rounds.RowSource.number`."""
+        part = tables * self._most
+        for later in range(1, self._most):
+            part += tf.cast(ids >= tf.gather(self._starts[:, later], tables), tf.int32)
+        return ids + tf.gather(self._shifts.reshape(-1), part)
+
+    def split(self, numbers: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """For each block the rows in it, int64 `[n]`, and which of `numbers` they are, int32 `[n]`."""
+        if len(self.blocks) == 1:
+            return [(numbers, tf.range(tf.size(numbers)))]
+        holder = tf.zeros_like(numbers, tf.int32)
+        for first in self._firsts[1:]:
+            holder += tf.cast(numbers >= first, tf.int32)
+        which = tf.dynamic_partition(tf.range(tf.size(numbers)), holder, len(self.blocks))
+        return [(tf.gather(numbers, chosen) - first, chosen) for chosen, first in zip(which, self._firsts)]
+
+
+class TableRows:
+    """Looks up rows of all groups of tables, and splits their gradients.
+
+    Args:
+        groups: of the tables.
+        shards, blocks: where they are.
+        variables: of each block.
+        device_of: block -> its server; empty for this process.
+        wire: how rows travel.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[TableGroup],
+        shards: Sequence[Shard],
+        blocks: Blocks,
+        variables: Sequence[tf.Variable],
+        device_of: Callable[[int], str],
+        wire: Wire,
+    ) -> None:
+        self._groups = groups
+        self._places = [_Places(group, shards, blocks) for group in groups]
+        self._variables = variables
+        self._device_of = device_of
+        self._wire = wire
+
+    def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """As `kdist.model.lookup_rounds.RowSource.number`."""
+        return self._places[group].number(tables, ids)
+
+    def fetch(self, wanted: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        """As `kdist.model.lookup_rounds.RowSource.fetch`, on the device of the caller."""
+        by_server: dict[str, dict[int, tf.Tensor]] = defaultdict(dict)
+        which: dict[int, tf.Tensor] = {}
+        for g, numbers in wanted.items():
+            for block, (rows, which[block]) in zip(self._places[g].blocks, self._places[g].split(numbers)):
+                by_server[self._device_of(block)][block] = rows
+        found: dict[int, tf.Tensor] = {}
+        for device, rows in by_server.items():
+            found |= self._request(device, rows) if device else self._read(rows)
+        return {g: _stitched([(which[b], found[b]) for b in self._places[g].blocks]) for g in wanted}
+
+    def by_block(self, gradients: Mapping[int, tf.IndexedSlices]) -> dict[int, tf.IndexedSlices]:
+        """Gradients of tables, as in `kdist.model.updates.ReplicaOutput`, by the blocks that hold their rows."""
+        changes: dict[int, tf.IndexedSlices] = {}
+        for group, places in zip(self._groups, self._places):
+            parts = [gradients[table] for table in group.tables if table in gradients]
+            if not parts:
+                continue
+            values, numbers = (_joined([getattr(part, name) for part in parts]) for name in ("values", "indices"))
+            if len(places.blocks) == 1:
+                changes[places.blocks[0]] = tf.IndexedSlices(values, numbers)
+                continue
+            for block, (rows, chosen) in zip(places.blocks, places.split(numbers)):
+                changes[block] = tf.IndexedSlices(tf.gather(values, chosen), rows)
+        return changes
+
+    def _read(self, rows: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        return {block: self._variables[block].sparse_read(of_block) for block, of_block in rows.items()}
+
+    def _request(self, device: str, rows: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        """Rows of blocks of a server: one tensor travels there, and one of each dtype comes back."""
+        counts = [tf.size(of_block, tf.int64) for of_block in rows.values()]
+        is_one = len(rows) == 1
+        request = next(iter(rows.values())) if is_one else tf.concat([counts, *rows.values()], 0)
+        by_dtype: dict[tf.DType, list[int]] = defaultdict(list)
+        for block in rows:
+            by_dtype[self._variables[block].dtype].append(block)
+        with tf.device(device):
+            arrived = tf.identity(request)
+            parts = [arrived]
+            if not is_one:
+                _, *parts = tf.split(arrived, tf.concat([[len(rows)], arrived[: len(rows)]], 0), num=1 + len(rows))
+            there = self._read(dict(zip(rows, parts)))
+            packed = [self._wire.pack(fuse([there[block] for block in own])) for own in by_dtype.values()]
+        count_of, here = dict(zip(rows, counts)), dict[int, tf.Tensor]()
+        for (dtype, own), tensor in zip(by_dtype.items(), packed):
+            values = self._wire.unpack(tf.identity(tensor), dtype)
+            shapes = [self._variables[block].shape[1:] for block in own]
+            sizes = [count_of[block] * shape.num_elements() for block, shape in zip(own, shapes)]
+            of_blocks = [values] if len(own) == 1 else tf.split(values, sizes)
+            here |= {b: tf.reshape(part, [-1, *shape]) for b, part, shape in zip(own, of_blocks, shapes)}
+        return here
+
+
+def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)
+
+
+def _stitched(parts: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
+    """Tensors from their places and rows."""
+    places, rows = zip(*parts)
+    return rows[0] if len(rows) == 1 else tf.dynamic_stitch(places, rows)
