@@ -138,7 +138,7 @@ def test_servers_draw_each_of_them_as_keras_would(run_dir: Path, monkeypatch: py
     monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 12 * DIM * 4)
     with made_on_servers():
         training = prepared(run_dir)
-        found = store_of(training, num_servers=2).values.read()
+    found = store_of(training, num_servers=2).values.read()
     for name, value in expected.items():
         if name != "parameters/table_3/embeddings":
             np.testing.assert_array_equal(found[name], value, err_msg=name)
