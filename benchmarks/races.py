@@ -104,7 +104,7 @@ def criteo() -> list[Entry]:
     if find_spec("torch"):
         entries.append(Entry("PyTorch DDP", "torch_ddp", sync))
     else:
-        print("PyTorch is not installed: its contender is left out", flush=True)
+        print("PyTorch is not installed: its contenders are left out", flush=True)
     return entries
 
 
