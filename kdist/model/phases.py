@@ -2,7 +2,8 @@
 
 A GAN's step updates the discriminator, and then the generator against the updated discriminator. Traced as one
 function, the new values are inputs that nobody can give at the beginning. Cut at them, the step returns the first
-gradients, and goes on when they have been applied.
+gradients, and goes on when they have been applied. A step that looks up rows of tables is cut where they arrive, see
+`kdist.model.lookup_rounds`.
 """
 
 from __future__ import annotations
