@@ -179,11 +179,8 @@ def received(columns: Sequence[Column], max_rows: int, arguments: Sequence[tf.Te
     return [column.received([next(remaining) for _ in column.specs(max_rows)]) for column in columns]
 
 
-def not_optimized(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset over shares as it is: tf.data would not make it faster.
-
-    It would copy the tensors that the functions of the dataset use, and let every worker start later.
-    """
+def without_copies(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset over large shares. When tf.data optimizes a dataset, it copies the tensors that its functions use."""
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
     return dataset.with_options(options)

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.columns import Share, as_array, not_optimized, received
+from kdist.data.columns import Share, as_array, received, without_copies
 from kdist.data.file_column import column_of
 from kdist.data.hdf5 import Hdf5Rows
 from kdist.data.serialization import dataset_graph, dataset_of_graph
@@ -130,7 +130,8 @@ class ArrayData(TrainingData):
         batches = passes.rebatch(self._batch_size, drop_remainder=True).map(
             lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares])
         )
-        return not_optimized(batches)
+        is_large = any(column.is_large(self._max_rows(context.num_workers)) for column in self._columns)
+        return without_copies(batches) if is_large else batches
 
 
 class DatasetData(TrainingData):

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
-from kdist.data.columns import Share, not_optimized, received
+from kdist.data.columns import Share, received, without_copies
 from kdist.data.file_column import column_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
@@ -86,7 +86,8 @@ class _ArrayParts(Parts):
             .batch(self._batch_size)
             .map(lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares]))
         )
-        return not_optimized(batches)
+        is_large = any(column.is_large(self._max_rows) for column in self._columns)
+        return without_copies(batches) if is_large else batches
 
 
 class _DatasetParts(Parts):
