@@ -78,5 +78,6 @@ def test_other_stateful_layers_are_refused(run_dir: Path) -> None:
     class Own(keras.layers.Layer):
         stateful = True
 
+    trainer = kdist.Trainer(lambda: stateful(Own(name="own")), run_dir=run_dir)
     with pytest.raises(kdist.ConfigError, match=r"own: only layers that derive from keras.layers.RNN may be stateful"):
-        kdist.Trainer(lambda: stateful(Own()), run_dir=run_dir).fit(*toy_data(BATCH), batch_size=BATCH, verbose=0)
+        trainer.fit(*toy_data(BATCH), batch_size=BATCH, verbose=0)
