@@ -116,6 +116,8 @@ class Checkpoints:
     def _complete(self, step: int, keep: int | None) -> None:
         """Makes what was written a checkpoint."""
         self._move_into_place(step)
+        # When an earlier save failed, other tasks may still have been writing.
+        self._remove_left_behind()
         for old in self.steps()[:-keep] if keep else []:
             self._delete(old)
         # Only TensorFlow's own tools need it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -12,6 +14,9 @@ from kdist.run.files import written_whole
 
 if TYPE_CHECKING:
     import keras
+
+
+_ERRNO = re.compile(r"errno = (\d+)")
 
 
 def write_model_file(model: keras.Model, path: Path) -> None:
@@ -27,7 +32,13 @@ def write_model_file(model: keras.Model, path: Path) -> None:
     folder = path.with_name(f".unfinished-{path.stem}")
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        save_model(model, folder, zipped=False)
+        try:
+            save_model(model, folder, zipped=False)
+        except RuntimeError as error:
+            # What HDF5 raises if it cannot write what is left when it closes a file.
+            if (number := _ERRNO.search(str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         _name_layers_as_keras_does(folder / "config.json")
         with written_whole(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
             for file in sorted(folder.rglob("*")):

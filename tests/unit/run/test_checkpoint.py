@@ -206,6 +206,15 @@ def test_a_save_that_was_complete_but_for_its_name_counts(checkpoints: Checkpoin
     assert not list(checkpoints.folder.glob("unfinished-*"))
 
 
+def test_what_a_task_wrote_after_its_save_had_failed_is_removed_by_the_next(checkpoints: Checkpoints) -> None:
+    late = checkpoints.folder / "unfinished-1-0a1b2c3d"
+    late.mkdir(parents=True)
+    (late / "0-1.data-00000-of-00001").write_bytes(b"late")
+    checkpoints.save(2, ValuesHere({"value": np.array(2.0)}))
+    assert not late.exists()
+    assert checkpoints.steps() == [2]
+
+
 def test_what_a_deletion_left_is_removed_and_what_lost_its_index_is_damaged(checkpoints: Checkpoints) -> None:
     with_two(checkpoints)
     checkpoints.save(3, ValuesHere(VALUES), keep=9)

@@ -64,6 +64,19 @@ def test_a_model_that_cannot_be_written_is_an_error_and_leaves_nothing(
     assert list(run_dir.iterdir()) == []
 
 
+def test_a_disk_that_is_full_when_hdf5_closes_a_file_is_an_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Can't decrement id ref count (file write failed: errno = 28, error message = '...')")
+
+    run_dir.mkdir()
+    monkeypatch.setattr(keras.saving, "save_model", fail)
+    with pytest.raises(KdistError, match=r"model\.keras: cannot be written: No space left on device"):
+        RunDir(run_dir, "mine").write_model(models.mlp())
+    assert list(run_dir.iterdir()) == []
+
+
 def test_a_chief_that_was_replaced_writes_nothing_over_what_its_successor_wrote(run_dir: Path) -> None:
     folder = RunDir(run_dir, "mine")
     folder.write_result(Result("done", 7))
