@@ -109,7 +109,7 @@ class Embedding(keras.layers.Embedding):
         return self.call(inputs, weights)
 
     def look_up(self, ids: tf.Tensor) -> tf.Tensor:
-        """The vectors `[..., dim]` of dense ids `[...]`; while kdist trains, a function that fetches rows replaces it."""
+        """The vectors of dense ids, `[..., dim]`; while kdist trains, a function that fetches rows is in its place."""
         return super().call(ids) if self.quantization_mode is None else super().quantized_call(ids)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:

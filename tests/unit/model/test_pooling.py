@@ -104,18 +104,18 @@ def test_a_quantized_layer_pools() -> None:
 @pytest.mark.parametrize(
     ("arguments", "given", "message"),
     [
-        ({"combiner": "max"}, (), "combiner='max': must be 'sum', 'mean', 'sqrtn' or None"),
-        ({"combiner": "mean"}, ([1, 2],), r"combiner='mean' pools the ids of each example, .* shape \(2,\)"),
-        ({}, sparse()[:1], "sparse ids have no vectors .* give the layer a combiner: 'sum', 'mean', 'sqrtn'"),
-        ({}, ragged(), "weights are for pooling; give the layer a combiner"),
-        ({"combiner": "sum"}, (ragged()[0], padded()[1]), "the ids are ragged, but the weights dense"),
-        ({"combiner": "sum"}, ([[1, 2]], [[1.0, 2.0, 3.0]]), r"weights have the shape \(1, 3\), and the ids \(1, 2\)"),
-        ({"combiner": "sum"}, (tf.sparse.expand_dims(sparse()[0], 0),), r"must have \[batch, k\]"),
+        ({"combiner": "max"}, lambda: (), "combiner='max': must be 'sum', 'mean', 'sqrtn' or None"),
+        ({"combiner": "mean"}, lambda: ([1, 2],), r"'mean' pools the ids of each example, but ids of shape \(2,\)"),
+        ({}, lambda: sparse()[:1], "sparse ids have no vectors .* give the layer a combiner: 'sum', 'mean', 'sqrtn'"),
+        ({}, ragged, "weights are for pooling; give the layer a combiner"),
+        ({"combiner": "sum"}, lambda: (ragged()[0], padded()[1]), "the ids are ragged, but the weights dense"),
+        ({"combiner": "sum"}, lambda: ([[1, 2]], [[1.0]]), r"weights have the shape \(1, 1\), and the ids \(1, 2\)"),
+        ({"combiner": "sum"}, lambda: (tf.sparse.expand_dims(sparse()[0], 0),), r"must have \[batch, k\]"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(arguments: Any, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Embedding(ROWS, DIM, **arguments)(*(np.array(item) if isinstance(item, list) else item for item in given))
+        Embedding(ROWS, DIM, **arguments)(*(np.array(item) if isinstance(item, list) else item for item in given()))
 
 
 def test_weights_of_other_examples_than_the_ids_are_refused() -> None:
