@@ -134,5 +134,5 @@ def test_ragged_and_sparse_ids_train_and_validate_as_in_keras(is_function: bool,
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert history.history["val_loss"][-1] == pytest.approx(expected.evaluate(pooled_data(), verbose=0), rel=1e-5)
     assert "shared/embeddings: looked up by rows" in (run_dir / "placement.txt").read_text()
-    outputs = trainer.predict(pooled_data(), on_workers=True, verbose=0)
+    outputs = trainer.predict(pooled_data(), verbose=0)
     np.testing.assert_allclose(outputs, expected.predict(pooled_data(), verbose=0), rtol=1e-5, atol=1e-6)
