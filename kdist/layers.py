@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.reserved import reserved_above
+from kdist.pooling import COMBINERS, Combiner, Ragged, as_rows, pool
 
 #: Rows of tables are drawn in blocks of this size. It is part of what a seed means, and never changes. Larger variables
 #: get no memory where a model is built for parameter servers.
@@ -53,8 +54,32 @@ class Embedding(keras.layers.Embedding):
     Tables of more than 64 MB are drawn in blocks, each from a seed of its own. In a model that parameter servers train,
     the servers draw them; where the model is built, they have neither values nor memory.
 
-    Args: those of `keras.layers.Embedding`.
+    Ids are dense, a `tf.RaggedTensor` or a `tf.SparseTensor`. With a combiner, the vectors of the last dimension of the
+    ids are pooled to one, as `tf.nn.embedding_lookup_sparse` does; no ids give zeros. Called with ids and weights, each
+    vector counts by its weight. With `mask_zero`, id 0 does not count, and the pooled vectors have no mask.
+
+    Call arguments:
+        inputs: integer ids: `[batch, ...]`, ragged `[batch, None]`, or, with a combiner, sparse `[batch, k]`, whose
+            indices are sorted.
+        weights: floating point, with a combiner only: of the kind of the ids, with their shape, row splits or indices.
+
+    Returns:
+        `[..., dim]` in the compute dtype for ids `[...]`, ragged for ragged ones; with a combiner `[..., dim]` for ids
+        `[..., k]`: dense `[batch, dim]` for ragged `[batch, None]`.
+
+    Args: those of `keras.layers.Embedding`, and by name
+        combiner: `sum`, `mean` or `sqrtn`; None for one vector per id.
+
+    Raises:
+        ValueError: an unknown combiner; ids without a dimension to pool over; weights or sparse ids without a combiner;
+            weights of another kind or shape than the ids.
     """
+
+    def __init__(self, *args: Any, combiner: Combiner | None = None, **kwargs: Any) -> None:
+        if combiner is not None and combiner not in COMBINERS:
+            raise ValueError(f"combiner={combiner!r}: must be {', '.join(map(repr, COMBINERS))} or None")
+        super().__init__(*args, **kwargs)
+        self.combiner = combiner
 
     def build(self, input_shape: Any = None) -> None:
         shape, given = (self.input_dim, self.output_dim), vars(self)["embeddings_initializer"]
@@ -68,6 +93,77 @@ class Embedding(keras.layers.Embedding):
             super().build(input_shape)
         finally:
             self.embeddings_initializer = given
+
+    def call(self, inputs: Any, weights: Any = None) -> Ragged:
+        self._check(inputs, weights)
+        if isinstance(inputs, tf.SparseTensor):
+            inputs, weights = as_rows(inputs, weights)
+        vectors = tf.ragged.map_flat_values(self.look_up, inputs)
+        if self.combiner is None:
+            return vectors
+        if self.mask_zero:
+            weights = tf.ragged.map_flat_values(_zero_at_0, inputs, 1.0 if weights is None else weights)
+        return pool(vectors, weights, self.combiner)
+
+    def quantized_call(self, inputs: Any, weights: Any = None) -> Ragged:
+        return self.call(inputs, weights)
+
+    def look_up(self, ids: tf.Tensor) -> tf.Tensor:
+        """The vectors of dense ids, `[..., dim]`; while kdist trains, a function that fetches rows is in its place."""
+        return super().call(ids) if self.quantization_mode is None else super().quantized_call(ids)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        return super().compute_mask(inputs, mask) if self.combiner is None else None
+
+    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
+        of_vectors = input_shape if self.combiner is None else input_shape[:-1]
+        return (*of_vectors, self.output_dim)
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> keras.KerasTensor:
+        self._check(inputs, weights)
+        shape = self.compute_output_shape(inputs.shape)
+        ragged = inputs.ragged and (self.combiner is None or len(shape) > 2)
+        return keras.KerasTensor(shape, self.compute_dtype, ragged=ragged)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "combiner": self.combiner}
+
+    def _check(self, ids: Any, weights: Any) -> None:
+        """Raises `ValueError` for ids and weights that do not go with the combiner, or with each other."""
+        where, shape = f"layer {self.name}", tuple(ids.shape)
+        if self.combiner is None:
+            allowed = f"; give the layer a combiner: {', '.join(map(repr, COMBINERS))}"
+            if weights is not None:
+                raise ValueError(f"{where}: weights are for pooling{allowed}")
+            if _kind(ids) == "sparse":
+                raise ValueError(f"{where}: sparse ids have no vectors of their own shape{allowed}, or use ragged ids")
+            return
+        if len(shape) < 2:
+            raise ValueError(
+                f"{where}: combiner={self.combiner!r} pools the ids of each example, but ids of shape {shape} are one "
+                "for each; give dense [batch, k], ragged or sparse ids, or leave out the combiner"
+            )
+        if _kind(ids) == "sparse" and len(shape) > 2:
+            raise ValueError(f"{where}: sparse ids have the shape {shape}, and must have [batch, k]")
+        if weights is None:
+            return
+        if _kind(weights) != _kind(ids):
+            raise ValueError(f"{where}: the ids are {_kind(ids)}, but the weights {_kind(weights)}; both must be alike")
+        if not tf.TensorShape(ids.shape).is_compatible_with(weights.shape):
+            raise ValueError(f"{where}: the weights have the shape {tuple(weights.shape)}, and the ids {shape}")
+
+
+def _kind(tensor: Any) -> str:
+    """Of a tensor or a `KerasTensor`."""
+    if isinstance(tensor, tf.SparseTensor) or getattr(tensor, "sparse", False):
+        return "sparse"
+    return "ragged" if isinstance(tensor, tf.RaggedTensor) or getattr(tensor, "ragged", False) else "dense"
+
+
+def _zero_at_0(ids: tf.Tensor, weights: Any) -> tf.Tensor:
+    """The weights of ids, 0 for id 0."""
+    weights = tf.convert_to_tensor(weights)
+    return tf.where(ids != 0, weights, tf.zeros([], weights.dtype))
 
 
 class TableInitializer:

@@ -167,7 +167,16 @@ class Share:
 
 
 def as_array(values: Any) -> np.ndarray | Hdf5Rows:
-    """Anything that NumPy makes an array of as an array; what is in a file is not read."""
+    """Anything that NumPy makes an array of as an array; what is in a file is not read.
+
+    Raises:
+        ConfigError: a ragged or sparse tensor.
+    """
+    if isinstance(values, (tf.RaggedTensor, tf.SparseTensor)):
+        raise ConfigError(
+            f"a {type(values).__name__} of shape {tuple(values.shape)} is no array; give ragged and sparse tensors in "
+            "a dataset: tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)"
+        )
     if isinstance(values, h5py.Dataset):
         return hdf5_array(values)
     return values if isinstance(values, (np.memmap, Hdf5Rows)) else np.asarray(values)

@@ -77,7 +77,7 @@ def column_of(values: Any) -> Column:
     """The column of an array; see `as_array`.
 
     Raises:
-        ConfigError: an array of Python objects.
+        ConfigError: an array of Python objects, or a ragged or sparse tensor.
     """
     array = as_array(values)
     column = Column(array)

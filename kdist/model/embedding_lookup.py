@@ -116,12 +116,12 @@ class RowLookups:
     @contextmanager
     def active(self) -> Iterator[None]:
         for index, layer in self._layers.items():
-            object.__setattr__(layer, "call", self._call_of(index, layer))
+            object.__setattr__(layer, _lookup_method(layer), self._lookup_of(index, layer))
         try:
             yield
         finally:
             for layer in self._layers.values():
-                object.__delattr__(layer, "call")
+                object.__delattr__(layer, _lookup_method(layer))
 
     @property
     def rows(self) -> list[list[list[tf.Tensor]]]:
@@ -157,32 +157,43 @@ class RowLookups:
             self.levels.arrive(self.rounds[number][g].inputs, number + 1)
         return self.rounds[number][g]
 
-    def _call_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
-        original = layer.call
+    def _lookup_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
+        original = getattr(layer, _lookup_method(layer))
         g, place = self._place[index]
         group = self._groups[g]
 
+        def look_up(ids: tf.Tensor) -> tf.Tensor:
+            number = self.levels.of(ids)
+            arriving = self._arriving(number, g)
+            flat_ids = tf.reshape(tf.cast(ids, tf.int64), [-1])
+            rows = tf.compat.v1.placeholder(group.dtype, [*flat_ids.shape, *group.row_shape])
+            arriving.lookups.append(Lookup(place, flat_ids, rows))
+            self.levels.arrive([rows], number + 1)
+            if self._tape is not None:
+                self._tape.watch(rows)
+            # What the layer does with the rows; the table is not here.
+            looked_up = tf.reshape(rows, tf.concat([tf.shape(ids), group.row_shape], 0))
+            looked_up.set_shape([*ids.shape, *group.row_shape])
+            return tf.cast(looked_up, layer.compute_dtype)
+
         def call(inputs: Any) -> Any:
-            if not isinstance(inputs, tf.Tensor):
+            if isinstance(inputs, tf.SparseTensor):
+                # Keras's layer looks up row 0 where a sparse tensor holds nothing.
+                inputs = tf.sparse.to_dense(inputs)
+            if not isinstance(inputs, (tf.Tensor, tf.RaggedTensor)):
                 self.hidden[index] = f"ids as {type(inputs).__name__}"
                 return original(inputs)
             if tf.compat.v1.get_default_graph() is not self._graph:
                 self.hidden[index] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
-            number = self.levels.of(inputs)
-            arriving = self._arriving(number, g)
-            ids = tf.reshape(tf.cast(inputs, tf.int64), [-1])
-            rows = tf.compat.v1.placeholder(group.dtype, [*ids.shape, *group.row_shape])
-            arriving.lookups.append(Lookup(place, ids, rows))
-            self.levels.arrive([rows], number + 1)
-            if self._tape is not None:
-                self._tape.watch(rows)
-            # What the layer does with the rows; the table is not here.
-            looked_up = tf.reshape(rows, tf.concat([tf.shape(inputs), group.row_shape], 0))
-            looked_up.set_shape([*inputs.shape, *group.row_shape])
-            return tf.cast(looked_up, layer.compute_dtype)
+            return tf.ragged.map_flat_values(look_up, inputs)
 
         return call
+
+
+def _lookup_method(layer: keras.layers.Embedding) -> str:
+    """What a layer calls with ids to get their vectors, and does nothing else in."""
+    return "look_up" if isinstance(layer, Embedding) else "call"
 
 
 def _by_table(group: TableGroup, arriving: ArrivingRows, of_lookups: Sequence[Any]) -> dict[int, tf.IndexedSlices]:

@@ -51,7 +51,10 @@ def write_model_file(model: keras.Model, path: Path) -> None:
 
 
 def _name_layers_as_keras_does(config: Path) -> None:
-    """Replaces `kdist.layers.Embedding`s in a saved model by Keras's own, which read the same config and weights."""
+    """Replaces `kdist.layers.Embedding`s in a saved model by Keras's own, which read the same config and weights.
+
+    Those with a combiner stay: Keras's layer does not pool.
+    """
 
     def renamed(node: Any) -> Any:
         if isinstance(node, list):
@@ -59,8 +62,9 @@ def _name_layers_as_keras_does(config: Path) -> None:
         if not isinstance(node, dict):
             return node
         node = {key: renamed(item) for key, item in node.items()}
-        if node.get("registered_name") == "kdist>Embedding":
-            node |= {"module": "keras.layers", "registered_name": None}
+        if node.get("registered_name") == "kdist>Embedding" and node["config"].get("combiner") is None:
+            config = {key: value for key, value in node["config"].items() if key != "combiner"}
+            node |= {"module": "keras.layers", "registered_name": None, "config": config}
         return node
 
     config.write_text(json.dumps(renamed(json.loads(config.read_text()))))

@@ -63,6 +63,13 @@ def test_python_objects_are_refused() -> None:
         training_data(np.array([[1, 2], [3]], object))
 
 
+def test_ragged_and_sparse_tensors_are_no_arrays() -> None:
+    ragged = tf.ragged.constant([[1, 2], []])
+    for values in (ragged, ragged.to_sparse()):
+        with pytest.raises(ConfigError, match=r"of shape \(2, .*from_tensor_slices\(\(x, y\)\)"):
+            training_data(values, np.zeros(2))
+
+
 def test_specs_copy_nothing() -> None:
     class Untouchable(np.ndarray):
         def __getitem__(self, item: Any) -> Any:
