@@ -44,13 +44,13 @@ def test_a_server_that_is_killed_too_often_ends_the_run(drill: Drill) -> None:
 
 @pytest.mark.long
 def test_a_server_that_is_killed_while_a_worker_comes_back(drill: Drill) -> None:
-    run = drill.start(*MINE, *CALLS, "cluster=1ps2w", "train.steps=5000")
+    run = drill.start(*MINE, *CALLS, "cluster=1ps2w", "train.steps=20000")
     run.wait_for(r"save  \| step +500")
     run.signal_task("worker:0")
     run.wait_for(r"worker:0 died .* restarting")
     run.signal_task("ps:0")
     ended = run.end(90)
-    assert (ended.code, ended.step) == (0, 5000)
+    assert (ended.code, ended.step) == (0, 20000)
     assert ended.result["restarts"]["cluster"] == 1
     drill.report(7, "a ps killed while a worker comes back", "resumed from the newest checkpoint", ended)
 
