@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from kdist.errors import ConfigError
-from kdist.layers import made_on_servers
+from kdist.layers.initial_rows import made_on_servers
 from kdist.model.model_checks import check_has_values, check_model
 
 

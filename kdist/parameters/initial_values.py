@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdist._compat.reserved import hand_over, made_by
 from kdist.errors import ConfigError
-from kdist.layers import TableInitializer
+from kdist.layers.initial_rows import TableInitializer
 from kdist.parameters.named_values import NamedValues, assign_rows
 from kdist.parameters.packing import Blocks
 from kdist.parameters.placement import Shard

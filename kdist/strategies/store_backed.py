@@ -22,7 +22,7 @@ from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
-from kdist.layers import made_on_servers
+from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import GLOBAL_STEP, SEED, variable_names

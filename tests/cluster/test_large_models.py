@@ -33,7 +33,7 @@ ROWS, DIM = 1000, 8
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NamedValues, "piece_bytes", 1 << 12)
-    monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 1 << 11)
+    monkeypatch.setattr("kdist.layers.initial_rows._BLOCK_BYTES", 1 << 11)
     # Kernel and bias travel apart.
     monkeypatch.setattr(Wire, "max_bytes", 64)
     # The arrays of a worker travel in several chunks.

@@ -11,7 +11,8 @@ import pytest
 from keras import layers
 
 import kdist
-from kdist.layers import Embedding, TableInitializer
+from kdist.layers import Embedding
+from kdist.layers.initial_rows import TableInitializer
 
 ROWS, DIM = 30, 4
 
@@ -181,7 +182,7 @@ def test_the_first_block_of_a_table_is_drawn_as_by_keras(initializer: Any) -> No
 
 
 def test_blocks_differ_and_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 7 * DIM * 4)
+    monkeypatch.setattr("kdist.layers.initial_rows._BLOCK_BYTES", 7 * DIM * 4)
     keras.utils.set_random_seed(3)
     layer = Embedding(ROWS, DIM)
     layer.build()

@@ -14,9 +14,9 @@ from keras import layers
 import kdist
 from kdist.launch.fit_arguments import FitArguments
 from kdist.layers import Embedding
+from kdist.layers.pooling import COMBINERS
 from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.replica_step import ReplicaStep
-from kdist.pooling import COMBINERS
 from kdist.strategies.store_backed import prepare
 
 ROWS, DIM = 12, 3

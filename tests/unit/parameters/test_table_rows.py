@@ -16,7 +16,7 @@ import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
 from kdist.launch.fit_arguments import FitArguments
-from kdist.layers import made_on_servers
+from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.table_groups import TableGroup, single_groups
 from kdist.parameters.histograms import Histograms
@@ -135,7 +135,7 @@ def test_servers_draw_each_of_them_as_keras_would(run_dir: Path, monkeypatch: py
     }
     monkeypatch.setattr(NamedValues, "piece_bytes", 64)
     # Only the largest ones are drawn by servers; values of the others travel.
-    monkeypatch.setattr("kdist.layers._BLOCK_BYTES", 12 * DIM * 4)
+    monkeypatch.setattr("kdist.layers.initial_rows._BLOCK_BYTES", 12 * DIM * 4)
     with made_on_servers():
         training = prepared(run_dir)
     found = store_of(training, num_servers=2).values.read()
