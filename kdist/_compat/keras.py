@@ -325,6 +325,11 @@ def open_rows(variable: keras.Variable) -> None:
     variable._shape = (None, *variable.shape[1:])
 
 
+def set_value(variable: keras.Variable, value: tf.Variable) -> None:
+    """Lets a variable be stored in another one of TensorFlow, whose number of rows may be another, and may change."""
+    variable._value = value
+
+
 def forget_model(callback: keras.callbacks.Callback) -> None:
     """Takes the model away from a copy of a callback that travels to another process."""
     callback._model = None

@@ -10,21 +10,26 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import layers_of, table_of
-from kdist.layers import Embedding
+from kdist._compat.keras import layers_of, main_optimizer, table_of
+from kdist.errors import ConfigError
+from kdist.layers import DynamicEmbedding, Embedding
+from kdist.layers.pooled_lookup import PooledLookup
 from kdist.model.phases import Levels
 from kdist.model.table_groups import TableGroup
 
 
-def embedding_layers(model: keras.Model, trainable: Sequence[keras.Variable]) -> dict[int, keras.layers.Embedding]:
+def embedding_layers(model: keras.Model, trainable: Sequence[keras.Variable]) -> dict[int, keras.layers.Layer]:
     """The embedding layers of `model` by the index of their table in `trainable`."""
     index_of = {id(variable): i for i, variable in enumerate(trainable)}
-    layers = [v for v in layers_of(model) if type(v) in (keras.layers.Embedding, Embedding) and v.built]
-    return {index_of[id(table_of(v))]: v for v in layers if id(table_of(v)) in index_of}
+    kinds = keras.layers.Embedding, Embedding, DynamicEmbedding
+    layers = [layer for layer in layers_of(model) if type(layer) in kinds and layer.built]
+    return {index_of[id(table_of(layer))]: layer for layer in layers if id(table_of(layer)) in index_of}
 
 
-def why_needed_whole(layer: keras.layers.Embedding) -> str | None:
+def why_needed_whole(layer: keras.layers.Layer) -> str | None:
     """The part of a layer that acts on its whole table; None if there is none."""
+    if isinstance(layer, DynamicEmbedding):
+        return None
     if layer.embeddings_regularizer is not None:
         return "its regularizer"
     if layer.embeddings_constraint is not None:
@@ -32,6 +37,26 @@ def why_needed_whole(layer: keras.layers.Embedding) -> str | None:
     if layer.lora_enabled:
         return "LoRA"
     return None
+
+
+def check_dynamic_layers(
+    model: keras.Model, row_wise: Mapping[int, keras.layers.Layer], whole: Mapping[int, str]
+) -> None:
+    """Refuses, with a `ConfigError`, a `kdist.layers.DynamicEmbedding` whose rows a step could not fetch or update.
+
+    Args:
+        row_wise: layers with tables of which rows are looked up and updated, by index.
+        whole: why other tables are needed as a whole.
+    """
+    found = {id(layer) for layer in row_wise.values()}
+    for layer in layers_of(model):
+        if isinstance(layer, DynamicEmbedding) and layer.built and id(layer) not in found:
+            why = "it is frozen" if not layer.trainable else "; ".join(dict.fromkeys(whole.values()))
+            why = why or f"{type(main_optimizer(model)).__name__} does not treat each element by itself"
+            raise ConfigError(
+                f"model {model.name}: the DynamicEmbedding {layer.name} has no rows to train: {why}; it needs the "
+                "built-in train step, an optimizer such as Adagrad, Adam or SGD, and lookups outside of loops"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +125,7 @@ class RowLookups:
 
     def __init__(
         self,
-        layers: Mapping[int, keras.layers.Embedding],
+        layers: Mapping[int, keras.layers.Layer],
         groups: Sequence[TableGroup],
         tape: tf.GradientTape | None = None,
     ) -> None:
@@ -157,7 +182,7 @@ class RowLookups:
             self.levels.arrive(self.rounds[number][g].inputs, number + 1)
         return self.rounds[number][g]
 
-    def _lookup_of(self, index: int, layer: keras.layers.Embedding) -> Callable[..., Any]:
+    def _lookup_of(self, index: int, layer: keras.layers.Layer) -> Callable[..., Any]:
         original = getattr(layer, _lookup_method(layer))
         g, place = self._place[index]
         group = self._groups[g]
@@ -165,7 +190,8 @@ class RowLookups:
         def look_up(ids: tf.Tensor) -> tf.Tensor:
             number = self.levels.of(ids)
             arriving = self._arriving(number, g)
-            flat_ids = tf.reshape(tf.cast(ids, tf.int64), [-1])
+            keys = layer.as_keys(ids) if isinstance(layer, DynamicEmbedding) else tf.cast(ids, tf.int64)
+            flat_ids = tf.reshape(keys, [-1])
             rows = tf.compat.v1.placeholder(group.dtype, [*flat_ids.shape, *group.row_shape])
             arriving.lookups.append(Lookup(place, flat_ids, rows))
             self.levels.arrive([rows], number + 1)
@@ -191,9 +217,9 @@ class RowLookups:
         return call
 
 
-def _lookup_method(layer: keras.layers.Embedding) -> str:
+def _lookup_method(layer: keras.layers.Layer) -> str:
     """What a layer calls with ids to get their vectors, and does nothing else in."""
-    return "look_up" if isinstance(layer, Embedding) else "call"
+    return "look_up" if isinstance(layer, PooledLookup) else "call"
 
 
 def _by_table(group: TableGroup, arriving: ArrivingRows, of_lookups: Sequence[Any]) -> dict[int, tf.IndexedSlices]:

@@ -7,6 +7,7 @@ are fetched at once; then it goes on. Where ids depend on rows, there are severa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -14,6 +15,19 @@ import tensorflow as tf
 from kdist.model.embedding_lookup import ArrivingRows, RowLookups
 from kdist.model.phases import Phases
 from kdist.model.table_groups import TableGroup
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows of a group.
+
+    Attributes:
+        numbers: int64 `[n]`, each once.
+        tables: the position of the table of each in the group, int32 `[n]`, in ascending order.
+    """
+
+    numbers: tf.Tensor
+    tables: tf.Tensor
 
 
 class RowSource(Protocol):
@@ -27,8 +41,8 @@ class RowSource(Protocol):
             ids: int64 `[n]`; all of them are in their tables.
         """
 
-    def fetch(self, wanted: Mapping[int, tf.Tensor]) -> Mapping[int, tf.Tensor]:
-        """Rows of groups, `[n, ...]`, by their numbers, int64 `[n]`, each once."""
+    def fetch(self, wanted: Mapping[int, Wanted]) -> Mapping[int, tf.Tensor]:
+        """Rows of groups, `[n, ...]`."""
 
 
 #: What the error of an id that is not in its table says, before the index of the table and the id.
@@ -76,17 +90,18 @@ class LookupRounds:
     def _arrive(self, of_round: Mapping[int, ArrivingRows], wanted: Sequence[Any], source: RowSource) -> list[Any]:
         """What arrives in a round, as `ArrivingRows.inputs`, from the ids of its lookups."""
         arrived: dict[int, list[Any]] = {}
-        numbers: dict[int, tf.Tensor] = {}
+        rows_of: dict[int, Wanted] = {}
         sizes: dict[int, tf.Tensor] = {}
         for (g, arriving), of_lookups in zip(of_round.items(), wanted):
             tables = tuple(lookup.table for lookup in arriving.by_table)
             ids, of_id, sizes[g] = self._join(self._groups[g], tables, of_lookups)
-            numbers[g], places = tf.unique(source.number(g, of_id, ids))
+            numbers, places = tf.unique(source.number(g, of_id, ids))
             # A row is of one table, so that those of each table are next to each other, as its lookups are.
-            of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers[g]))
+            of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers))
+            rows_of[g] = Wanted(numbers, of_row)
             counts = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
-            arrived[g] = [numbers[g], tf.gather(counts, list(dict.fromkeys(tables))), places]
-        rows = source.fetch(numbers)
+            arrived[g] = [numbers, tf.gather(counts, list(dict.fromkeys(tables))), places]
+        rows = source.fetch(rows_of)
         return [
             [*found, *tf.split(tf.gather(rows[g], found[-1]), sizes[g], num=len(of_lookups))]
             for (g, found), of_lookups in zip(arrived.items(), wanted)
@@ -108,6 +123,8 @@ def _join(
     sizes = [tf.size(of_lookup) for of_lookup in ids]
     every = tf.concat(ids, 0)
     table = tf.concat([tf.fill([size], place) for size, place in zip(sizes, tables)], 0)
+    if group.dynamic:
+        return every, table, tf.stack(sizes)
     is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), table))
     # Otherwise a wrong id would be a row of another table.
     checked = _assert_none(is_wrong, tf.gather(tf.constant(group.tables), table), every)

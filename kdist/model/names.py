@@ -42,6 +42,26 @@ def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> l
     return names
 
 
+def dynamic_names(vectors: str, columns: Sequence[str]) -> dict[str, str]:
+    """The names of the columns of a dynamic table, by those that a server gives them.
+
+    Args:
+        vectors: that of the variable which stands for its vectors: `dynamic_embedding/embeddings`.
+        columns: `vectors`, `ids`, `counts`, `last_steps`, and the others are slots.
+
+    Returns:
+        `parameters/<vectors>`, `parameters/<vectors>_ids`, `state/<vectors>_counts`, `state/<vectors>_last_steps` and
+        `slots/<vectors>/<slot>`.
+    """
+    known = {
+        "vectors": f"parameters/{vectors}",
+        "ids": f"parameters/{vectors}_ids",
+        "counts": f"state/{vectors}_counts",
+        "last_steps": f"state/{vectors}_last_steps",
+    }
+    return {column: known.get(column, f"slots/{vectors}/{column}") for column in columns}
+
+
 def is_seed(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a random seed: each worker has its own, and none is stored."""
     return variable.name == "seed_generator_state"

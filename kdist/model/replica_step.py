@@ -22,8 +22,8 @@ from kdist._compat.keras import (
     recorded_reductions,
 )
 from kdist.errors import ConfigError
-from kdist.layers import Embedding
-from kdist.model.embedding_lookup import RowLookups, embedding_layers, why_needed_whole
+from kdist.layers.pooled_lookup import PooledLookup
+from kdist.model.embedding_lookup import RowLookups, check_dynamic_layers, embedding_layers, why_needed_whole
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
@@ -85,7 +85,7 @@ class ReplicaStep:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
         self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, weights)
         self._has_dense: frozenset[int] = frozenset()
-        self.tables: dict[int, keras.layers.Embedding] = {}
+        self.tables: dict[int, keras.layers.Layer] = {}
         self.table_groups: list[TableGroup] = []
         self.whole_tables: dict[int, str] = {}
         self.clock: list[Clock] = []
@@ -93,6 +93,7 @@ class ReplicaStep:
             self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
         self._batch_spec = batch_spec
         self._find_tables()
+        check_dynamic_layers(model, {i: layer for i, layer in self.tables.items() if i in self.row_wise}, self.whole_tables)
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
         # Traced once, no matter how many steps a call unrolls.
         self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
@@ -119,6 +120,11 @@ class ReplicaStep:
     def row_wise(self) -> frozenset[int]:
         """The tables of which the optimizer updates only the rows that were looked up, by index."""
         return frozenset(index for group in self.table_groups if group.is_row_wise for index in group.tables)
+
+    @property
+    def dynamic(self) -> frozenset[int]:
+        """The tables without a length, by index."""
+        return frozenset(index for group in self.table_groups if group.dynamic for index in group.tables)
 
     @property
     def is_self_contained(self) -> bool:
@@ -255,7 +261,7 @@ class ReplicaStep:
         batch: Any,
         clock: Sequence[tf.Tensor],
         *,
-        tables: Mapping[int, keras.layers.Embedding] = MappingProxyType({}),
+        tables: Mapping[int, keras.layers.Layer] = MappingProxyType({}),
         groups: Sequence[TableGroup] = (),
         whole_tables: Mapping[int, tf.Tensor] | None = None,
     ) -> tuple[ReplicaOutput, RowLookups]:
@@ -336,7 +342,7 @@ class ReplicaStep:
         with_gradient: set[int] = set()
         # Optimizers that are not elementwise need the whole variable.
         can_be_row_wise = is_elementwise(main_optimizer(self.model))
-        row_wise = frozenset(i for i, layer in candidates.items() if can_be_row_wise and isinstance(layer, Embedding))
+        row_wise = frozenset(i for i, layer in candidates.items() if can_be_row_wise and isinstance(layer, PooledLookup))
 
         def probe(tables: list[tf.Tensor], *arguments: Any) -> None:
             whole = dict(zip(candidates, tables))

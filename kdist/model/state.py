@@ -10,14 +10,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter
+from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter, table_of
 from kdist._compat.reserved import made_by
+from kdist.layers import DynamicEmbedding
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import (
     DROPPED_STEPS,
     DYNAMIC_SCALE,
     DYNAMIC_SCALE_STEPS,
     GLOBAL_STEP,
+    dynamic_names,
     is_seed,
     variable_names,
 )
@@ -81,8 +83,11 @@ def names_here(model: keras.Model) -> list[str]:
 
 def read_from_model(model: keras.Model, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """The values of a model and its optimizer, by their names in a checkpoint; only `names` if they are given."""
-    named = _named_variables(model)
-    return {name: variable.numpy() for name, variable in named.items() if names is None or name in names}
+    named = {name: variable.numpy for name, variable in _named_variables(model).items()}
+    for name, layer in _dynamic_layers(model).items():
+        named |= {dynamic_names(name, ["ids"])["ids"]: lambda of=layer: of.ids}
+        named |= {dynamic_names(name, ["vectors"])["vectors"]: lambda of=layer: of.rows}
+    return {name: read() for name, read in named.items() if names is None or name in names}
 
 
 def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None:
@@ -91,6 +96,10 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
         # The states of random seeds belong to each worker and are not stored.
         if name in values:
             variable.assign(values[name])
+    for name, layer in _dynamic_layers(model).items():
+        ids, vectors = dynamic_names(name, ["ids", "vectors"]).values()
+        if ids in values and vectors in values:
+            layer.set_rows(values[ids], values[vectors])
     if GLOBAL_STEP in values:
         # Keras's optimizers do not count a step whose gradients have overflowed.
         step = int(values[GLOBAL_STEP]) - int(values.get(DROPPED_STEPS, 0))
@@ -103,6 +112,15 @@ def finalize_ema(model: keras.Model) -> None:
     """Gives the model the moving averages of its parameters, as Keras does at the end of `fit`, if it keeps any."""
     if main_optimizer(model).use_ema:
         main_optimizer(model).finalize_variable_values(variables_of(model)[0])
+
+
+def _dynamic_layers(model: keras.Model) -> dict[str, DynamicEmbedding]:
+    """Its layers with rows instead of variables, by the names of the variables that stand for their vectors."""
+    trainable, others = variables_of(model)
+    variables = [*trainable, *others]
+    names = {id(variable): name for variable, name in zip(variables, variable_names(model, variables))}
+    layers = [layer for layer in layers_of(model) if isinstance(layer, DynamicEmbedding) and layer.built]
+    return {names[id(table_of(layer))]: layer for layer in layers}
 
 
 def parameter_names(model: keras.Model) -> dict[str, keras.Variable]:
@@ -122,4 +140,6 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
         named |= group.state(trainable, names[: len(trainable)])
     if scaling is not None:
         named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}
-    return {**named, GLOBAL_STEP: step_counter(optimizer)}
+    of_dynamic = tuple(f"{kind}/{name}" for name in _dynamic_layers(model) for kind in ("parameters", "slots"))
+    stored = {name: variable for name, variable in named.items() if not name.startswith(of_dynamic)} if of_dynamic else named
+    return {**stored, GLOBAL_STEP: step_counter(optimizer)}

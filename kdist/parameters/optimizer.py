@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +17,7 @@ from kdist._compat.keras import (
     missing_variables,
     open_rows,
     set_path,
+    set_value,
     step_counter,
     unbuilt_copy,
 )
@@ -27,7 +26,9 @@ from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import optimizer_state
 from kdist.model.updates import OptimizerGroup
+from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.optimizer_kernels import BY_KERNEL
+from kdist.parameters.row_lock import RowLock
 
 
 class ServerOptimizer:
@@ -41,6 +42,7 @@ class ServerOptimizer:
         originals: the model's trainable variables of this server.
         variables: the server's variables for them, or for some of their rows, in the same order.
         row_wise: for each, whether a sparse gradient updates only its own rows, whatever Keras does with the others.
+        dynamic: those that have the rows of dynamic tables, by index; their gradients are of keys.
         device: the device of the server.
         is_shared: whether several workers make updates at the same time.
     """
@@ -51,6 +53,7 @@ class ServerOptimizer:
         originals: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
         row_wise: Sequence[bool],
+        dynamic: Mapping[int, DynamicTable],
         device: str,
         *,
         is_shared: bool,
@@ -58,7 +61,7 @@ class ServerOptimizer:
         self._variables = list(variables)
         with tf.device(device):
             self._by_rows = {
-                i: RowOptimizer(optimizer, originals[i], variable, is_shared=is_shared)
+                i: RowOptimizer(optimizer, originals[i], variable, dynamic.get(i), is_shared=is_shared)
                 for i, (variable, is_row_wise) in enumerate(zip(self._variables, row_wise))
                 if is_row_wise
             }
@@ -133,7 +136,7 @@ class RowOptimizer:
     The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
     the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
 
-    Args: those of `ServerOptimizer`, for one variable.
+    Args: those of `ServerOptimizer`, for one variable; `table` if it has the rows of a dynamic one.
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
@@ -144,10 +147,12 @@ class RowOptimizer:
         optimizer: keras.optimizers.Optimizer,
         original: keras.Variable,
         variable: keras.Variable,
+        table: DynamicTable | None,
         *,
         is_shared: bool,
     ) -> None:
-        self._lock = _Lock(is_shared=is_shared)
+        self._table = table
+        self._lock = RowLock(is_shared=is_shared) if table is None else table.lock
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
         self._pure = unbuilt_copy(self.optimizer, pure)
@@ -161,12 +166,19 @@ class RowOptimizer:
         slots = optimizer_state(self.optimizer, [variable], ["it"])
         self._pairs = [(self._stand_in, variable)]
         self._pairs += [(stand_in, slots[name]) for name, stand_in in stand_ins.items() if name.startswith("slots/")]
+        if table is not None:
+            for name, stand_in in stand_ins.items():
+                if name.startswith("slots/"):
+                    slot = table.add_slot(name.removeprefix("slots/it/"), stand_in.numpy()[0], stand_in.value.dtype)
+                    set_value(slots[name], slot)
         for stand_in, _ in self._pairs:
             open_rows(stand_in)
 
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
         with self._lock.held([gradient.values, gradient.indices, step]) as updates:
+            if self._table is not None:
+                gradient = self._table.updated(gradient, step, updates)
             rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
             with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
                 scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
@@ -177,34 +189,6 @@ class RowOptimizer:
             for stand_in, real in self._pairs:
                 handle, new = real.value.handle, scope.get_current_value(stand_in)
                 updates.append(tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=gradient.indices, updates=new))
-
-
-class _Lock:
-    """Lets the updates of several workers read and write rows one after the other, so that none undoes another one.
-
-    It is on the server of the rows, and nothing waits for another task while it is held. A call that ends early
-    releases it.
-
-    Args:
-        is_shared: whether several workers make updates; otherwise nothing is locked.
-    """
-
-    def __init__(self, *, is_shared: bool) -> None:
-        self._mutex = tf.raw_ops.MutexV2(shared_name=f"kdist_{uuid.uuid4().hex}") if is_shared else None
-
-    @contextmanager
-    def held(self, arrived: Sequence[tf.Tensor]) -> Iterator[list[tf.Operation]]:
-        """Locked from when `arrived` is there until the operations have run that are added to the list; traced."""
-        updates: list[tf.Operation] = []
-        if self._mutex is None:
-            yield updates
-            return
-        with tf.control_dependencies(arrived):
-            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
-        with tf.control_dependencies([lock]):
-            yield updates
-        with tf.control_dependencies(updates):
-            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
 def check_slots_only(group: OptimizerGroup, trainable: Sequence[keras.Variable]) -> None:

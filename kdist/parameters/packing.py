@@ -19,6 +19,7 @@ from kdist._compat.keras import decays, set_path
 from kdist._compat.reserved import made_by
 from kdist.model.table_groups import TableGroup
 from kdist.model.updates import StepUpdates, Update
+from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import cut, fuse, unfuse
@@ -58,6 +59,11 @@ class ModelVariables:
         """The index of its group, if it is a table that is looked up."""
         return next((g for g, group in enumerate(self.table_groups) if variable in group.tables), None)
 
+    def is_dynamic(self, variable: int) -> bool:
+        """Whether it stands for a table without a length."""
+        group = self.table_group(variable)
+        return group is not None and bool(self.table_groups[group].dynamic)
+
     def is_row_wise(self, variable: int) -> bool:
         """Whether it is a table of which only rows that were looked up are updated."""
         group = self.table_group(variable)
@@ -74,6 +80,7 @@ class Block:
             or they are of tables, and their rows follow each other.
         is_parameter: whether they belong to trainable variables rather than to state.
         is_table, is_row_wise: whether they are of tables that are looked up by rows; that are also updated so.
+        is_dynamic: whether they are of dynamic tables; the variable is that of `DynamicTable.vectors`.
     """
 
     server: int
@@ -82,6 +89,7 @@ class Block:
     is_parameter: bool
     is_table: bool
     is_row_wise: bool
+    is_dynamic: bool
 
     @property
     def is_joint(self) -> bool:
@@ -193,6 +201,17 @@ class Blocks(Sequence[Block]):
         are_here = all(made_by(self._all_variables[self._shards[i].variable]) is None for i in shards)
         return not are_here or sum(map(self._num_bytes, shards)) > NamedValues.piece_bytes
 
+    def make_dynamic(self, devices: Sequence[str]) -> dict[int, DynamicTable]:
+        """The rows of the blocks of dynamic tables, none at first, on the devices of the servers."""
+        found = {}
+        for b, block in enumerate(self._blocks):
+            if block.is_dynamic:
+                group = self._variables.table_group(self._shards[block.shards[0]].variable)
+                assert group is not None
+                of_group = self._variables.table_groups[group]
+                found[b] = DynamicTable(of_group, devices[block.server], block.server, len(devices))
+        return found
+
     def make_variable(self, block: int, device: str) -> keras.Variable:
         """The variable that stores a block, with its initial value if it does not start empty."""
         original, is_flat = self.original(block), self._blocks[block].is_flat
@@ -234,6 +253,7 @@ class Blocks(Sequence[Block]):
             is_parameter=variables.is_parameter(first.variable),
             is_table=variables.table_group(first.variable) is not None,
             is_row_wise=variables.is_row_wise(first.variable),
+            is_dynamic=variables.is_dynamic(first.variable),
         )
 
     def _is_in(self, update: Update, variable: int) -> bool:

@@ -39,6 +39,7 @@ class Variable:
         can_be_cut: whether its rows may be on different servers.
         always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
         travels: whether its value goes to workers in every step; of a table that is looked up, rows do.
+        is_dynamic: whether it is a table that has no rows at first, and every server some later.
         note: a remark in the plan, for example why a table is not looked up by rows.
     """
 
@@ -49,6 +50,7 @@ class Variable:
     can_be_cut: bool = False
     always_cut: bool = False
     travels: bool = True
+    is_dynamic: bool = False
     note: str = ""
 
     @property
@@ -113,8 +115,9 @@ class PlacementPlan:
         """The plan as aligned text: one line per shard, the totals, then the remarks."""
         rows = [("variable", "shape", "bytes", "server")]
         for shard in self.shards:
-            shape = self.variables[shard.variable].shape
-            shown = "x".join(map(str, (shard.stop - shard.start, *shape[1:]) if shape else ())) or "scalar"
+            variable = self.variables[shard.variable]
+            num_rows = "any" if variable.is_dynamic else shard.stop - shard.start
+            shown = "x".join(map(str, (num_rows, *variable.shape[1:]) if variable.shape else ())) or "scalar"
             rows.append((self.name(shard), shown, f"{self.num_bytes(shard):,}", f"ps:{shard.server}"))
         for server, num_bytes in enumerate(self.bytes_by_server):
             rows.append(("total", "", f"{num_bytes:,}", f"ps:{server}"))
@@ -150,6 +153,8 @@ def place(
     """
 
     def num_parts(variable: Variable) -> int:
+        if variable.is_dynamic:
+            return num_servers
         is_large = policy.name == "partitioned" and variable.can_be_cut
         is_spread = variable.always_cut or (is_large and variable.value_bytes > policy.partition_min_bytes)
         wanted = num_servers if is_spread else 1
@@ -166,7 +171,7 @@ def place(
                 bounds = pairwise(variable.num_rows * part // parts for part in range(parts + 1))
                 placed[i] = [Shard(i, server, *rows) for server, rows in zip(cycle(emptiest_first), bounds)]
                 for shard in placed[i]:
-                    load[shard.server] += variable.num_bytes * (shard.stop - shard.start) // variable.num_rows
+                    load[shard.server] += variable.num_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
         for position, i in enumerate(i for i in order if num_parts(variables[i]) == 1):
             server = choose(position, load)
             placed[i] = [Shard(i, server, 0, variables[i].num_rows)]

@@ -11,9 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import step_counter
+from kdist._compat.keras import set_value, step_counter
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
+from kdist.parameters.dynamic_table import DynamicTable
+from kdist.parameters.dynamic_values import DynamicValues
 from kdist.parameters.initial_values import set_initial_values
 from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
@@ -41,7 +43,8 @@ class ParameterStore:
         wire: the format of values and gradients in transit.
 
     Attributes:
-        values: all stored values, by name, for checkpoints and models.
+        values: all stored values but those of dynamic tables, by name, for checkpoints and models.
+        dynamic: those of dynamic tables.
         files: saves and restores them.
         counters: of the updates.
     """
@@ -71,12 +74,17 @@ class ParameterStore:
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
+        tables = self.blocks.make_dynamic(self.devices)
+        for b, table in tables.items():
+            set_value(self._variables[b], table.vectors)
         self._table_rows = TableRows(
             model_variables.table_groups,
             self.shards,
             self.blocks,
             [variable.value for variable in self._variables],
+            tables,
             self._device,
+            lambda block: self.counters.begun[self.blocks[block].server].read_value(),
             self.wire,
         )
         parts: dict[str, list[Part]] = {GLOBAL_STEP: [Part.whole(self.counters.begun[0])]}
@@ -85,6 +93,8 @@ class ParameterStore:
             for index, variable in enumerate(plan.variables)
         ]
         for index, shards in self._shards_of.items():
+            if model_variables.is_dynamic(index):
+                continue
             parts[stored_names[index]] = [
                 self._part(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
             ]
@@ -95,7 +105,7 @@ class ParameterStore:
         self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         for g in range(len(updates.groups)):
-            self._make_optimizers(g, names, parts, copies)
+            self._make_optimizers(g, names, tables, parts, copies)
         self._loss_scale: ServerLossScale | None = None
         if model_variables.loss_scaling is not None:
             self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
@@ -110,13 +120,15 @@ class ParameterStore:
             for of_group in updates.groups
             for name, variable in of_group.state(model_variables.parameters, names).items()
         }
+        self.dynamic = self._dynamic_values(model_variables, names, tables)
+        initial = {name: variable for name, variable in initial.items() if name not in self.dynamic.shapes}
         for name, variable in initial.items():
             if name not in parts:
                 # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
                 with tf.device(self.devices[0]):
                     parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
-        self.files = ValueFiles(self.values)
+        self.files = ValueFiles(self.values, self.dynamic)
         self._stored_names, self._initial = stored_names, initial
 
     def fill(self) -> None:
@@ -124,6 +136,7 @@ class ParameterStore:
         set_initial_values(
             self.blocks, self.shards, self._variables, self._originals, self._stored_names, self._initial, self.values
         )
+        self.dynamic.fill(self.counters.global_step())
 
     def use_averages(self) -> None:
         """Sets parameters to their moving averages, if the optimizers keep any."""
@@ -181,14 +194,18 @@ class ParameterStore:
         fused = fuse_by(whole, self._device, lambda variable: variable.read_value(), wire=self.wire)
         return Gathered({}, fused, step)
 
-    def pull(self, gathered: Gathered | None = None) -> Pulled:
-        """The present values, or gathered ones, on the device of the caller; the global step stays on its server."""
+    def pull(self, gathered: Gathered | None = None, *, trains: bool = True) -> Pulled:
+        """The present values, or gathered ones, on the device of the caller; the global step stays on its server.
+
+        Args:
+            trains: whether new ids of dynamic tables get rows.
+        """
         gathered = gathered or self.gather()
         by_shard = self._arrived(gathered)
         values = [
             None if index in self._tables else self._whole(index, by_shard) for index in range(len(self._originals))
         ]
-        rows = self._table_rows if self._tables else None
+        rows = (self._table_rows if trains else self._table_rows.read_only()) if self._tables else None
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step, rows)
 
     def pull_again(self, phase: int, gathered: Gathered | None = None) -> dict[int, tf.Tensor]:
@@ -291,6 +308,7 @@ class ParameterStore:
         self,
         group: int,
         names: Sequence[str],
+        tables: Mapping[int, DynamicTable],
         parts: dict[str, list[Part]],
         copies: dict[str, list[tf.Variable]],
     ) -> None:
@@ -306,6 +324,7 @@ class ParameterStore:
                 [self.blocks.original(b) for b in own],
                 [self._variables[b] for b in own],
                 [self.blocks[b].is_row_wise for b in own],
+                {i: tables[b] for i, b in enumerate(own) if b in tables},
                 device,
                 is_shared=self.is_remote,
             )
@@ -317,12 +336,25 @@ class ParameterStore:
                     continue
                 number, _, slot = rest.partition("/")
                 block = self.blocks[int(number)]
+                if block.is_dynamic:
+                    continue
                 for shard in block.shards:
                     # A slot with another shape than its variable belongs to a block of one shard.
                     part = self._part(shard, variable) if block.is_joint else Part.whole(variable.value)
                     slots[f"slots/{names[self.shards[shard].variable]}/{slot}"][shard] = part
         for name, by_shard in slots.items():
             parts[name] = [by_shard[i] for i in sorted(by_shard)]
+
+    def _dynamic_values(
+        self, variables: ModelVariables, names: Sequence[str], tables: Mapping[int, DynamicTable]
+    ) -> DynamicValues:
+        groups = []
+        for group in variables.table_groups:
+            if group.dynamic:
+                holders = [self.blocks.of_shard[shard] for shard in self._shards_of[group.tables[0]]]
+                of_servers = sorted((tables[b] for b in holders), key=lambda table: table.server)
+                groups.append((of_servers, [names[table] for table in group.tables]))
+        return DynamicValues(groups)
 
     def _parameter_blocks(self, server: int) -> list[int]:
         return [b for b, block in enumerate(self.blocks) if block.server == server and block.is_parameter]

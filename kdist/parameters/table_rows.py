@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -9,7 +10,9 @@ from itertools import accumulate
 import numpy as np
 import tensorflow as tf
 
+from kdist.model.lookup_rounds import Wanted
 from kdist.model.table_groups import TableGroup
+from kdist.parameters.dynamic_table import DynamicTable, key_shifts, split_by_server
 from kdist.parameters.packing import Blocks
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import Wire, fuse
@@ -48,6 +51,10 @@ class _Places:
             part += tf.cast(ids >= tf.gather(self._starts[:, later], tables), tf.int32)
         return ids + tf.gather(self._shifts.reshape(-1), part)
 
+    def requests(self, wanted: Wanted) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """For each block what it is asked for, int64 `[n]`, and which of `wanted` it is, int32 `[n]`."""
+        return self.split(wanted.numbers)
+
     def split(self, numbers: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For each block the rows in it, int64 `[n]`, and which of `numbers` they are, int32 `[n]`."""
         if len(self.blocks) == 1:
@@ -59,6 +66,34 @@ class _Places:
         return [(tf.gather(numbers, chosen) - first, chosen) for chosen, first in zip(which, self._firsts)]
 
 
+class _DynamicPlaces:
+    """Where the rows of a group of dynamic tables are: the number of a row is its key, which tells the server.
+
+    Attributes:
+        blocks: those that hold its rows, in the order of the servers.
+    """
+
+    def __init__(self, group: TableGroup, blocks: Sequence[int]) -> None:
+        self.blocks = list(blocks)
+        self._num_tables = len(group.tables)
+        self._shifts = key_shifts(group)
+
+    def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        return ids + tf.gather(self._shifts, tables) if self._num_tables > 1 else ids
+
+    def requests(self, wanted: Wanted) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """As `_Places.requests`: how many keys are of each table, then the keys."""
+        found = []
+        for keys, chosen in self.split(wanted.numbers):
+            tables = tf.gather(wanted.tables, chosen)
+            counts = tf.math.bincount(tables, minlength=self._num_tables, maxlength=self._num_tables, dtype=tf.int64)
+            found.append((tf.concat([counts, keys], 0), chosen))
+        return found
+
+    def split(self, keys: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        return [(tf.gather(keys, chosen), chosen) for chosen in split_by_server(keys, len(self.blocks))]
+
+
 class TableRows:
     """Looks up rows of all groups of tables, and splits their gradients.
 
@@ -66,8 +101,11 @@ class TableRows:
         groups: of the tables.
         shards, blocks: where they are.
         variables: of each block.
+        dynamic: the rows of dynamic tables, by block.
         device_of: block -> its server; empty for this process.
+        step_on: block -> the global step, on its server.
         wire: how rows travel.
+        inserts: whether new ids of dynamic tables get a row.
     """
 
     def __init__(
@@ -76,29 +114,49 @@ class TableRows:
         shards: Sequence[Shard],
         blocks: Blocks,
         variables: Sequence[tf.Variable],
+        dynamic: Mapping[int, DynamicTable],
         device_of: Callable[[int], str],
+        step_on: Callable[[int], tf.Tensor],
         wire: Wire,
+        *,
+        inserts: bool = True,
     ) -> None:
         self._groups = groups
-        self._places = [_Places(group, shards, blocks) for group in groups]
+        self._places: list[_Places | _DynamicPlaces] = []
+        for group in groups:
+            if not group.dynamic:
+                self._places.append(_Places(group, shards, blocks))
+            else:
+                of_group = [i for i, shard in enumerate(shards) if shard.variable == group.tables[0]]
+                holders = [blocks.of_shard[i] for i in sorted(of_group, key=lambda i: shards[i].server)]
+                self._places.append(_DynamicPlaces(group, holders))
         self._variables = variables
+        self._dynamic = dynamic
         self._device_of = device_of
+        self._step_on = step_on
         self._wire = wire
+        self._inserts = inserts
+
+    def read_only(self) -> TableRows:
+        """The same rows, for lookups that are not those of training."""
+        other = copy.copy(self)
+        other._inserts = False
+        return other
 
     def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         """As `kdist.model.lookup_rounds.RowSource.number`."""
         return self._places[group].number(tables, ids)
 
-    def fetch(self, wanted: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    def fetch(self, wanted: Mapping[int, Wanted]) -> dict[int, tf.Tensor]:
         """As `kdist.model.lookup_rounds.RowSource.fetch`, on the device of the caller."""
         by_server: dict[str, dict[int, tf.Tensor]] = defaultdict(dict)
         which: dict[int, tf.Tensor] = {}
-        for g, numbers in wanted.items():
-            for block, (rows, which[block]) in zip(self._places[g].blocks, self._places[g].split(numbers)):
-                by_server[self._device_of(block)][block] = rows
+        for g, of_group in wanted.items():
+            for block, (asked, which[block]) in zip(self._places[g].blocks, self._places[g].requests(of_group)):
+                by_server[self._device_of(block)][block] = asked
         found: dict[int, tf.Tensor] = {}
-        for device, rows in by_server.items():
-            found |= self._request(device, rows) if device else self._read(rows)
+        for device, asked in by_server.items():
+            found |= self._request(device, asked, which) if device else self._read(asked)
         return {g: _stitched([(which[b], found[b]) for b in self._places[g].blocks]) for g in wanted}
 
     def by_block(self, gradients: Mapping[int, tf.IndexedSlices]) -> dict[int, tf.IndexedSlices]:
@@ -116,29 +174,39 @@ class TableRows:
                 changes[block] = tf.IndexedSlices(tf.gather(values, chosen), rows)
         return changes
 
-    def _read(self, rows: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        return {block: self._variables[block].sparse_read(of_block) for block, of_block in rows.items()}
+    def _read(self, asked: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        found = {}
+        for block, of_block in asked.items():
+            if block in self._dynamic:
+                step = self._step_on(block)
+                found[block] = self._dynamic[block].read(of_block, step, inserts=self._inserts)
+            else:
+                found[block] = self._variables[block].sparse_read(of_block)
+        return found
 
-    def _request(self, device: str, rows: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    def _request(
+        self, device: str, asked: Mapping[int, tf.Tensor], which: Mapping[int, tf.Tensor]
+    ) -> dict[int, tf.Tensor]:
         """Rows of blocks of a server: one tensor travels there, and one of each dtype comes back."""
-        counts = [tf.size(of_block, tf.int64) for of_block in rows.values()]
-        is_one = len(rows) == 1
-        request = next(iter(rows.values())) if is_one else tf.concat([counts, *rows.values()], 0)
+        counts = [tf.size(of_block, tf.int64) for of_block in asked.values()]
+        is_one = len(asked) == 1
+        request = next(iter(asked.values())) if is_one else tf.concat([counts, *asked.values()], 0)
         by_dtype: dict[tf.DType, list[int]] = defaultdict(list)
-        for block in rows:
+        for block in asked:
             by_dtype[self._variables[block].dtype].append(block)
         with tf.device(device):
             arrived = tf.identity(request)
             parts = [arrived]
             if not is_one:
-                _, *parts = tf.split(arrived, tf.concat([[len(rows)], arrived[: len(rows)]], 0), num=1 + len(rows))
-            there = self._read(dict(zip(rows, parts)))
+                sizes = tf.concat([[len(asked)], arrived[: len(asked)]], 0)
+                _, *parts = tf.split(arrived, sizes, num=1 + len(asked))
+            there = self._read(dict(zip(asked, parts)))
             packed = [self._wire.pack(fuse([there[block] for block in own])) for own in by_dtype.values()]
-        count_of, here = dict(zip(rows, counts)), dict[int, tf.Tensor]()
+        here: dict[int, tf.Tensor] = {}
         for (dtype, own), tensor in zip(by_dtype.items(), packed):
             values = self._wire.unpack(tf.identity(tensor), dtype)
             shapes = [self._variables[block].shape[1:] for block in own]
-            sizes = [count_of[block] * shape.num_elements() for block, shape in zip(own, shapes)]
+            sizes = [tf.size(which[block]) * shape.num_elements() for block, shape in zip(own, shapes)]
             of_blocks = [values] if len(own) == 1 else tf.split(values, sizes)
             here |= {b: tf.reshape(part, [-1, *shape]) for b, part, shape in zip(own, of_blocks, shapes)}
         return here

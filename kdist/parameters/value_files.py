@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 from kdist.console.warn import warn
 from kdist.errors import NonFiniteError
+from kdist.parameters.dynamic_values import DynamicValues, Saving
 from kdist.parameters.named_values import NamedValues, Piece
 from kdist.parameters.piece_files import PieceFiles, is_finite
 
@@ -33,10 +34,12 @@ class ValueFiles:
 
     Args:
         values: what is saved.
+        dynamic: what is saved, too.
     """
 
-    def __init__(self, values: NamedValues) -> None:
+    def __init__(self, values: NamedValues, dynamic: DynamicValues) -> None:
         self._values = values
+        self._dynamic = dynamic
         with tf.device("CPU:0"):
             # Its full name: each task has a CPU.
             self._chief = tf.zeros([]).device
@@ -63,8 +66,9 @@ class ValueFiles:
         if self._are_small:
             self._write_small(prefix, self._values.read(), others)
             return
-        _refuse(self._present.not_finite())
-        self._write_large(prefix, self._make_folder(prefix, others), self._present)
+        _refuse(self._present.not_finite() + self._dynamic.not_finite())
+        folder = self._make_folder(prefix, others)
+        self._write_large(prefix, folder, self._present, self._dynamic.saving(str(folder)))
 
     def begin_save(self, prefix: Path, others: Mapping[str, np.ndarray]) -> Callable[[], None]:
         """Copies the values where they are; until the copies are written, tasks need memory for both.
@@ -78,15 +82,19 @@ class ValueFiles:
         folder = self._make_folder(prefix, others)
         copied, copy, release = self._copies
         copy()
+        self._dynamic.copy()
+        # Here, because another thread may not trace functions.
+        not_finite, rows = self._dynamic.not_finite(of_copy=True), self._dynamic.saving_of_copy(str(folder))
 
         def write() -> None:
             try:
-                _refuse(copied.not_finite())
-                self._write_large(prefix, folder, copied)
+                _refuse(copied.not_finite() + not_finite)
+                self._write_large(prefix, folder, copied, rows)
             finally:
                 # If the tasks are gone, so are the copies.
                 with suppress(tf.errors.OpError):
                     release()
+                    self._dynamic.release()
 
         return write
 
@@ -103,11 +111,12 @@ class ValueFiles:
             return
         self._look_for(Path(f"{path}.index"))
         self._restored.restore(str(path.absolute()))
+        self._dynamic.restore(str(path.absolute()))
 
     @property
     def _are_small(self) -> bool:
         sizes = (variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
-        return sum(sizes) <= 2 * self._values.piece_bytes
+        return not self._dynamic and sum(sizes) <= 2 * self._values.piece_bytes
 
     def _files_of(self, pieces: Sequence[Piece]) -> PieceFiles:
         return PieceFiles(pieces, self._values.piece_bytes, self._chief)
@@ -153,12 +162,14 @@ class ValueFiles:
         self._look_for(folder / "others.index")
         return folder
 
-    def _write_large(self, prefix: Path, folder: Path, files: PieceFiles) -> None:
+    def _write_large(self, prefix: Path, folder: Path, files: PieceFiles, rows: Saving) -> None:
         """Lets every task write what it holds, and makes one checkpoint of it."""
         files.save(str(folder))
+        for call in rows.calls:
+            call()
         with tf.device(self._chief):
             tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=[str(folder / name) for name in (*files.names, "others")],
+                checkpoint_prefixes=[str(folder / name) for name in (*files.names, *rows.files, "others")],
                 destination_prefix=str(prefix),
                 delete_old_dirs=True,
             )
@@ -177,7 +188,7 @@ class ValueFiles:
         if self._has_looked:
             return
         content, blind = path.read_bytes(), []
-        for host in self._present.hosts:
+        for host in dict.fromkeys([*self._present.hosts, *self._dynamic.devices]):
             try:
                 with tf.device(host):
                     found = tf.io.read_file(str(path.absolute())).numpy()
@@ -187,6 +198,7 @@ class ValueFiles:
                 blind.append(":".join(_TASK.search(host).groups()))  # type: ignore[union-attr]
         self._has_looked = True
         self._present.through_chief = self._restored.through_chief = bool(blind)
+        self._dynamic.travel_through_chief(bool(blind))
         if blind:
             verb = "does" if len(blind) == 1 else "do"
             warn(f"{', '.join(blind)} {verb} not see {path.parent}: checkpoints travel through the chief")

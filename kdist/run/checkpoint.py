@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -310,10 +310,15 @@ def _differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tupl
         "of another shape": [
             f"{name} {saved[name]} (the model has {shapes[name]})"
             for name in sorted(shapes.keys() & saved.keys())
-            if saved[name] != tuple(shapes[name])
+            if not _fits(saved[name], shapes[name])
         ],
     }
     return "".join(f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names)
+
+
+def _fits(saved: Sequence[int], shape: Sequence[int | None]) -> bool:
+    """Whether a saved value has a shape, in which None stands for any number."""
+    return len(saved) == len(shape) and all(wanted in (None, size) for size, wanted in zip(saved, shape))
 
 
 def _part(path: Path) -> str:

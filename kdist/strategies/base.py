@@ -38,7 +38,7 @@ class PresentValues:
     """
 
     variables: Sequence[keras.Variable]
-    tables: Mapping[int, keras.layers.Embedding]
+    tables: Mapping[int, keras.layers.Layer]
     table_groups: Sequence[TableGroup]
     pull: Callable[[], tuple[Sequence[Any], RowSource | None]]
 
@@ -258,6 +258,8 @@ class Strategy(abc.ABC):
             if name not in self.shapes:
                 known = ", ".join(sorted(self.shapes))
                 raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
+            if None in self.shapes[name]:
+                raise ConfigError(f"{name}: belongs to a DynamicEmbedding, whose rows come from ids alone; it is read only")
             if array.shape != tuple(self.shapes[name]):
                 raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(self.shapes[name])}")
 

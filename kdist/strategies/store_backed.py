@@ -118,10 +118,11 @@ class StoreBackedStrategy(Strategy):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._store.values.shapes
+        return {**self._store.values.shapes, **self._store.dynamic.shapes}
 
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         yield from self._store.values.portions(names)
+        yield from self._store.dynamic.read(names)
 
     def histograms(self) -> dict[str, np.ndarray]:
         self._histograms = self._histograms or Histograms(self._store.values)
@@ -255,7 +256,7 @@ class PreparedTraining:
         step = self.replica_step
 
         def pull() -> tuple[list[Any], RowSource | None]:
-            pulled = store.pull()
+            pulled = store.pull(trains=False)
             return [*pulled.trainable, *pulled.state], pulled.rows
 
         return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
@@ -294,6 +295,7 @@ class PreparedTraining:
                     can_be_cut=cuttable and variable.constraint is None and i not in step.updates.assigned,
                     always_cut=cuttable and i in step.row_wise,
                     travels=i not in step.tables,
+                    is_dynamic=i in step.dynamic,
                     note=self._note(i, variable),
                 )
             )
@@ -304,6 +306,8 @@ class PreparedTraining:
         step, optimizer = self.replica_step, main_optimizer(self.spec.model)
         if index in step.whole_tables:
             return f"the whole table travels in every step, because of {step.whole_tables[index]}"
+        if index in step.dynamic:
+            return "rows come and go with the ids; each server has those of its ids"
         if index in step.tables:
             remark = "looked up by rows"
             if index not in step.row_wise and not leaves_other_rows_alone(optimizer):

@@ -1,0 +1,217 @@
+"""An embedding layer for ids that nobody can count beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.layers.initial_rows import RowInitializer
+from kdist.layers.pooled_lookup import PooledLookup
+
+KeyDtype = Literal["int64", "string"]
+
+_LAST = tf.int64.max
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Which new ids get a row; the others read zeros, and are not trained, until they do.
+
+    With both, an id has to pass the second one each time after it has passed the first.
+
+    Attributes:
+        min_count: an id has been in so many batches. The number is estimated by a count-min sketch (Cormode and
+            Muthukrishnan 2005) on the server, which may count too many but never too few; from time to time it is
+            halved, so that ids that were rare long ago do not add up.
+        probability: that an id passes, in (0, 1], each time it is in a batch.
+
+    Raises:
+        ValueError: nothing would ever pass.
+    """
+
+    min_count: int = 1
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_count < 2**31:
+            raise ValueError(f"admission: min_count={self.min_count}: must be from 1 to 2147483647")
+        if not 0 < self.probability <= 1:
+            raise ValueError(f"admission: probability={self.probability}: must be more than 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Which ids lose their rows, with their slots; the rows are used again. An id that comes back starts anew.
+
+    Servers look for them in the background, every second or less often. An update of a row that was evicted after a
+    worker has read it is dropped.
+
+    Attributes:
+        unseen_steps: ids that no step has updated for so many global steps.
+        min_norm: ids whose vector has a smaller L2 norm, once they were updated.
+        max_rows: there are never more rows, over all servers. Those whose last update is longest ago go, in steps of
+            about a thousandth of the largest age; until there is room, new ids are not admitted.
+
+    Raises:
+        ValueError: no condition, or one that is not more than 0.
+    """
+
+    unseen_steps: int | None = None
+    min_norm: float | None = None
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if not given:
+            raise ValueError("eviction: must have at least one of unseen_steps, min_norm and max_rows")
+        for name, value in given.items():
+            if not value > 0:
+                raise ValueError(f"eviction: {name}={value}: must be more than 0")
+
+
+@keras.saving.register_keras_serializable("kdist")
+class DynamicEmbedding(PooledLookup):
+    """An embedding without a size: an id that is seen for the first time in training gets a row.
+
+    While `kdist.Trainer` trains, rows are on the parameter servers, or in the process of `strategy=single`, with the
+    slots of the optimizer, which updates only the rows of a batch. A row begins as a pure function of the initializer's
+    seed and the id, so that the number of servers and the order of ids do not matter. Ids that have no row read zeros:
+    those that are not admitted yet, and in evaluation, prediction and an exported model all that training has not seen.
+
+    After `fit` the layer has the rows that were trained, sorted by id, and looks them up by itself, in plain Keras,
+    too; only `kdist.Trainer` trains them. Checkpoints have ids and rows as tensors, `parameters/<layer>/ids`, int64
+    `[n]`, and `parameters/<layer>/embeddings`, `[n, dim]`, in the same order.
+
+    An id takes about 66 bytes on its server, beside its row and the slots.
+
+    Call arguments: those of `kdist.layers.Embedding`; ids are any integers of 64 bits, or strings.
+
+    Returns: as `kdist.layers.Embedding`.
+
+    Args:
+        output_dim: the length of a vector.
+        key_dtype: `int64`, for all integers, or `string`. A string is known by a hash of 63 bits: of a billion strings,
+            two share a row with a probability of about 5 %.
+        embeddings_initializer: random uniform, normal or truncated normal, or a constant.
+        admission: which ids get a row; None for all of them; or its attributes.
+        eviction: which ids lose it; None for none; or its attributes.
+        mask_zero: whether id 0, or the empty string, is padding: it does not count when vectors are pooled; without a
+            combiner the vectors have a mask.
+        combiner: as in `kdist.layers.Embedding`.
+
+    Raises:
+        ValueError: a value is not allowed; ids are strings and should be integers, or the reverse.
+    """
+
+    def __init__(
+        self,
+        output_dim: int,
+        key_dtype: KeyDtype = "int64",
+        embeddings_initializer: Any = "uniform",
+        admission: Admission | Mapping[str, Any] | None = None,
+        eviction: Eviction | Mapping[str, Any] | None = None,
+        mask_zero: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if key_dtype not in get_args(KeyDtype):
+            raise ValueError(f"key_dtype={key_dtype!r}: must be {' or '.join(map(repr, get_args(KeyDtype)))}")
+        if not (isinstance(output_dim, int) and output_dim > 0):
+            raise ValueError(f"output_dim={output_dim!r}: must be a whole number, and more than 0")
+        self.output_dim = output_dim
+        self.key_dtype = key_dtype
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        self.row_initializer = RowInitializer(self.embeddings_initializer)
+        self.admission = Admission(**admission) if isinstance(admission, Mapping) else admission
+        self.eviction = Eviction(**eviction) if isinstance(eviction, Mapping) else eviction
+        self.mask_zero = self.supports_masking = mask_zero
+        self.autocast = False
+
+    def build(self, input_shape: Any = None) -> None:
+        if self.built:
+            return
+        # It stands for the rows wherever Keras and kdist deal in variables, and has none of them.
+        self._embeddings = self.add_weight(shape=(0, self.output_dim), initializer="zeros", name="embeddings")
+        # Not Keras's variables, whose shapes are fixed. One more than there are: it is found for all other ids.
+        zeros = tf.zeros([1, self.output_dim], self.variable_dtype)
+        self._ids = tf.Variable(tf.constant([_LAST]), trainable=False, shape=[None])
+        self._rows = tf.Variable(zeros, trainable=False, shape=[None, self.output_dim])
+        self.built = True
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The ids that have a row, or the hashes of strings, in ascending order: int64 `[n]`."""
+        return self._ids[:-1].numpy()
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Their rows, `[n, dim]`."""
+        return self._rows[:-1].numpy()
+
+    def set_rows(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Replaces all rows.
+
+        Args:
+            ids: int64 `[n]`, each once; hashes of strings, as `as_keys` makes them.
+            rows: `[n, dim]`.
+
+        Raises:
+            ValueError: another shape, or an id twice.
+        """
+        ids, rows = np.asarray(ids), np.asarray(rows)
+        if ids.shape != rows.shape[:1] or rows.shape[1:] != (self.output_dim,):
+            raise ValueError(
+                f"layer {self.name}: ids of shape {ids.shape} and rows of shape {rows.shape}; they must have [n] and "
+                f"[n, {self.output_dim}]"
+            )
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        if (ids[1:] == ids[:-1]).any():
+            raise ValueError(f"layer {self.name}: id {ids[1:][ids[1:] == ids[:-1]][0]} has more than one row")
+        self._ids.assign(np.append(ids.astype(np.int64), _LAST))
+        self._rows.assign(tf.concat([tf.cast(rows[order], self._rows.dtype), self._rows[-1:]], 0))
+
+    def as_keys(self, ids: tf.Tensor) -> tf.Tensor:
+        """What ids are known by: int64, of the same shape."""
+        if (ids.dtype == tf.string) != (self.key_dtype == "string"):
+            raise ValueError(f"layer {self.name}: key_dtype={self.key_dtype!r}, but the ids are {ids.dtype.name}")
+        if ids.dtype == tf.string:
+            return tf.strings.to_hash_bucket_fast(ids, tf.int64.max)
+        return tf.cast(ids, tf.int64)
+
+    def is_padding(self, ids: tf.Tensor) -> tf.Tensor:
+        return tf.equal(ids, "" if self.key_dtype == "string" else 0)
+
+    def look_up(self, ids: tf.Tensor) -> tf.Tensor:
+        keys = self.as_keys(ids)
+        places = tf.reshape(tf.searchsorted(self._ids, tf.reshape(keys, [-1])), tf.shape(keys))
+        is_there = tf.equal(tf.gather(self._ids, places), keys)
+        vectors = tf.gather(self._rows, tf.where(is_there, places, tf.shape(self._ids)[0] - 1))
+        return tf.cast(vectors, self.compute_dtype)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        if self.combiner is not None or not self.mask_zero:
+            return None
+        return tf.ragged.map_flat_values(lambda ids: ~self.is_padding(ids), inputs)
+
+    def save_own_variables(self, store: Any) -> None:
+        store["ids"], store["rows"] = self.ids, self.rows
+
+    def load_own_variables(self, store: Any) -> None:
+        self.set_rows(store["ids"][:], store["rows"][:])
+
+    def get_config(self) -> dict[str, Any]:
+        own = {
+            "output_dim": self.output_dim,
+            "key_dtype": self.key_dtype,
+            "embeddings_initializer": keras.initializers.serialize(self.embeddings_initializer),
+            "admission": self.admission and asdict(self.admission),
+            "eviction": self.eviction and asdict(self.eviction),
+            "mask_zero": self.mask_zero,
+        }
+        return {**super().get_config(), **own}

@@ -1,0 +1,414 @@
+"""`DynamicTable`: the rows of dynamic embedding tables that one server has.
+
+An index finds the row of an id in variables that grow. Rows come with the first lookup of an id in training, and go when
+the server sweeps. What takes or gives a row, and every update, holds one lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.layers import Admission, Eviction
+from kdist.layers.initial_rows import mixed
+from kdist.model.table_groups import TableGroup
+from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
+from kdist.parameters.row_lock import RowLock
+
+#: Of the count-min sketch: how many counters each of how many hashes has; after how many counts all are halved.
+_SKETCH_DEPTH, _SKETCH_WIDTH = 4, 1 << 18
+_SKETCH_AGE = 8 * _SKETCH_WIDTH
+#: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
+_AGE_BINS, _LOW_WATER = 1024, 15 / 16
+
+
+def key_shifts(group: TableGroup) -> np.ndarray:
+    """What is added to an id to get its key, by table, so that tables of a group can share an index: int64 `[tables]`.
+
+    Keys of ids between minus and plus 2^63 / (number of tables) differ for sure; of hashes, with a probability like
+    that of two hashes of 64 bits.
+    """
+    count = len(group.tables)
+    return np.array([(table * (1 << 64) // count + (1 << 63)) % (1 << 64) - (1 << 63) for table in range(count)])
+
+
+def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
+    """The number of the server that has a key, int32 `[n]`."""
+    bits = tf.bitwise.bitwise_and(mixed(keys), tf.constant((1 << 40) - 1, tf.int64))
+    return tf.cast(bits % num_servers, tf.int32)
+
+
+@dataclass(frozen=True)
+class Column:
+    """What each row has one of, in a variable that grows.
+
+    Attributes:
+        initial: `row_shape`, its value in a new row; None if it depends on the id.
+    """
+
+    variable: tf.Variable
+    initial: np.ndarray | None = None
+
+
+class DynamicTable:
+    """The rows of a group of dynamic tables that one server has.
+
+    Args:
+        group: of the tables.
+        device: of the server.
+        server, num_servers: which of how many it is.
+
+    Attributes:
+        layers: of the tables.
+        columns: the vectors, `vectors`, what `add_slot` adds, and for each row `ids`, int64; `tables`, the position of
+            its table in the group, or -1 if nothing is in the row, int32; `counts` of its updates, int32; the global
+            step of the last one, or of its creation, `last_steps`, int32.
+        lock: of all rows.
+        num_rows: int64: rows that are or were in use.
+    """
+
+    #: Rows for which there is room at first.
+    initial_capacity: ClassVar[int] = 1 << 16
+    #: Rows that a sweep looks at while it holds the lock.
+    sweep_rows: ClassVar[int] = 1 << 14
+
+    def __init__(self, group: TableGroup, device: str, server: int, num_servers: int) -> None:
+        self.layers, self.device = group.dynamic, device
+        first = group.dynamic[0]
+        self._initializer = first.row_initializer
+        self._admission = first.admission or Admission()
+        self._eviction = first.eviction or Eviction(unseen_steps=2**31 - 1)
+        self._dim = group.row_shape[0]
+        self._shifts = tf.constant(key_shifts(group))
+        self._seeds = tf.constant([layer.row_initializer.seed for layer in group.dynamic], tf.int64)
+        most = self._eviction.max_rows
+        self._max_rows = None if most is None else (most + server) // num_servers
+        self.server, self.num_servers = server, num_servers
+        self._capacity_at_first = self.initial_capacity
+        with tf.device(device):
+            self.lock = RowLock(is_shared=True)
+            self._index = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+            self.num_rows, self._num_free, self._capacity = (
+                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, self._capacity_at_first)
+            )
+            self._free = self._growing((), tf.int64)
+            if self._admission.min_count > 1:
+                self._sketch = tf.Variable(tf.zeros([_SKETCH_DEPTH * _SKETCH_WIDTH], tf.int32), trainable=False)
+                self._num_counted = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self.columns = {
+                "ids": Column(self._growing((), tf.int64)),
+                "tables": Column(self._growing((), tf.int32)),
+                "counts": Column(self._growing((), tf.int32), np.zeros((), np.int32)),
+                "last_steps": Column(self._growing((), tf.int32)),
+                "vectors": Column(self._growing(group.row_shape, tf.as_dtype(group.dtype))),
+            }
+
+    @property
+    def vectors(self) -> tf.Variable:
+        return self.columns["vectors"].variable
+
+    @property
+    def evicts(self) -> bool:
+        return self.layers[0].eviction is not None
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.layers)
+
+    def add_slot(self, name: str, initial: np.ndarray, dtype: tf.DType) -> tf.Variable:
+        """Gives each row a slot of an optimizer; returns the variable, which has the values of all rows.
+
+        Args:
+            initial: of a row, `row_shape`.
+        """
+        with tf.device(self.device):
+            variable = self._growing(tuple(initial.shape), dtype)
+        self.columns[name] = Column(variable, initial)
+        return variable
+
+    def read(self, request: tf.Tensor, step: tf.Tensor, *, inserts: bool) -> tf.Tensor:
+        """The vectors of keys, zeros for those without a row; traced, on the device of the server.
+
+        Args:
+            request: int64: how many keys are of each table, then the keys.
+            step: the global step.
+            inserts: whether new keys get a row.
+        """
+        counts, keys = request[: self.num_tables], request[self.num_tables :]
+        rows = self._find(keys)
+        if inserts:
+            rows = tf.cond(
+                tf.reduce_any(rows < 0), lambda: self.insert(keys, self._tables_of(counts, keys), step), lambda: rows
+            )
+        vectors = self.vectors.sparse_read(tf.maximum(rows, 0))
+        return tf.where(rows[:, tf.newaxis] < 0, tf.zeros([], vectors.dtype), vectors)
+
+    def updated(self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]) -> tf.IndexedSlices:
+        """The gradient of rows, from that of keys; those that have no row are dropped. Called with the lock held.
+
+        Args:
+            step: the global step.
+            updates: operations are added that count the updates of the rows.
+        """
+        rows = self._find(gradient.indices)
+        places = tf.where(rows >= 0)[:, 0]
+        rows = tf.gather(rows, places)
+        one, now = tf.ones_like(rows, tf.int32), tf.fill(tf.shape(rows), tf.cast(step, tf.int32))
+        counts, last_steps = (self.columns[name].variable for name in ("counts", "last_steps"))
+        updates.append(tf.raw_ops.ResourceScatterAdd(resource=counts.handle, indices=rows, updates=one))
+        updates.append(set_rows(last_steps, rows, now))
+        return tf.IndexedSlices(tf.gather(gradient.values, places), rows)
+
+    def insert(self, keys: tf.Tensor, tables: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Gives rows to keys that have none, if they are admitted; traced.
+
+        Args:
+            keys: int64 `[n]`, each once.
+            tables: of each key, int32 `[n]`.
+            step: the global step.
+
+        Returns:
+            The rows of all keys, int64 `[n]`; -1 without a row.
+        """
+        with self.lock.held([keys, tables, step]) as updates:
+            rows = self._find(keys)
+            chosen = tf.where(self._admitted(keys, rows < 0, step, updates))[:, 0]
+            if self._max_rows is not None:
+                chosen = chosen[: tf.maximum(self._max_rows - self._num_live(), 0)]
+            new_rows = self._take(tf.size(chosen, tf.int64), updates)
+            rows = tf.tensor_scatter_nd_update(rows, chosen[:, tf.newaxis], new_rows)
+            new_keys, of_new = tf.gather(keys, chosen), tf.gather(tables, chosen)
+            ids = new_keys - tf.gather(self._shifts, of_new)
+            vectors = self._initializer.rows(
+                tf.gather(self._seeds, of_new), ids, self._dim, self.vectors.dtype
+            )
+            values = {
+                "ids": ids,
+                "tables": of_new,
+                "last_steps": tf.fill(tf.shape(of_new), tf.cast(step, tf.int32)),
+                "vectors": vectors,
+            }
+            self._write(new_keys, new_rows, values, updates)
+        with tf.control_dependencies(updates):
+            return tf.identity(rows)
+
+    def put(self, tables: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        """Gives rows with these values to ids that have none; traced.
+
+        Args:
+            tables: of each, int32 `[n]`.
+            values: by column; others get initial values.
+        """
+        with self.lock.held([tables, *values.values()]) as updates:
+            rows = self._take(tf.size(tables, tf.int64), updates)
+            keys = values["ids"] + tf.gather(self._shifts, tables)
+            self._write(keys, rows, {**values, "tables": tables}, updates)
+
+    def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        """Which ids of a table, int64 `[n]`, this server has: bool `[n]`."""
+        return tf.equal(server_of(ids + self._shifts[table], self.num_servers), self.server)
+
+    def clear(self) -> None:
+        """Forgets all rows; traced."""
+        with self.lock.held([]) as updates:
+            keys, _ = self._index.export()
+            updates.append(self._index.remove(keys))
+            updates += [variable.assign(0).op for variable in (self.num_rows, self._num_free)]
+
+    def sweep(self, step: tf.Tensor) -> tf.Tensor:
+        """Evicts rows, a few at a time, so that no step waits long; traced.
+
+        Args:
+            step: the global step.
+
+        Returns:
+            Scalar int64: how many rows were evicted.
+        """
+        step = tf.cast(step, tf.int32)
+        oldest, excess = self._oldest(step)
+        num_rows = self.num_rows.read_value()
+
+        def go_on(start: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
+            return start < num_rows
+
+        def evict(start: tf.Tensor, excess: tf.Tensor, evicted: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            stop = tf.minimum(start + self.sweep_rows, num_rows)
+            count, of_excess = self._evict(start, stop, step, oldest, excess)
+            return stop, excess - of_excess, evicted + count
+
+        zero = tf.zeros([], tf.int64)
+        return tf.while_loop(go_on, evict, [zero, excess, zero], parallel_iterations=1)[2]
+
+    def _find(self, keys: tf.Tensor) -> tf.Tensor:
+        """The rows of keys, int64 `[n]`; -1 without a row."""
+        return tf.ensure_shape(self._index.lookup(keys), [None])
+
+    def _growing(self, row_shape: tuple[int, ...], dtype: tf.DType) -> tf.Variable:
+        return growing_variable(row_shape, dtype, self._capacity_at_first)
+
+    def _tables_of(self, counts: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        if self.num_tables == 1:
+            return tf.zeros_like(keys, tf.int32)
+        return tf.repeat(tf.range(self.num_tables), counts)
+
+    def _num_live(self) -> tf.Tensor:
+        return self.num_rows.read_value() - self._num_free.read_value()
+
+    def _admitted(
+        self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]
+    ) -> tf.Tensor:
+        """Which keys are new and get a row: bool `[n]`."""
+        admission = self._admission
+        if admission.min_count > 1:
+            new = tf.where(is_new)[:, 0]
+            seen = self._count(tf.gather(keys, new), updates)
+            is_new = tf.scatter_nd(new[:, tf.newaxis], seen >= admission.min_count, tf.shape(is_new, tf.int64))
+        if admission.probability < 1:
+            drawn = tf.bitwise.bitwise_and(
+                mixed(tf.bitwise.bitwise_xor(keys, mixed(step))), tf.constant((1 << 40) - 1, tf.int64)
+            )
+            is_new &= tf.cast(drawn, tf.float64) < admission.probability * (1 << 40)
+        return is_new
+
+    def _count(self, keys: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
+        """Counts keys once more; returns how often each was counted, int32 `[n]`."""
+        hashes = [tf.bitwise.bitwise_and(mixed(keys + row), _SKETCH_WIDTH - 1) for row in range(_SKETCH_DEPTH)]
+        places = tf.stack([of_row + row * _SKETCH_WIDTH for row, of_row in enumerate(hashes)])
+        counts = self._sketch.sparse_read(places) + 1
+        with tf.control_dependencies([counts]):
+            updates.append(
+                tf.raw_ops.ResourceScatterAdd(
+                    resource=self._sketch.handle, indices=places, updates=tf.ones_like(places, tf.int32)
+                )
+            )
+            total = self._num_counted.assign_add(tf.size(keys, tf.int64))
+
+        def halve() -> tf.Tensor:
+            with tf.control_dependencies(updates[-1:]):
+                halved = self._sketch.assign(self._sketch // 2)
+                return tf.identity(self._num_counted.assign(total // 2), name=halved.op.name.split("/")[-1])
+
+        updates.append(tf.cond(total > _SKETCH_AGE, halve, lambda: total).op)
+        return tf.reduce_min(counts, 0)
+
+    def _take(self, count: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
+        """Takes rows that are free, or new ones: int64 `[count]`."""
+        num_rows, num_free, capacity = (
+            variable.read_value() for variable in (self.num_rows, self._num_free, self._capacity)
+        )
+        used_again = tf.minimum(count, num_free)
+        free = self._free.sparse_read(tf.range(num_free - used_again, num_free))
+        end = num_rows + count - used_again
+        rows = tf.concat([free, tf.range(num_rows, end)], 0)
+        with tf.control_dependencies([rows]):
+            updates.append(self._num_free.assign(num_free - used_again).op)
+            updates.append(self.num_rows.assign(end).op)
+            grown = tf.cond(end > capacity, lambda: self._grow(num_rows, end), lambda: capacity)
+        with tf.control_dependencies([grown]):
+            return tf.identity(rows)
+
+    def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
+        """Makes room for at least `needed` rows, of which `used` have values."""
+        capacity = tf.maximum(2 * self._capacity.read_value(), needed)
+        for variable in [self._free, *(column.variable for column in self.columns.values())]:
+            self._resize(variable, used, capacity)
+        return self._capacity.assign(capacity)
+
+    def _resize(self, variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor) -> None:
+        """Moves the values of a variable, a few rows at a time, to where there is room for more."""
+        shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
+        moved = tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
+
+        def move(start: tf.Tensor, moved: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            stop = tf.minimum(start + self.sweep_rows, used)
+            rows = tf.range(start, stop)
+            # In place: a copy would need memory for rows that are not there yet.
+            values = variable.sparse_read(rows)
+            return stop, tf.raw_ops.InplaceUpdate(x=moved, i=tf.cast(rows, tf.int32), v=values)
+
+        zero = tf.zeros([], tf.int64)
+        _, moved = tf.while_loop(
+            lambda start, _: start < used,
+            move,
+            [zero, moved],
+            [zero.shape, open_shape(variable)],
+            parallel_iterations=1,
+        )
+        with tf.control_dependencies([moved]):
+            set_value(variable, moved)
+
+    def _write(
+        self, keys: tf.Tensor, rows: tf.Tensor, values: dict[str, tf.Tensor], updates: list[tf.Operation]
+    ) -> None:
+        """Writes rows: given columns, and the initial values of the others; then they can be found."""
+        written = []
+        for name, column in self.columns.items():
+            of_rows = values.get(name)
+            if of_rows is None:
+                of_rows = tf.repeat(tf.constant(column.initial, column.variable.dtype)[tf.newaxis], tf.size(rows), 0)
+            written.append(set_rows(column.variable, rows, of_rows))
+        with tf.control_dependencies(written):
+            updates.append(self._index.insert(keys, rows))
+
+    def _oldest(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The age of rows that may go to keep `max_rows`, and how many have to."""
+        if self._max_rows is None:
+            return tf.constant(tf.int32.max), tf.zeros([], tf.int64)
+        live, target = self._num_live(), int(self._max_rows * _LOW_WATER)
+        # Not for a few rows each time.
+        excess = tf.where(live > (target + self._max_rows) // 2, live - target, 0)
+
+        def find() -> tf.Tensor:
+            rows = tf.range(self.num_rows.read_value())
+            tables, last_steps = (self.columns[name].variable.sparse_read(rows) for name in ("tables", "last_steps"))
+            ages = step - tf.boolean_mask(last_steps, tables >= 0)
+            width = tf.maximum(tf.reduce_max(ages) // _AGE_BINS + 1, 1)
+            counts = tf.math.bincount(tf.maximum(ages // width, 0), minlength=_AGE_BINS, dtype=tf.int64)
+            is_enough = tf.cumsum(counts, reverse=True) >= excess
+            return tf.cast(tf.reduce_sum(tf.cast(is_enough, tf.int32)) - 1, tf.int32) * width
+
+        return tf.cond(excess > 0, find, lambda: tf.constant(tf.int32.max)), excess
+
+    def _evict(
+        self, start: tf.Tensor, stop: tf.Tensor, step: tf.Tensor, oldest: tf.Tensor, excess: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Evicts from rows `start` to `stop`; how many, and how many of them because they were the oldest."""
+        eviction = self._eviction
+        with self.lock.held([start, stop, excess]) as updates:
+            rows = tf.range(start, stop)
+            tables, counts, last_steps, ids = (
+                self.columns[name].variable.sparse_read(rows) for name in ("tables", "counts", "last_steps", "ids")
+            )
+            is_live, ages = tables >= 0, step - last_steps
+            goes = tf.zeros_like(is_live)
+            if eviction.unseen_steps is not None:
+                goes |= ages >= min(eviction.unseen_steps, tf.int32.max)
+            if eviction.min_norm is not None:
+                norms = tf.norm(tf.cast(self.vectors.sparse_read(rows), tf.float32), axis=1)
+                goes |= (counts > 0) & (norms < eviction.min_norm)
+            is_old = is_live & ~goes & (ages >= oldest)
+            is_old &= tf.cumsum(tf.cast(is_old, tf.int64)) <= excess
+            chosen = tf.where(is_live & (goes | is_old))[:, 0]
+            tables, rows = tf.gather(tables, chosen), tf.gather(rows, chosen)
+            num_free, count = self._num_free.read_value(), tf.size(chosen, tf.int64)
+            removed = self._index.remove(tf.gather(ids, chosen) + tf.gather(self._shifts, tables))
+            with tf.control_dependencies([removed, num_free]):
+                nothing = tf.fill(tf.shape(tables), -1)
+                updates.append(set_rows(self.columns["tables"].variable, rows, nothing))
+                updates.append(set_rows(self._free, tf.range(num_free, num_free + count), rows))
+                updates.append(self._num_free.assign_add(count).op)
+            of_excess = tf.reduce_sum(tf.cast(is_old, tf.int64))
+        with tf.control_dependencies(updates):
+            return tf.identity(count), tf.identity(of_excess)
+
+
+def split_by_server(keys: tf.Tensor, num_servers: int) -> Sequence[tf.Tensor]:
+    """Which keys each server has: int32 `[n]` for each."""
+    places = tf.range(tf.size(keys))
+    if num_servers == 1:
+        return [places]
+    return tf.dynamic_partition(places, server_of(keys, num_servers), num_servers)

@@ -1,0 +1,45 @@
+"""Variables whose first dimension may change, on any task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from kdist._compat.tensorflow import UninitializedVariable
+
+
+def growing_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int = 0) -> tf.Variable:
+    """A variable with room for rows, on the device of the caller; they take no memory before they are written.
+
+    Its `shape` says that it has one row: a worker dies of a handle with an open dimension (TensorFlow 2.16 to 2.21).
+    """
+    variable = UninitializedVariable(False, shape=[1, *row_shape], dtype=dtype)
+
+    def reserve(capacity: tf.Tensor) -> None:
+        with tf.device(variable.device):
+            shape = tf.stack([capacity, *row_shape])
+            set_value(variable, tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
+
+    tf.function(reserve, autograph=False)(tf.constant(capacity))
+    return variable
+
+
+def set_value(variable: tf.Variable, value: tf.Tensor) -> tf.Operation:
+    """Gives a growing variable other rows, without a copy; traced."""
+    # In this mode, TensorFlow would copy.
+    may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+    with tf.control_dependencies([may_share]):
+        # Of a shape that TensorFlow cannot compare with the variable's.
+        hidden = tf.compat.v1.placeholder_with_default(value, None)
+        return tf.raw_ops.AssignVariableOp(resource=variable.handle, value=hidden)
+
+
+def set_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    """Sets rows, int64 `[n]`; traced."""
+    return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=rows, updates=values)
+
+
+def open_shape(variable: tf.Variable) -> tf.TensorShape:
+    """The shape of any number of rows."""
+    return tf.TensorShape([None, *variable.shape[1:]])
