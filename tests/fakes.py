@@ -127,6 +127,9 @@ class CountingStrategy(Strategy):
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         yield {"global_step": np.array(self.step)}
 
+    def count_rows(self) -> None:
+        pass
+
     def use_averages(self) -> None:
         pass
 

@@ -103,6 +103,7 @@ class LocalFit:
 
     def _take_values(self, session: Session) -> None:
         """Gives the model the trained values; those that it cannot take are in a checkpoint."""
+        session.strategy.count_rows()
         if self._request.keeps_model_on_servers:
             if not any(isinstance(hook, CheckpointSaver) for hook in self._hooks):
                 session.save(keep=1)

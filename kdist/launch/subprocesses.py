@@ -71,7 +71,7 @@ class Subprocesses(Launcher):
         strategy, model, files = request.strategy, request.source.model, request.files
         data = request.training_data()
         # Builds the model, and finds what is wrong with it and the data before anything starts.
-        prepare(request.training_spec(data), 1)
+        prepare(request.training_spec(data), 1).check_fixed_tables(strategy.name)
         processes = WorkerProcesses(
             num_workers=max(1, strategy.shape.num_workers),
             log_dir=files.logs,

@@ -130,6 +130,8 @@ class DynamicEmbedding(PooledLookup):
         self.admission = Admission(**admission) if isinstance(admission, Mapping) else admission
         self.eviction = Eviction(**eviction) if isinstance(eviction, Mapping) else eviction
         self.mask_zero = self.supports_masking = mask_zero
+        #: How many ids have a row: here, or, as far as is known, on the servers that train it.
+        self.num_rows = 0
         self.autocast = False
 
     def build(self, input_shape: Any = None) -> None:
@@ -153,6 +155,11 @@ class DynamicEmbedding(PooledLookup):
         """Their rows, `[n, dim]`."""
         return self._rows[:-1].numpy()
 
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row with its id."""
+        return tf.int64.size + self.output_dim * tf.as_dtype(self.variable_dtype).size
+
     def set_rows(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Replaces all rows.
 
@@ -173,6 +180,7 @@ class DynamicEmbedding(PooledLookup):
         ids = ids[order]
         if (ids[1:] == ids[:-1]).any():
             raise ValueError(f"layer {self.name}: id {ids[1:][ids[1:] == ids[:-1]][0]} has more than one row")
+        self.num_rows = len(ids)
         self._ids.assign(np.append(ids.astype(np.int64), _LAST))
         self._rows.assign(tf.concat([tf.cast(rows[order], self._rows.dtype), self._rows[-1:]], 0))
 

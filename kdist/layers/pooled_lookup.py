@@ -24,6 +24,7 @@ class PooledLookup(keras.layers.Layer):
 
     output_dim: int
     mask_zero: bool
+    built: bool
 
     def __init__(self, *args: Any, combiner: Combiner | None = None, **kwargs: Any) -> None:
         if combiner is not None and combiner not in COMBINERS:

@@ -39,16 +39,14 @@ def why_needed_whole(layer: keras.layers.Layer) -> str | None:
     return None
 
 
-def check_dynamic_layers(
-    model: keras.Model, row_wise: Mapping[int, keras.layers.Layer], whole: Mapping[int, str]
-) -> None:
+def check_dynamic_layers(model: keras.Model, row_wise: Sequence[keras.layers.Layer], whole: Mapping[int, str]) -> None:
     """Refuses, with a `ConfigError`, a `kdist.layers.DynamicEmbedding` whose rows a step could not fetch or update.
 
     Args:
-        row_wise: layers with tables of which rows are looked up and updated, by index.
+        row_wise: the layers of whose tables rows are looked up and updated.
         whole: why other tables are needed as a whole.
     """
-    found = {id(layer) for layer in row_wise.values()}
+    found = {id(layer) for layer in row_wise}
     for layer in layers_of(model):
         if isinstance(layer, DynamicEmbedding) and layer.built and id(layer) not in found:
             why = "it is frozen" if not layer.trainable else "; ".join(dict.fromkeys(whole.values()))

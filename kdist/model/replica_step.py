@@ -93,7 +93,7 @@ class ReplicaStep:
             self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
         self._batch_spec = batch_spec
         self._find_tables()
-        check_dynamic_layers(model, {i: layer for i, layer in self.tables.items() if i in self.row_wise}, self.whole_tables)
+        check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
         # Traced once, no matter how many steps a call unrolls.
         self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
@@ -342,7 +342,9 @@ class ReplicaStep:
         with_gradient: set[int] = set()
         # Optimizers that are not elementwise need the whole variable.
         can_be_row_wise = is_elementwise(main_optimizer(self.model))
-        row_wise = frozenset(i for i, layer in candidates.items() if can_be_row_wise and isinstance(layer, PooledLookup))
+        row_wise = frozenset(
+            i for i, layer in candidates.items() if can_be_row_wise and isinstance(layer, PooledLookup)
+        )
 
         def probe(tables: list[tf.Tensor], *arguments: Any) -> None:
             whole = dict(zip(candidates, tables))

@@ -62,7 +62,9 @@ def variables_of(model: keras.Model) -> tuple[list[keras.Variable], list[keras.V
 
 def num_bytes(model: keras.Model) -> int:
     """The size of the parameters and the other variables, without the optimizer's."""
-    return sum(prod(v.shape) * tf.as_dtype(v.dtype).size for variables in variables_of(model) for v in variables)
+    fixed = sum(prod(v.shape) * tf.as_dtype(v.dtype).size for variables in variables_of(model) for v in variables)
+    layers = (layer for layer in layers_of(model) if isinstance(layer, DynamicEmbedding))
+    return fixed + sum(layer.num_rows * layer.row_bytes for layer in layers)
 
 
 def stateful_layers(model: keras.Model) -> list[keras.layers.RNN]:
@@ -141,5 +143,7 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     if scaling is not None:
         named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}
     of_dynamic = tuple(f"{kind}/{name}" for name in _dynamic_layers(model) for kind in ("parameters", "slots"))
-    stored = {name: variable for name, variable in named.items() if not name.startswith(of_dynamic)} if of_dynamic else named
+    stored = (
+        {name: variable for name, variable in named.items() if not name.startswith(of_dynamic)} if of_dynamic else named
+    )
     return {**stored, GLOBAL_STEP: step_counter(optimizer)}

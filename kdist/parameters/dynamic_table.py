@@ -1,7 +1,7 @@
 """`DynamicTable`: the rows of dynamic embedding tables that one server has.
 
-An index finds the row of an id in variables that grow. Rows come with the first lookup of an id in training, and go when
-the server sweeps. What takes or gives a row, and every update, holds one lock.
+An index finds the row of an id in variables that grow. Rows come with the first lookup of an id in training, and go
+when the server sweeps. What takes or gives a row, and every update, holds one lock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import tensorflow as tf
 from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
 from kdist.model.table_groups import TableGroup
+from kdist.parameters.count_min_sketch import CountMinSketch
 from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
 from kdist.parameters.row_lock import RowLock
 
-#: Of the count-min sketch: how many counters each of how many hashes has; after how many counts all are halved.
-_SKETCH_DEPTH, _SKETCH_WIDTH = 4, 1 << 18
-_SKETCH_AGE = 8 * _SKETCH_WIDTH
 #: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
 
@@ -97,8 +95,7 @@ class DynamicTable:
             )
             self._free = self._growing((), tf.int64)
             if self._admission.min_count > 1:
-                self._sketch = tf.Variable(tf.zeros([_SKETCH_DEPTH * _SKETCH_WIDTH], tf.int32), trainable=False)
-                self._num_counted = tf.Variable(0, trainable=False, dtype=tf.int64)
+                self._sketch = CountMinSketch()
             self.columns = {
                 "ids": Column(self._growing((), tf.int64)),
                 "tables": Column(self._growing((), tf.int32)),
@@ -178,14 +175,12 @@ class DynamicTable:
             rows = self._find(keys)
             chosen = tf.where(self._admitted(keys, rows < 0, step, updates))[:, 0]
             if self._max_rows is not None:
-                chosen = chosen[: tf.maximum(self._max_rows - self._num_live(), 0)]
+                chosen = chosen[: tf.maximum(self._max_rows - self.num_live(), 0)]
             new_rows = self._take(tf.size(chosen, tf.int64), updates)
             rows = tf.tensor_scatter_nd_update(rows, chosen[:, tf.newaxis], new_rows)
             new_keys, of_new = tf.gather(keys, chosen), tf.gather(tables, chosen)
             ids = new_keys - tf.gather(self._shifts, of_new)
-            vectors = self._initializer.rows(
-                tf.gather(self._seeds, of_new), ids, self._dim, self.vectors.dtype
-            )
+            vectors = self._initializer.rows(tf.gather(self._seeds, of_new), ids, self._dim, self.vectors.dtype)
             values = {
                 "ids": ids,
                 "tables": of_new,
@@ -218,6 +213,10 @@ class DynamicTable:
             keys, _ = self._index.export()
             updates.append(self._index.remove(keys))
             updates += [variable.assign(0).op for variable in (self.num_rows, self._num_free)]
+
+    def num_live(self) -> tf.Tensor:
+        """How many rows are in use, scalar int64."""
+        return self.num_rows.read_value() - self._num_free.read_value()
 
     def sweep(self, step: tf.Tensor) -> tf.Tensor:
         """Evicts rows, a few at a time, so that no step waits long; traced.
@@ -255,17 +254,12 @@ class DynamicTable:
             return tf.zeros_like(keys, tf.int32)
         return tf.repeat(tf.range(self.num_tables), counts)
 
-    def _num_live(self) -> tf.Tensor:
-        return self.num_rows.read_value() - self._num_free.read_value()
-
-    def _admitted(
-        self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]
-    ) -> tf.Tensor:
+    def _admitted(self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
         """Which keys are new and get a row: bool `[n]`."""
         admission = self._admission
         if admission.min_count > 1:
             new = tf.where(is_new)[:, 0]
-            seen = self._count(tf.gather(keys, new), updates)
+            seen = self._sketch.count(tf.gather(keys, new), updates)
             is_new = tf.scatter_nd(new[:, tf.newaxis], seen >= admission.min_count, tf.shape(is_new, tf.int64))
         if admission.probability < 1:
             drawn = tf.bitwise.bitwise_and(
@@ -273,27 +267,6 @@ class DynamicTable:
             )
             is_new &= tf.cast(drawn, tf.float64) < admission.probability * (1 << 40)
         return is_new
-
-    def _count(self, keys: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
-        """Counts keys once more; returns how often each was counted, int32 `[n]`."""
-        hashes = [tf.bitwise.bitwise_and(mixed(keys + row), _SKETCH_WIDTH - 1) for row in range(_SKETCH_DEPTH)]
-        places = tf.stack([of_row + row * _SKETCH_WIDTH for row, of_row in enumerate(hashes)])
-        counts = self._sketch.sparse_read(places) + 1
-        with tf.control_dependencies([counts]):
-            updates.append(
-                tf.raw_ops.ResourceScatterAdd(
-                    resource=self._sketch.handle, indices=places, updates=tf.ones_like(places, tf.int32)
-                )
-            )
-            total = self._num_counted.assign_add(tf.size(keys, tf.int64))
-
-        def halve() -> tf.Tensor:
-            with tf.control_dependencies(updates[-1:]):
-                halved = self._sketch.assign(self._sketch // 2)
-                return tf.identity(self._num_counted.assign(total // 2), name=halved.op.name.split("/")[-1])
-
-        updates.append(tf.cond(total > _SKETCH_AGE, halve, lambda: total).op)
-        return tf.reduce_min(counts, 0)
 
     def _take(self, count: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
         """Takes rows that are free, or new ones: int64 `[count]`."""
@@ -358,7 +331,7 @@ class DynamicTable:
         """The age of rows that may go to keep `max_rows`, and how many have to."""
         if self._max_rows is None:
             return tf.constant(tf.int32.max), tf.zeros([], tf.int64)
-        live, target = self._num_live(), int(self._max_rows * _LOW_WATER)
+        live, target = self.num_live(), int(self._max_rows * _LOW_WATER)
         # Not for a few rows each time.
         excess = tf.where(live > (target + self._max_rows) // 2, live - target, 0)
 

@@ -20,7 +20,7 @@ from kdist._compat.reserved import made_by
 from kdist.model.table_groups import TableGroup
 from kdist.model.updates import StepUpdates, Update
 from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.named_values import NamedValues
+from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import cut, fuse, unfuse
 
@@ -191,9 +191,21 @@ class Blocks(Sequence[Block]):
         """At which row of its block a shard of a table begins."""
         return self.start_of(shard) // prod(self.shape_of(shard)[1:])
 
+    def part(self, shard: int, variable: keras.Variable) -> Part:
+        """Where the elements of a shard are in the variable of its block, or in one of the same shape."""
+        return Part(variable.value, self.start_of(shard), self.shape_of(shard))
+
+    def variable_of_shard(self, shard: int) -> int:
+        """The index of its variable."""
+        return self._shards[shard].variable
+
+    def variable_of(self, block: int) -> int:
+        """The variable of a block; of several the first, which is in the same updates as the others."""
+        return self._shards[self._blocks[block].shards[0]].variable
+
     def original(self, block: int) -> keras.Variable:
         """The variable of the model that a block stands for; of several the first, in all that matters like them."""
-        return self._all_variables[self._shards[self._blocks[block].shards[0]].variable]
+        return self._all_variables[self.variable_of(block)]
 
     def starts_empty(self, block: int) -> bool:
         """Whether a block is made without values, because this process has none, or they do not travel at once."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,9 +18,9 @@ from kdist.parameters.dynamic_values import DynamicValues
 from kdist.parameters.initial_values import set_initial_values
 from kdist.parameters.loss_scale import ServerLossScale
 from kdist.parameters.named_values import NamedValues, Part
-from kdist.parameters.optimizer import ServerOptimizer
 from kdist.parameters.packing import Blocks, ModelVariables
 from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.server_optimizers import ServerOptimizers
 from kdist.parameters.table_rows import TableRows
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by
 from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
@@ -77,6 +76,7 @@ class ParameterStore:
         tables = self.blocks.make_dynamic(self.devices)
         for b, table in tables.items():
             set_value(self._variables[b], table.vectors)
+        self._evicting = [table for table in tables.values() if table.evicts]
         self._table_rows = TableRows(
             model_variables.table_groups,
             self.shards,
@@ -96,16 +96,14 @@ class ParameterStore:
             if model_variables.is_dynamic(index):
                 continue
             parts[stored_names[index]] = [
-                self._part(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
+                self.blocks.part(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
             ]
-        # Every server has its own copy of values of the whole optimizer, such as the learning rate, so that applying
-        # needs nothing from another server.
-        copies: dict[str, list[tf.Variable]] = defaultdict(list, {GLOBAL_STEP: list(self.counters.begun)})
-        #: By server and group.
-        self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
-        for g in range(len(updates.groups)):
-            self._make_optimizers(g, names, tables, parts, copies)
+        self._optimizers = ServerOptimizers(
+            updates, self.blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
+        )
+        parts |= self._optimizers.parts
+        copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
         self._loss_scale: ServerLossScale | None = None
         if model_variables.loss_scaling is not None:
             self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
@@ -138,10 +136,20 @@ class ParameterStore:
         )
         self.dynamic.fill(self.counters.global_step())
 
+    @cached_property
+    def sweep(self) -> Callable[[], object] | None:
+        """Lets servers evict rows of dynamic tables; None if none of them does. May be called in any thread."""
+
+        def sweep() -> None:
+            for table in self._evicting:
+                with tf.device(table.device):
+                    table.sweep(self.counters.begun[table.server].read_value())
+
+        return tf.function(sweep, autograph=False).get_concrete_function() if self._evicting else None
+
     def use_averages(self) -> None:
         """Sets parameters to their moving averages, if the optimizers keep any."""
-        for optimizer in self._optimizers.values():
-            optimizer.use_averages()
+        self._optimizers.use_averages()
 
     def align(self) -> None:
         """Resets every server's counter to the global step, after a lost worker's update reached only some of them."""
@@ -163,9 +171,7 @@ class ParameterStore:
 
     def learning_rate(self, step: tf.Tensor, group: int = 0) -> tf.Tensor:
         """The learning rate of a group after `step` updates, a scalar on a server; called while a call is traced."""
-        server = min(server for server, of_group in self._optimizers if of_group == group)
-        with tf.device(self.devices[server]):
-            return self._optimizers[server, group].learning_rate(step)
+        return self._optimizers.learning_rate(step, group)
 
     def loss_scale(self) -> tf.Tensor:
         """What a step multiplies its loss with, a float32 scalar on the first server; called while a call is traced."""
@@ -287,7 +293,7 @@ class ParameterStore:
 
     def blocks_in(self, update: Update) -> set[int]:
         """The blocks that an update changes."""
-        return {b for b, block in enumerate(self.blocks) if block.is_parameter and self._is_in(update, b)}
+        return self._optimizers.blocks_in(update)
 
     def _arrived(self, gathered: Gathered) -> dict[int, tf.Tensor]:
         """Gathered values on the device of the caller, by shard."""
@@ -301,50 +307,6 @@ class ParameterStore:
         parts = [by_shard[i] for i in self._shards_of[index]]
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
-    def _part(self, shard: int, variable: keras.Variable) -> Part:
-        return Part(variable.value, self.blocks.start_of(shard), self.blocks.shape_of(shard))
-
-    def _make_optimizers(
-        self,
-        group: int,
-        names: Sequence[str],
-        tables: Mapping[int, DynamicTable],
-        parts: dict[str, list[Part]],
-        copies: dict[str, list[tf.Variable]],
-    ) -> None:
-        """Creates an optimizer of a group per server, for its blocks; adds their variables to `parts` and `copies`."""
-        of_group = self.updates.groups[group]
-        slots: dict[str, dict[int, Part]] = defaultdict(dict)
-        for server, device in enumerate(self.devices):
-            own = [b for b in self._parameter_blocks(server) if self._variable_of(b) in of_group.variables]
-            if not own:
-                continue
-            self._optimizers[server, group] = ServerOptimizer(
-                of_group.optimizer,
-                [self.blocks.original(b) for b in own],
-                [self._variables[b] for b in own],
-                [self.blocks[b].is_row_wise for b in own],
-                {i: tables[b] for i, b in enumerate(own) if b in tables},
-                device,
-                is_shared=self.is_remote,
-            )
-            for key, variable in self._optimizers[server, group].state([str(b) for b in own], of_group.name):
-                kind, _, rest = key.partition("/")
-                if kind != "slots":
-                    copies[key].append(variable.value)
-                    parts.setdefault(key, [Part.whole(variable.value)])
-                    continue
-                number, _, slot = rest.partition("/")
-                block = self.blocks[int(number)]
-                if block.is_dynamic:
-                    continue
-                for shard in block.shards:
-                    # A slot with another shape than its variable belongs to a block of one shard.
-                    part = self._part(shard, variable) if block.is_joint else Part.whole(variable.value)
-                    slots[f"slots/{names[self.shards[shard].variable]}/{slot}"][shard] = part
-        for name, by_shard in slots.items():
-            parts[name] = [by_shard[i] for i in sorted(by_shard)]
-
     def _dynamic_values(
         self, variables: ModelVariables, names: Sequence[str], tables: Mapping[int, DynamicTable]
     ) -> DynamicValues:
@@ -355,16 +317,6 @@ class ParameterStore:
                 of_servers = sorted((tables[b] for b in holders), key=lambda table: table.server)
                 groups.append((of_servers, [names[table] for table in group.tables]))
         return DynamicValues(groups)
-
-    def _parameter_blocks(self, server: int) -> list[int]:
-        return [b for b, block in enumerate(self.blocks) if block.server == server and block.is_parameter]
-
-    def _variable_of(self, block: int) -> int:
-        """The variable of a block; of several the first, which is in the same updates as the others."""
-        return self.shards[self.blocks[block].shards[0]].variable
-
-    def _is_in(self, update: Update, block: int) -> bool:
-        return self._variable_of(block) in update.variables
 
     def _apply_on(self, server: int, arrived: Changes, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
@@ -383,9 +335,11 @@ class ParameterStore:
                 if Assigned(b) in arrived:
                     self._variables[b].value.assign_add(arrived[Assigned(b)], read_value=False)
             if overflow is None or self._loss_scale is None:
-                self._update_on(server, phase, arrived, step - 1)
+                self._optimizers.apply(server, phase, arrived, step - 1)
             else:
-                self._loss_scale.apply(server, overflow, step - 1, partial(self._update_on, server, phase, arrived))
+                self._loss_scale.apply(
+                    server, overflow, step - 1, partial(self._optimizers.apply, server, phase, arrived)
+                )
             for b in blocks:
                 if not self.blocks[b].is_parameter and b in arrived:
                     variable = self._variables[b].value
@@ -395,17 +349,6 @@ class ParameterStore:
             with tf.control_dependencies([operation for operation in begun if operation.op_def.is_stateful]):
                 self.counters.applied[server].assign_add(1, read_value=False)
         return step
-
-    def _update_on(self, server: int, phase: int, arrived: Changes, step: tf.Tensor) -> None:
-        """The updates of a phase, of the variables that a server has, in the step after `step`."""
-        for update in self.updates.in_phase(phase):
-            group = self.updates.groups[update.group]
-            blocks = [b for b in self._parameter_blocks(server) if self._variable_of(b) in group.variables]
-            if blocks:
-                self._optimizers[server, update.group].apply(
-                    [arrived.get(b) if self._is_in(update, b) else None for b in blocks],
-                    group.iteration(step, update.number),
-                )
 
     def _adds(self, dtype: tf.DType) -> bool:
         """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""

@@ -15,7 +15,8 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 from kdist.console.warn import warn
 from kdist.errors import NonFiniteError
-from kdist.parameters.dynamic_values import DynamicValues, Saving
+from kdist.parameters.dynamic_files import Saving
+from kdist.parameters.dynamic_values import DynamicValues
 from kdist.parameters.named_values import NamedValues, Piece
 from kdist.parameters.piece_files import PieceFiles, is_finite
 
@@ -34,12 +35,12 @@ class ValueFiles:
 
     Args:
         values: what is saved.
-        dynamic: what is saved, too.
+        dynamic: rows that are saved, too.
     """
 
-    def __init__(self, values: NamedValues, dynamic: DynamicValues) -> None:
+    def __init__(self, values: NamedValues, dynamic: DynamicValues | None = None) -> None:
         self._values = values
-        self._dynamic = dynamic
+        self._dynamic = DynamicValues([]) if dynamic is None else dynamic
         with tf.device("CPU:0"):
             # Its full name: each task has a CPU.
             self._chief = tf.zeros([]).device

@@ -44,6 +44,7 @@ class AllReduce(StoreBackedStrategy):
         self.num_replicas = distribution.num_replicas_in_sync
         devices = distribution.extended.worker_devices
         self._prepared = prepare(spec, self.num_replicas)
+        self._prepared.check_fixed_tables(self.name)
         self._prepared.warn_of_unknown_weights()
         plan = self._prepared.plan_for_one()
         self._stores = [self._prepared.store([device], plan) for device in devices]

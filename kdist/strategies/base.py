@@ -237,6 +237,10 @@ class Strategy(abc.ABC):
         return outcome.result()
 
     @abc.abstractmethod
+    def count_rows(self) -> None:
+        """Tells the dynamic layers of the model how many rows they have, if it has any."""
+
+    @abc.abstractmethod
     def use_averages(self) -> None:
         """Sets parameters to their moving averages, if the optimizer keeps any, as Keras does at the end of `fit`."""
 
@@ -259,7 +263,9 @@ class Strategy(abc.ABC):
                 known = ", ".join(sorted(self.shapes))
                 raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
             if None in self.shapes[name]:
-                raise ConfigError(f"{name}: belongs to a DynamicEmbedding, whose rows come from ids alone; it is read only")
+                raise ConfigError(
+                    f"{name}: belongs to a DynamicEmbedding, whose rows come from ids alone; it is read only"
+                )
             if array.shape != tuple(self.shapes[name]):
                 raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(self.shapes[name])}")
 

@@ -34,6 +34,7 @@ from kdist.strategies.store_backed import (
     no_batch,
     prepare,
 )
+from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
@@ -101,7 +102,13 @@ class PsStrategy(StoreBackedStrategy):
             watch = partial(self._watched, kind="fill")
             self._store = self._prepared.store(devices, self.plan, self._wire, watch)
         self._is_training = True
+        self._begin_to_sweep()
         self._make_dataset = self._prepared.trace_dataset()
+
+    def _begin_to_sweep(self) -> None:
+        coordinator = self._running()
+        if (sweep := self._store.sweep) is not None:
+            self._sweeper = Sweeper(sweep, partial(coordinator.start, kind="sweep"), coordinator.wait_for)
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
         prepared = prepare(spec, self._shape.num_workers)
@@ -141,6 +148,7 @@ class PsStrategy(StoreBackedStrategy):
 
     def drain(self) -> int:
         with self._explaining():
+            self._at_rest()
             try:
                 return super().drain()
             except CallsCancelled:
@@ -172,13 +180,17 @@ class PsStrategy(StoreBackedStrategy):
         self._on_files(lambda: super(PsStrategy, self).save(prefix), "save")
 
     def begin_save(self, prefix: Path) -> Future[None]:
-        write = self._on_files(lambda: self._store.files.begin_save(prefix, self._beside), "begin_save")
+        write = self._on_files(lambda: self._at_rest().files.begin_save(prefix, self._beside), "begin_save")
         self._save_begun = self._running().start(write, "finish_save")
         return self._save_begun
 
     def wait_for(self, outcome: Future[T]) -> T:
         with self._of_files():
             return self._running().wait_for(outcome)
+
+    def count_rows(self) -> None:
+        self.drain()
+        self._watched(super().count_rows, "count_rows")
 
     def use_averages(self) -> None:
         self.drain()
@@ -208,6 +220,7 @@ class PsStrategy(StoreBackedStrategy):
             return
         is_dead = True
         is_busy = self._in_call or not (self._save_begun is None or self._save_begun.done())
+        is_busy |= self._sweeper is not None and self._sweeper.is_sweeping
         if self._coordinator is not None and (is_busy or not self._coordinator.all_answer()):
             # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
             # an error at once.
@@ -294,7 +307,7 @@ class PsStrategy(StoreBackedStrategy):
         """Deletes the handles to objects on the tasks, while the tasks are there. A start may have failed before all
         of them were made."""
         self._evaluations.clear()
-        self._histograms = None
+        self._histograms = self._sweeper = None
         with suppress(AttributeError):
             del self._prepared, self._store, self._make_dataset
 

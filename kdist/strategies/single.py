@@ -30,6 +30,7 @@ class Single(StoreBackedStrategy):
         element_spec = self._make_dataset.structured_outputs.element_spec
         self._calls = self._prepared.calls(self._store, IteratorSpec(element_spec))
         self._sizer = self._prepared.sizer()
+        self._begin_to_sweep()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():

@@ -34,6 +34,7 @@ from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable,
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import PresentValues, Strategy, TrainingSpec
+from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
 
 #: Of a tensor that travels; a message is a little larger.
@@ -52,6 +53,18 @@ class StoreBackedStrategy(Strategy):
     #: When the last run ended, if it left steps in flight.
     _last_end: float | None = None
     _histograms: Histograms | None = None
+    _sweeper: Sweeper | None = None
+
+    def _begin_to_sweep(self) -> None:
+        """From now on rows of dynamic tables are evicted, if any are to be."""
+        if (sweep := self._store.sweep) is not None:
+            self._sweeper = Sweeper(sweep, in_thread, lambda outcome: outcome.result())
+
+    def _at_rest(self) -> ParameterStore:
+        """The store, whose values nothing changes until the next run."""
+        if self._sweeper is not None:
+            self._sweeper.wait()
+        return self._store
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         self._warming_up = False
@@ -60,6 +73,8 @@ class StoreBackedStrategy(Strategy):
         num_finished = 0
         may_begin = max(num_steps, may_begin or 0)
         while self._num_ahead < num_steps:
+            if self._sweeper is not None:
+                self._sweeper.go_on()
             more = self._next_logs(may_begin - self._num_ahead, interrupted)
             if more is None:
                 break
@@ -121,7 +136,7 @@ class StoreBackedStrategy(Strategy):
         return {**self._store.values.shapes, **self._store.dynamic.shapes}
 
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
-        yield from self._store.values.portions(names)
+        yield from self._at_rest().values.portions(names)
         yield from self._store.dynamic.read(names)
 
     def histograms(self) -> dict[str, np.ndarray]:
@@ -129,26 +144,29 @@ class StoreBackedStrategy(Strategy):
         return self._histograms.read()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self._store.write(values)
+        self._at_rest().write(values)
         if GLOBAL_STEP in values:
             self._continue_at(int(values[GLOBAL_STEP]))
 
     def save(self, prefix: Path) -> None:
-        self._store.files.save(prefix, self._beside)
+        self._at_rest().files.save(prefix, self._beside)
 
     def begin_save(self, prefix: Path) -> Future[None]:
-        return in_thread(self._store.files.begin_save(prefix, self._beside))
+        return in_thread(self._at_rest().files.begin_save(prefix, self._beside))
 
     @property
     def _beside(self) -> dict[str, np.ndarray]:
         """What a checkpoint has beside the values."""
         return {SEED: np.array(self._prepared.spec.seed, np.int64)}
 
+    def count_rows(self) -> None:
+        self._at_rest().dynamic.count()
+
     def use_averages(self) -> None:
-        self._store.use_averages()
+        self._at_rest().use_averages()
 
     def restore(self, path: Path) -> None:
-        self._store.restore(path)
+        self._at_rest().restore(path)
         self._continue_at(self._store.counters.global_step())
 
     def _continue_at(self, step: int) -> None:
@@ -205,6 +223,15 @@ class PreparedTraining:
                 f"model {self.spec.model.name}: its losses are masked, weighted or summed, each in its own way; the "
                 "gradients of replicas are averaged with equal weights, which is not exactly what one process with all "
                 "their examples would compute"
+            )
+
+    def check_fixed_tables(self, strategy: str) -> None:
+        """Refuses, with a `ConfigError`, dynamic tables where each replica would have rows of its own."""
+        for index in self.replica_step.dynamic:
+            raise ConfigError(
+                f"strategy={strategy}: every replica has a copy of all parameters, and the rows of the "
+                f"{type(self.replica_step.tables[index]).__name__} {self.replica_step.tables[index].name} come with "
+                "the ids of one replica; use parameter servers (cluster=1ps2w), or strategy=single in one process"
             )
 
     def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:

@@ -17,7 +17,7 @@ ROWS, DIM, TIMES = 20_000, 64, 40
 def row_optimizer(variable: keras.Variable) -> RowOptimizer:
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([variable])
-    return RowOptimizer(optimizer, variable, variable, is_shared=True)
+    return RowOptimizer(optimizer, variable, variable, None, is_shared=True)
 
 
 def test_updates_of_several_workers_do_not_undo_each_other() -> None:

@@ -60,7 +60,7 @@ def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
 def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(run_dir, num_servers=1)
     push(store)
-    optimizer = store._optimizers[0, 0]
+    optimizer = store._optimizers._optimizers[0, 0]
     apply = optimizer.apply
 
     def apply_and_fail(gradients: Any, step: Any) -> None:
