@@ -132,6 +132,7 @@ class DynamicEmbedding(PooledLookup):
         self.mask_zero = self.supports_masking = mask_zero
         #: How many ids have a row: here, or, as far as is known, on the servers that train it.
         self.num_rows = 0
+        self._averages: np.ndarray | None = None
         self.autocast = False
 
     def build(self, input_shape: Any = None) -> None:
@@ -160,12 +161,13 @@ class DynamicEmbedding(PooledLookup):
         """The size of a row with its id."""
         return tf.int64.size + self.output_dim * tf.as_dtype(self.variable_dtype).size
 
-    def set_rows(self, ids: np.ndarray, rows: np.ndarray) -> None:
+    def set_rows(self, ids: np.ndarray, rows: np.ndarray, averages: np.ndarray | None = None) -> None:
         """Replaces all rows.
 
         Args:
             ids: int64 `[n]`, each once; hashes of strings, as `as_keys` makes them.
             rows: `[n, dim]`.
+            averages: `[n, dim]`, moving averages of the rows, for `use_averages`.
 
         Raises:
             ValueError: another shape, or an id twice.
@@ -180,9 +182,15 @@ class DynamicEmbedding(PooledLookup):
         ids = ids[order]
         if (ids[1:] == ids[:-1]).any():
             raise ValueError(f"layer {self.name}: id {ids[1:][ids[1:] == ids[:-1]][0]} has more than one row")
+        self._averages = None if averages is None else averages[order]
         self.num_rows = len(ids)
         self._ids.assign(np.append(ids.astype(np.int64), _LAST))
         self._rows.assign(tf.concat([tf.cast(rows[order], self._rows.dtype), self._rows[-1:]], 0))
+
+    def use_averages(self) -> None:
+        """Sets the rows to their moving averages, if there are any."""
+        if self._averages is not None:
+            self.set_rows(self.ids, self._averages)
 
     def as_keys(self, ids: tf.Tensor) -> tf.Tensor:
         """What ids are known by: int64, of the same shape."""

@@ -19,6 +19,8 @@ DYNAMIC_SCALE_STEPS = "optimizer/dynamic_scale_steps"
 DROPPED_STEPS = "optimizer/dropped_steps"
 #: The name of how often callbacks have reset each state of a stateful layer.
 STATE_RESETS = "state_resets"
+#: What Keras calls the slot that has the moving average of a variable.
+AVERAGE = "average"
 #: The name of the run's seed in checkpoints.
 SEED = "seed"
 

@@ -18,6 +18,7 @@ from kdist.model.names import (
     DROPPED_STEPS,
     DYNAMIC_SCALE,
     DYNAMIC_SCALE_STEPS,
+    AVERAGE,
     GLOBAL_STEP,
     dynamic_names,
     is_seed,
@@ -101,7 +102,8 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
     for name, layer in _dynamic_layers(model).items():
         ids, vectors = dynamic_names(name, ["ids", "vectors"]).values()
         if ids in values and vectors in values:
-            layer.set_rows(values[ids], values[vectors])
+            averages = dynamic_names(name, [AVERAGE])[AVERAGE]
+            layer.set_rows(values[ids], values[vectors], values.get(averages))
     if GLOBAL_STEP in values:
         # Keras's optimizers do not count a step whose gradients have overflowed.
         step = int(values[GLOBAL_STEP]) - int(values.get(DROPPED_STEPS, 0))
@@ -114,6 +116,8 @@ def finalize_ema(model: keras.Model) -> None:
     """Gives the model the moving averages of its parameters, as Keras does at the end of `fit`, if it keeps any."""
     if main_optimizer(model).use_ema:
         main_optimizer(model).finalize_variable_values(variables_of(model)[0])
+        for layer in _dynamic_layers(model).values():
+            layer.use_averages()
 
 
 def _dynamic_layers(model: keras.Model) -> dict[str, DynamicEmbedding]:

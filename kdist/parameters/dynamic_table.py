@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
+from kdist.model.names import AVERAGE
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.count_min_sketch import CountMinSketch
 from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
@@ -213,6 +214,20 @@ class DynamicTable:
             keys, _ = self._index.export()
             updates.append(self._index.remove(keys))
             updates += [variable.assign(0).op for variable in (self.num_rows, self._num_free)]
+
+    def use_averages(self) -> None:
+        """Sets the vectors to their moving averages, if the optimizer keeps any; nothing may update them meanwhile."""
+        if AVERAGE not in self.columns:
+            return
+
+        def copy(start: tf.Tensor) -> tuple[tf.Tensor]:
+            rows = tf.range(start, tf.minimum(start + self.sweep_rows, num_rows))
+            set_rows(self.vectors, rows, self.columns[AVERAGE].variable.sparse_read(rows))
+            return (start + self.sweep_rows,)
+
+        with tf.device(self.device):
+            num_rows = self.num_rows.read_value()
+            tf.while_loop(lambda start: start < num_rows, copy, [tf.zeros([], tf.int64)])
 
     def num_live(self) -> tf.Tensor:
         """How many rows are in use, scalar int64."""

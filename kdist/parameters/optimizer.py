@@ -83,7 +83,10 @@ class ServerOptimizer:
         """Sets the variables to their moving averages, if the optimizer keeps any."""
         self._optimizer.finalize_variable_values([self._variables[i] for i in self._dense])
         for i, rows in self._by_rows.items():
-            rows.optimizer.finalize_variable_values([self._variables[i]])
+            if rows.table is not None:
+                rows.table.use_averages()
+            else:
+                rows.optimizer.finalize_variable_values([self._variables[i]])
 
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate after `step` updates, scalar int64: a scalar."""
@@ -140,6 +143,7 @@ class RowOptimizer:
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
+        table: as given.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class RowOptimizer:
         *,
         is_shared: bool,
     ) -> None:
-        self._table = table
+        self.table = table
         self._lock = RowLock(is_shared=is_shared) if table is None else table.lock
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
@@ -177,8 +181,8 @@ class RowOptimizer:
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
         with self._lock.held([gradient.values, gradient.indices, step]) as updates:
-            if self._table is not None:
-                gradient = self._table.updated(gradient, step, updates)
+            if self.table is not None:
+                gradient = self.table.updated(gradient, step, updates)
             rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
             with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
                 scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}

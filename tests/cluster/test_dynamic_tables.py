@@ -1,0 +1,148 @@
+"""Dynamic tables on real servers: no id is lost or doubled, whoever brings it, and rows fit any number of servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kdist
+from kdist.hooks import CheckpointSaver
+from kdist.layers import DynamicEmbedding, Eviction
+from kdist.layers.initial_rows import RowInitializer
+from kdist.strategies.sweeper import Sweeper
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
+
+DIM, TABLES = 4, 3
+SEEDS = [11, 12, 13]
+
+
+def build(optimizer: Callable[[], keras.optimizers.Optimizer], **options: Any) -> keras.Model:
+    """Two tables share an index, one is of strings, too."""
+    ids, words = layers.Input((2,), dtype="int64", name="ids"), layers.Input((2,), dtype="string", name="words")
+    inputs = [ids[:, 0], ids[:, 1], words]
+    vectors = []
+    for seed, of_table in zip(SEEDS, inputs):
+        initializer = keras.initializers.RandomUniform(seed=seed)
+        kind = "string" if of_table is words else "int64"
+        layer = DynamicEmbedding(DIM, kind, initializer, combiner="sum", name=f"table_{seed}", **options)
+        vectors.append(layer(of_table if of_table is words else of_table[:, None]))
+    out = layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(5), name="out")
+    model = keras.Model([ids, words], out(layers.Concatenate()(vectors)))
+    model.compile(optimizer(), "mse")
+    return model
+
+
+def data(num_ids: int = 40) -> tuple[list[Any], np.ndarray]:
+    rng = np.random.default_rng(8)
+    numbers = rng.integers(0, num_ids, (64, 4))
+    words = np.array([f"word {n}" for n in range(num_ids)], object)
+    ids = numbers[:, :2] * (2**62 // num_ids) * [1, -1]
+    return [ids, tf.constant(words[numbers[:, 2:]])], rng.normal(size=(64, 1)).astype(np.float32)
+
+
+def rows_of(model: keras.Model) -> list[np.ndarray]:
+    of_layers = [model.get_layer(f"table_{seed}") for seed in SEEDS]
+    return [array for layer in of_layers for array in (layer.ids, layer.rows)]
+
+
+def test_synchronous_training_has_the_same_rows_on_any_number_of_servers(run_dir: Path) -> None:
+    def train(cluster: str, steps: int, folder: Path, **options: Any) -> kdist.Trainer:
+        trainer = kdist.Trainer(
+            lambda: build(lambda: keras.optimizers.Adagrad(0.1)),
+            cluster,
+            "sync_replicas" if "w" in cluster else "auto",
+            run_dir=folder,
+            hooks=[CheckpointSaver(every_steps=4, **options)],
+            steps_per_call=4,
+        )
+        history = trainer.fit(
+            *data(), batch_size=8 if "2w" in cluster else 16, steps=steps, shuffle=False, verbose=0, validation_data=data()
+        )
+        validated = history.history["val_loss"][-1]
+        assert validated == pytest.approx(trainer.model.evaluate(*data(), verbose=0), rel=1e-5)
+        return trainer
+
+    train("2ps2w", 8, run_dir, background=True)
+    train("3ps1w", 12, run_dir)
+    resumed = train("local", 16, run_dir)
+    expected = train("local", 16, run_dir.with_name("expected"))
+    for ours, theirs in zip(rows_of(resumed.model), rows_of(expected.model), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / "ckpt-12"))
+    for index, seed in enumerate(SEEDS):
+        ids = reader.get_tensor(f"parameters/table_{seed}/embeddings_ids")
+        np.testing.assert_array_equal(np.sort(ids), rows_of(expected.model)[2 * index])
+
+
+def collisions(context: kdist.DataContext) -> tf.data.Dataset:
+    """Batches of new ids, the same ones for every worker at about the same time."""
+    batches = tf.data.Dataset.range(10**6).map(lambda n: tf.range(n * 16, n * 16 + 16))
+    return batches.map(lambda ids: (ids[:, None], tf.zeros([16, 1])))
+
+
+class Sum(keras.Model):
+    """Its loss is the sum of all vectors of a batch, so that each update takes the same from a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = DynamicEmbedding(DIM, embeddings_initializer=keras.initializers.RandomUniform(seed=7), name="table")
+
+    def call(self, ids: Any) -> Any:
+        return keras.ops.sum(self.table(ids), (1, 2))[:, None]
+
+
+def test_workers_that_bring_the_same_new_ids_give_each_one_row_and_lose_no_update(run_dir: Path) -> None:
+    def make() -> keras.Model:
+        model = Sum()
+        model.compile(keras.optimizers.SGD(0.5), loss=lambda y, y_pred: keras.ops.sum(y_pred) / 8.0)
+        return model
+
+    steps = 600
+    kdist.Trainer(make, "2ps3w", run_dir=run_dir, steps_per_call=8).fit(collisions, steps=steps, verbose=0)
+    reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / f"ckpt-{steps}"))
+    ids = reader.get_tensor("parameters/table/embeddings_ids")
+    counts = reader.get_tensor("state/table/embeddings_counts")
+    assert len(np.unique(ids)) == len(ids) >= steps // 3 * 16
+    assert counts.sum() == steps * 16
+    assert (counts > 1).mean() > 0.3
+    drawn = RowInitializer(keras.initializers.RandomUniform(seed=7)).rows(
+        tf.fill([len(ids)], tf.constant(7, tf.int64)), tf.constant(ids), DIM, tf.float32
+    )
+    expected = drawn.numpy() - 0.5 * counts[:, None] / 8
+    np.testing.assert_allclose(reader.get_tensor("parameters/table/embeddings"), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_servers_evict_while_workers_train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sweeper, "pause_secs", 0.05)
+
+    def endless(context: kdist.DataContext) -> tf.data.Dataset:
+        rng = tf.data.Dataset.random(seed=context.worker_index).batch(4)
+        return rng.map(lambda n: ((n[None, :2] % 5000, tf.strings.as_string(n[None, 2:] % 5000)), tf.zeros([1, 1])))
+
+    trainer = kdist.Trainer(
+        lambda: build(lambda: keras.optimizers.Adagrad(0.1), eviction=Eviction(max_rows=200)),
+        "2ps2w",
+        run_dir=run_dir,
+        hooks=[CheckpointSaver(every_steps=500)],
+    )
+    with trainer.session(endless, steps=3000) as session:
+        while not session.should_stop():
+            session.run()
+            time.sleep(0.01)
+    reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / "ckpt-3000"))
+    for seed in SEEDS:
+        ids = reader.get_tensor(f"parameters/table_{seed}/embeddings_ids")
+        assert 150 < len(np.unique(ids)) == len(ids) <= 200
+        # Those that are left were seen lately; without eviction, the first 200 ids would have stayed.
+        assert reader.get_tensor(f"state/table_{seed}/embeddings_last_steps").max() > 2500
+        first_seen = reader.get_tensor(f"state/table_{seed}/embeddings_last_steps")
+        assert np.median(first_seen) > 1500
