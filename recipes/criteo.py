@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from kdist.data.sources import DataContext
 
 INTERACTIONS = ("dot", "cross")
-IDS = ("hashed",)
+IDS = ("hashed", "dynamic")
 _BOTTOM, _TOP = (64,), (64, 32)
 _CROSS_LAYERS, _CROSS_RANK = 2, 32
 # With so many rows for each id of a small column, few of them share a row.
 _ROWS_PER_ID = 40
+# As many as TensorFlow's hash function has.
+_HASHES = 2**63 - 1
 # Training batches have numbers from 0.
 _VALIDATION_BATCH, _SAMPLE_BATCH = -1, -2
 
@@ -55,15 +57,17 @@ def build_model(
 ) -> keras.Model:
     """The probability of a click; compiled with Adagrad on the cross-entropy, with the AUC as its metric.
 
-    Input: a dict of `counts`, float32 [batch, 13], logarithms, and `ids`, int64 [batch, 26], rows of the tables.
+    Input: a dict of `counts`, float32 [batch, 13], logarithms, and `ids`, int64 [batch, 26], rows of the tables, or
+    hashes of 63 bits of dynamic ids.
     Output: float32 [batch, 1].
 
     Args:
         interaction: `dot`: dot products of all pairs of vectors, as in DLRM (Naumov et al. 2019); `cross`: cross layers
             of low rank, as in DCN v2 (Wang et al. 2021). Either has an embedding table for each column of ids, and a
             dense layer that makes a vector of the counts.
-        ids: `hashed`: an id's row is its hash, so that some ids share a row.
-        max_rows: of a table; it has 40 rows for each of Criteo's ids if these are fewer.
+        ids: `hashed`: an id's row is its hash, so that some ids share a row; `dynamic`: each id gets a row when it is
+            first seen.
+        max_rows: of a table of hashed ids; it has 40 rows for each of Criteo's ids if these are fewer.
         dim: length of a row.
 
     Raises:
@@ -71,7 +75,7 @@ def build_model(
     """
     import keras
 
-    from kdist.layers import Embedding
+    from kdist.layers import DynamicEmbedding, Embedding
 
     check_one_of("model.interaction", interaction, INTERACTIONS)
     check_one_of("model.ids", ids, IDS)
@@ -80,7 +84,9 @@ def build_model(
     rows = keras.Input((NUM_IDS,), dtype="int64", name="ids")
     vectors = [_dense(counts, *_BOTTOM, dim)]
     for column, length in enumerate(table_lengths(max_rows)):
-        vectors.append(Embedding(length, dim, name=f"ids_{column + 1}")(rows[:, column]))
+        name = f"ids_{column + 1}"
+        layer = DynamicEmbedding(dim, name=name) if ids == "dynamic" else Embedding(length, dim, name=name)
+        vectors.append(layer(rows[:, column]))
     mixed = _dot_products(vectors) if interaction == "dot" else _crossed(vectors)
     click = keras.layers.Dense(1, activation="sigmoid", name="click")(_dense(mixed, *_TOP))
     model = keras.Model({"counts": counts, "ids": rows}, click, name="criteo")
@@ -94,6 +100,7 @@ def build_model(
 def load_data(
     path: str | None = None,
     validation_path: str | None = None,
+    ids: str = "hashed",
     max_rows: int = 40_000,
     num_validation: int = 50_000,
     shuffle_rows: int = 16_384,
@@ -108,7 +115,7 @@ def load_data(
         path: a file, a folder or a glob of Criteo's TSV files, compressed if their names end with `.gz`; None: rows
             are generated, see `criteo_truth`.
         validation_path: as `path`; None: the 1st, 21st, 41st, ... line of each file is not trained on, but validated.
-        max_rows: as for the model.
+        ids, max_rows: as for the model.
         num_validation: rows to validate with, at most; the first ones of files.
         shuffle_rows: lines of files that are shuffled at once.
         scale: of generated data: share of Criteo's ids that there are, in columns of more than 1000.
@@ -121,9 +128,10 @@ def load_data(
     check_whole_number("data.shuffle_rows", shuffle_rows, required=True)
     check_more_than_zero("data.scale", scale)
     check_seed("data.seed", seed)
+    check_one_of("data.ids", ids, IDS)
     if path is None and validation_path is not None:
         raise ConfigError(f"data.validation_path={validation_path}: data.path is missing")
-    transform = features(table_lengths(max_rows))
+    transform = features([_HASHES] * NUM_IDS if ids == "dynamic" else table_lengths(max_rows))
     if path is None:
         return _generated(num_validation, scale, seed, transform)
     holds_out = validation_path is None

@@ -24,7 +24,7 @@ from kdist.evaluation.on_workers import (
     parts_of,
 )
 from kdist.model.logs import Logs, as_logs
-from kdist.model.state import finalize_ema, read_from_model, write_to_model
+from kdist.model.state import finalize_ema, read_from_model, rows_cannot_be_sent, write_to_model
 
 if TYPE_CHECKING:
     from kdist.hooks.base import Session
@@ -78,7 +78,9 @@ class WorkerPool:
 
     def evaluate(self, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> Logs | None:
         """The same as `evaluate`; None if the workers cannot do it."""
-        parts = parts_of(x, y, sample_weight, batch_size, self.num_workers) if can_evaluate(model) else None
+        parts = None
+        if can_evaluate(model) and self._can_give(model):
+            parts = parts_of(x, y, sample_weight, batch_size, self.num_workers)
         if parts is None:
             return None
         evaluation = MetricsOnWorkers(model, parts, self.num_workers)
@@ -88,7 +90,7 @@ class WorkerPool:
     def predict(self, model: keras.Model, x: Any, batch_size: int | None) -> Any:
         """The same as `keras.Model.predict`; None if the workers cannot do it."""
         # The parts of a dataset are not in its order.
-        if not can_predict(model) or isinstance(x, tf.data.Dataset):
+        if not can_predict(model) or not self._can_give(model) or isinstance(x, tf.data.Dataset):
             return None
         parts = parts_of(x, None, None, batch_size, self.num_workers)
         if parts is None:
@@ -96,6 +98,10 @@ class WorkerPool:
         prediction = OutputsOnWorkers(model, parts, self.num_workers)
         results = self._run(model, prediction)
         return None if results is None else prediction.outputs(results)
+
+    def _can_give(self, model: keras.Model) -> bool:
+        """Whether workers can get all values of the model."""
+        return self.training is not None or not rows_cannot_be_sent(model)
 
     def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> list[Any] | None:
         strategy = self.make_strategy()
@@ -236,9 +242,11 @@ class Validator:
         self._finish_model()
 
     def _by_workers(self, session: Session, evaluation: MetricsOnWorkers) -> Logs | None:
-        """What the workers found; None if they were interrupted."""
+        """What the workers found; None if they were interrupted, or cannot do it."""
         callbacks = self._callbacks
         evaluation.values = None
+        if self._model_is_used and rows_cannot_be_sent(self._model):
+            return None
         if self._model_is_used:
             self._bring(session)
             evaluation.values = read_from_model(self._model)

@@ -15,10 +15,10 @@ from kdist._compat.reserved import made_by
 from kdist.layers import DynamicEmbedding
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import (
+    AVERAGE,
     DROPPED_STEPS,
     DYNAMIC_SCALE,
     DYNAMIC_SCALE_STEPS,
-    AVERAGE,
     GLOBAL_STEP,
     dynamic_names,
     is_seed,
@@ -118,6 +118,11 @@ def finalize_ema(model: keras.Model) -> None:
         main_optimizer(model).finalize_variable_values(variables_of(model)[0])
         for layer in _dynamic_layers(model).values():
             layer.use_averages()
+
+
+def rows_cannot_be_sent(model: keras.Model) -> bool:
+    """Whether it has layers with rows instead of variables, which workers can only pull."""
+    return bool(_dynamic_layers(model))
 
 
 def _dynamic_layers(model: keras.Model) -> dict[str, DynamicEmbedding]:

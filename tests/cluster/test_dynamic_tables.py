@@ -64,8 +64,9 @@ def test_synchronous_training_has_the_same_rows_on_any_number_of_servers(run_dir
             hooks=[CheckpointSaver(every_steps=4, **options)],
             steps_per_call=4,
         )
+        batch_size = 8 if "2w" in cluster else 16
         history = trainer.fit(
-            *data(), batch_size=8 if "2w" in cluster else 16, steps=steps, shuffle=False, verbose=0, validation_data=data()
+            *data(), batch_size=batch_size, steps=steps, shuffle=False, verbose=0, validation_data=data()
         )
         validated = history.history["val_loss"][-1]
         assert validated == pytest.approx(trainer.model.evaluate(*data(), verbose=0), rel=1e-5)
@@ -94,7 +95,8 @@ class Sum(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = DynamicEmbedding(DIM, embeddings_initializer=keras.initializers.RandomUniform(seed=7), name="table")
+        uniform = keras.initializers.RandomUniform(seed=7)
+        self.table = DynamicEmbedding(DIM, embeddings_initializer=uniform, name="table")
 
     def call(self, ids: Any) -> Any:
         return keras.ops.sum(self.table(ids), (1, 2))[:, None]
@@ -125,24 +127,24 @@ def test_servers_evict_while_workers_train(run_dir: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Sweeper, "pause_secs", 0.05)
 
     def endless(context: kdist.DataContext) -> tf.data.Dataset:
-        rng = tf.data.Dataset.random(seed=context.worker_index).batch(4)
-        return rng.map(lambda n: ((n[None, :2] % 5000, tf.strings.as_string(n[None, 2:] % 5000)), tf.zeros([1, 1])))
+        numbers = (
+            tf.data.Dataset.random(seed=context.worker_index).batch(32).map(lambda n: tf.reshape(n % 5000, [8, 4]))
+        )
+        return numbers.map(lambda n: ((n[:, :2], tf.strings.as_string(n[:, 2:])), tf.zeros([8, 1])))
 
     trainer = kdist.Trainer(
         lambda: build(lambda: keras.optimizers.Adagrad(0.1), eviction=Eviction(max_rows=200)),
         "2ps2w",
         run_dir=run_dir,
-        hooks=[CheckpointSaver(every_steps=500)],
+        hooks=[CheckpointSaver(every_steps=200)],
     )
-    with trainer.session(endless, steps=3000) as session:
+    with trainer.session(endless, steps=400) as session:
         while not session.should_stop():
             session.run()
             time.sleep(0.01)
-    reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / "ckpt-3000"))
+    reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / "ckpt-400"))
     for seed in SEEDS:
         ids = reader.get_tensor(f"parameters/table_{seed}/embeddings_ids")
         assert 150 < len(np.unique(ids)) == len(ids) <= 200
-        # Those that are left were seen lately; without eviction, the first 200 ids would have stayed.
-        assert reader.get_tensor(f"state/table_{seed}/embeddings_last_steps").max() > 2500
-        first_seen = reader.get_tensor(f"state/table_{seed}/embeddings_last_steps")
-        assert np.median(first_seen) > 1500
+        # Most of those that are left came lately: without eviction, the first 200 ids would have stayed.
+        assert np.median(reader.get_tensor(f"state/table_{seed}/embeddings_last_steps")) > 200

@@ -179,15 +179,15 @@ def test_saved_and_exported_models_have_the_rows(run_dir: Path) -> None:
     [
         (lambda: Admission(min_count=0), "min_count=0: must be from 1"),
         (lambda: Admission(probability=0.0), "probability=0.0: must be more than 0"),
-        (lambda: Eviction(), "at least one of unseen_steps"),
+        (Eviction, "at least one of unseen_steps"),
         (lambda: Eviction(max_rows=0), "max_rows=0: must be more than 0"),
         (lambda: DynamicEmbedding(DIM, "int32"), "key_dtype='int32': must be 'int64' or 'string'"),
         (lambda: DynamicEmbedding(0), "output_dim=0: must be a whole number"),
         (lambda: DynamicEmbedding(DIM, embeddings_initializer="glorot_uniform"), "GlorotUniform depends on how many"),
         (lambda: DynamicEmbedding(DIM)(tf.constant(["a"])), "key_dtype='int64', but the ids are string"),
         (lambda: DynamicEmbedding(DIM, "string")(tf.constant([1])), "key_dtype='string', but the ids are int32"),
-        (lambda: dynamic().get_layer("ids").set_rows(np.array([1, 1]), np.zeros((2, DIM))), "id 1 has more than one row"),
-        (lambda: dynamic().get_layer("ids").set_rows(np.array([1]), np.zeros((2, DIM))), r"must have \[n\] and"),
+        (lambda: dynamic().layers[1].set_rows(np.array([1, 1]), np.zeros((2, DIM))), "id 1 has more than one row"),
+        (lambda: dynamic().layers[1].set_rows(np.array([1]), np.zeros((2, DIM))), r"must have \[n\] and"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> None:
