@@ -148,7 +148,7 @@ class PsStrategy(StoreBackedStrategy):
 
     def drain(self) -> int:
         with self._explaining():
-            self._at_rest()
+            self._wait_for_sweep()
             try:
                 return super().drain()
             except CallsCancelled:

@@ -60,10 +60,13 @@ class StoreBackedStrategy(Strategy):
         if (sweep := self._store.sweep) is not None:
             self._sweeper = Sweeper(sweep, in_thread, lambda outcome: outcome.result())
 
-    def _at_rest(self) -> ParameterStore:
-        """The store, whose values nothing changes until the next run."""
+    def _wait_for_sweep(self) -> None:
         if self._sweeper is not None:
             self._sweeper.wait()
+
+    def _at_rest(self) -> ParameterStore:
+        """The store, whose values nothing changes until the next run."""
+        self._wait_for_sweep()
         return self._store
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
