@@ -234,6 +234,9 @@ def test_slow_storage_is_no_failure(storage: type[FaultyStorage]) -> None:
         (PermissionError("Forbidden"), "access is denied: PermissionError: Forbidden"),
         (FileNotFoundError("NoSuchBucket"), r"there is no such bucket or object \(FileNotFoundError: NoSuchBucket\)"),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate"), "access is denied: NoCredentialsError"),
+        # As gcsfs says it.
+        (OSError("Forbidden: b/bucket/o"), "access is denied: OSError: Forbidden: b/bucket/o"),
+        (type("HttpError", (Exception,), {"code": 401})("Anonymous caller"), "access is denied: HttpError: Anonymous"),
     ],
 )
 def test_what_is_refused_is_not_tried_again(storage: type[FaultyStorage], error: Exception, message: str) -> None:
