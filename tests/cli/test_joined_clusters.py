@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from commands import Command
 from helpers import environment, free_addresses, result_of, tags_of, tasks_running, wait_until

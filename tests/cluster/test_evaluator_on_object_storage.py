@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from commands import Command
 from helpers import environment, free_addresses, objects_in, tags_of, tasks_running, wait_until
