@@ -134,21 +134,29 @@ class TrialRunner:
         self._sweep = sweep
         self._run_job = run
         self._print_error = print_error
-        #: An error that affects the whole sweep, so that it is not repeated after every trial.
-        self._stopped_by: ConfigError | None = None
+        #: An error that affects the whole sweep. Hydra would run the other trials before it raises it.
+        self._stopped_by: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
         """Runs the trial unless it is done, and returns its objective; None if it failed.
 
         Raises:
             ConfigError: the folder belongs to another trial, or the sweep's metric is wrong.
+            StorageError: the sweep is on object storage, which failed or refused.
         """
+        if self._stopped_by is not None:
+            raise self._stopped_by
+        try:
+            return self._objective_of_trial(config)
+        except Exception as error:
+            self._stopped_by = error
+            raise
+
+    def _objective_of_trial(self, config: DictConfig) -> float | None:
         from hydra.core.hydra_config import HydraConfig
 
         from kdist.cli.hydra_plugins import overrides_of_job
 
-        if self._stopped_by is not None:
-            raise self._stopped_by
         hydra = HydraConfig.get()
         overrides = overrides_of_job()
         print(f"\ntrial {hydra.job.num} | {' '.join(overrides)}", flush=True)
@@ -161,17 +169,13 @@ class TrialRunner:
             trial = Trial.read(self._sweep, name) or trial
         if trial.status != "done" or not trial.result:
             return None
-        try:
-            found = objective(trial.result, config.sweep.metric, config.sweep.mode)
-            direction = hydra.sweeper.get("direction")
-            if found is not None and direction in ("minimize", "maximize") and direction[:3] != found.mode:
-                raise ConfigError(
-                    f"hydra.sweeper.direction={direction}: of {found.name}, larger values are "
-                    f"{'better' if found.mode == 'max' else 'worse'}; use {found.mode}imize"
-                )
-        except ConfigError as error:
-            self._stopped_by = error
-            raise
+        found = objective(trial.result, config.sweep.metric, config.sweep.mode)
+        direction = hydra.sweeper.get("direction")
+        if found is not None and direction in ("minimize", "maximize") and direction[:3] != found.mode:
+            raise ConfigError(
+                f"hydra.sweeper.direction={direction}: of {found.name}, larger values are "
+                f"{'better' if found.mode == 'max' else 'worse'}; use {found.mode}imize"
+            )
         return None if found is None else found.value
 
     def _run(self, trial: Trial, config: DictConfig) -> None:

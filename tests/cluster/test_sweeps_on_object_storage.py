@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def test_a_sweep_is_in_the_bucket_and_known_on_another_machine(
     # What the sweeper writes for itself is of the last one.
     kept = {name: content for name, content in objects_in(bucket, "sweep/").items() if name[0] in "01"}
     assert kept == {name: content for name, content in found.items() if name in kept}
+    assert not list(tmp_path.glob("s3*"))
 
 
 def test_a_sweep_that_is_killed_goes_on_where_it_was_on_another_machine(
@@ -74,6 +76,24 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was_on_another_machine(
     said = console.read_text()
     assert said.count("already done; skipped") == 1
     assert int(said.partition("load  | step")[2].split()[0]) >= 300
+
+
+def test_a_sweep_whose_storage_is_gone_ends_with_one_message(bucket: Any, tmp_path: Path) -> None:
+    sweep = ["-m", *MINE, "cluster=local", "train.steps=100000,20", "hooks.checkpoint.every_steps=100"]
+    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
+    stdout.touch()
+    started = Command(*sweep, "run.dir=s3://bucket/sweep", cwd=tmp_path, stdout=stdout, stderr=stderr)
+    wait_until(lambda: "save  | step" in stdout.read_text(), 60, stdout.read_text)
+    bucket.objects.delete()
+    bucket.delete()
+    started.send_signal(signal.SIGTERM)
+    code = started.wait(60)
+    bucket.create()
+    said = stderr.read_text()
+    assert code == 1, said
+    assert said.splitlines()[-1].startswith("kdist: error: s3://bucket/sweep: there is no such bucket")
+    assert "Traceback" not in said
+    assert "trial 1" not in stdout.read_text()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
 from kdist.run.run_dir import RunDir
+from kdist.run.storage_lock import StorageLock
 
 URL = "memory://bucket/run"
 NO_WAIT = 0.1
@@ -551,6 +552,19 @@ def test_a_second_chief_is_refused_with_how_to_take_over() -> None:
     assert not MemoryFileSystem.store
 
 
+def test_those_who_look_for_a_chief_at_once_do_not_disturb_each_other(storage: type[FaultyStorage]) -> None:
+    another_chief(pid=4711)
+
+    def another_look(operation: str, name: str) -> None:
+        if operation == "modified":
+            storage.fault = None
+            assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
+
+    storage.fault = another_look
+    assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
+    assert list(objects()) == []
+
+
 def test_a_second_chief_on_this_machine_is_refused_by_the_url() -> None:
     with mirror(), pytest.raises(ConfigError, match=rf"run\.dir={URL}: is in use by this process itself"):
         mirror().check()
@@ -576,8 +590,9 @@ def test_a_chief_that_was_replaced_changes_nothing_more() -> None:
     assert "/bucket/run/.lock" in MemoryFileSystem.store
 
 
-def test_a_child_of_the_chief_uploads_too() -> None:
-    with mirror() as entered:
+@pytest.mark.parametrize("folder", [None, "trial"])
+def test_a_child_of_the_chief_uploads_too(folder: str | None, tmp_path: Path) -> None:
+    with Mirror(URL, NO_WAIT, folder and tmp_path / folder) as entered:
         save(entered, 10)
         child = pickle.loads(pickle.dumps(entered))
         save(child, 20)
