@@ -34,7 +34,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 #: Where credentials and endpoints are given, which no URL may hold.
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or ~/.aws",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS and STORAGE_EMULATOR_HOST, or gcloud",
 }
 # Elsewhere an object appears when it is complete. Here a file grows, and is renamed.
 _WITH_RENAME = ("file", "memory")

@@ -272,6 +272,20 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         Mirror("gs://bucket/run", NO_WAIT).check()
 
 
+def test_another_process_connects_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ObjectStorage(URL, NO_WAIT)
+    here.write("name", b"content")
+    received = pickle.loads(pickle.dumps(here))
+
+    def refuses(*_: object, **__: object) -> None:
+        raise PermissionError("Forbidden")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", refuses)
+    assert here.read("name") == b"content"
+    with pytest.raises(StorageError, match="Forbidden"):
+        received.read("name")
+
+
 # Checkpoints
 
 
@@ -556,7 +570,7 @@ def test_those_who_look_for_a_chief_at_once_do_not_disturb_each_other(storage: t
     another_chief(pid=4711)
 
     def another_look(operation: str, name: str) -> None:
-        if operation == "modified":
+        if operation == "modified" and name != ".lock":
             storage.fault = None
             assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
 
