@@ -31,7 +31,7 @@ class SweepFolder(Protocol):
         """The content of a file; None if it is not there."""
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file, which is complete or absent."""
+        """Writes a small file."""
 
     def take_over(self) -> None:
         """Brings the files that Hydra has written there."""
