@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,23 @@ def delayed(batches: Any, seconds: Any) -> Any:
 
 def result_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())
+
+
+def objects_in(bucket: Any, under: str = "") -> dict[str, bytes]:
+    """What is in an S3 bucket, by names in which the time and the process of an event file are left out."""
+    return {
+        re.sub(r"(tfevents)\..*", r"\1", each.key.removeprefix(under)): each.get()["Body"].read()
+        for each in bucket.objects.filter(Prefix=under)
+    }
+
+
+def free_addresses(number: int) -> list[str]:
+    """Addresses of this machine at which nothing listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def process_name(pid: int) -> str:

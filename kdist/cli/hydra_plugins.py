@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from kdist.cluster.spec import ClusterShape
 from kdist.config.schema import Config
 from kdist.run.files import OWNER_ONLY, make_private
-from kdist.run.object_storage import is_url, working_folder
+from kdist.run.object_storage import folder_of
 
 _SCHEME = "kdist"
 
@@ -88,7 +88,7 @@ def register() -> None:
     ConfigStore.instance().store(name="kdist_schema", node=Config)
     if not OmegaConf.has_resolver("kdist.run_name"):
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
-        OmegaConf.register_new_resolver("kdist.working_folder", _working_folder)
+        OmegaConf.register_new_resolver("kdist.working_folder", lambda run_dir: str(folder_of(run_dir)))
 
 
 def overrides_of_job() -> list[str]:
@@ -104,8 +104,3 @@ def _run_name(*, _root_: DictConfig) -> str:
     hydra = _root_.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     recipe = hydra.runtime.choices.get("recipe") if hydra is not None else None
     return str(recipe or "train")
-
-
-def _working_folder(run_dir: str) -> str:
-    """The run dir, or the folder on this machine in which the chief of one at a URL works."""
-    return str(working_folder(run_dir)) if is_url(run_dir) else run_dir

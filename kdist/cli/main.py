@@ -24,7 +24,7 @@ from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.launch import signals
 from kdist.run.files import relative
 from kdist.run.mirror import Mirror
-from kdist.run.object_storage import is_url
+from kdist.run.object_storage import folder_of, is_url
 from kdist.run.run_lock import RunLock
 from kdist.version import __version__
 
@@ -93,7 +93,7 @@ def _run_hydra(arguments: list[str]) -> None:
         if membership is not None and not membership.is_chief:
             _take_part(checked, membership)
             return
-        _lock_of(checked, Path(checked.run.dir)).check()
+        _lock_of(checked, folder_of(checked.run.dir)).check()
     elif parsed.multirun:
         _run_sweep(_composed(parsed), parsed, arguments)
         return
@@ -104,7 +104,7 @@ def _run_hydra(arguments: list[str]) -> None:
     def job(config: DictConfig) -> None:
         # Hydra would print a traceback of its own.
         try:
-            _job(config, parsed)
+            _job(config, parsed=parsed)
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
 
@@ -117,33 +117,38 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
-    from kdist.cli.sweep import Sweep, TrialRunner, draw_sweep
+    from kdist.cli.sweep import Sweep, TrialRunner
+    from kdist.cli.sweep_folder import sweep_folder
+    from kdist.cli.sweep_plot import picture_of
+    from kdist.config.schema import RunConfig
 
     # Resolved here, and not only where trials run: `now` is another second there.
     with _explained(ValueError):
-        folder = str(config.hydra.sweep.dir)
-    for key, path in (("run.dir", str(config.run.dir)), ("hydra.sweep.dir", folder)):
-        if is_url(path):
-            raise ConfigError(f"{key}={path}: the runs of a sweep (-m) are in hydra.sweep.dir, a folder on a disk")
-    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
-    place = arguments.index(parsed.overrides[0]) if parsed.overrides else len(arguments)
+        place = str(config.hydra.sweep.dir)
+    # A config that is not derived from kdist's has no such keys; each of its trials reports that.
+    metric, mode, timeout = (OmegaConf.select(config, k) for k in ("sweep.metric", "sweep.mode", "run.storage_timeout"))
+    folder = sweep_folder(place, timeout or RunConfig.storage_timeout)
+    quoted = str(folder.local).replace("\\", "\\\\").replace("'", "\\'")
+    # After the user's overrides: the last one of a key counts.
+    end = len(arguments) - (arguments[::-1].index(parsed.overrides[-1]) if parsed.overrides else 0)
     try:
         with _EndOfSweep() as end_of_sweep:
             _call_hydra(
-                TrialRunner(partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), _print_error),
-                [*arguments[:place], f"hydra.sweep.dir='{quoted}'", *arguments[place:]],
+                TrialRunner(folder, partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), _print_error),
+                [*arguments[:end], f"hydra.sweep.dir='{quoted}'", *arguments[end:]],
             )
     finally:
-        # A config that is not derived from kdist's has no such part; each of its trials reports that.
-        metric, mode = (OmegaConf.select(config, f"sweep.{key}") for key in ("metric", "mode"))
-        sweep = Sweep(Path(folder), metric, mode)
+        sweep = Sweep(folder, metric, mode)
         if sweep.trials:
-            print(f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {shlex.quote(folder)}")
+            logdir = shlex.quote(str(folder.local))
+            print(f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}")
             print("\n".join(sweep.table()), flush=True)
             if any(trial.status != "done" for trial in sweep.trials):
                 print(f"rerun with hydra.sweep.dir={folder} to finish the remaining trials", flush=True)
             sweep.write()
-            draw_sweep(sweep, Path(folder) / "sweep.png")
+            if (picture := picture_of(sweep)) is not None:
+                folder.write("sweep.png", picture)
+            folder.take_over()
     if sweep.failed:
         numbers = ", ".join(str(trial.number) for trial in sweep.failed)
         error = KdistError(f"{len(sweep.failed)} of {len(sweep.trials)} trials failed: {numbers}")
@@ -266,8 +271,15 @@ class _EndOfSweep(ExitStack):
         self.process = os.getpid()
 
 
-def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None) -> None:
-    """One run, in the run dir that Hydra has created for it; its fork server ends with it, or at `end_of_sweep`."""
+def _job(
+    config: DictConfig, trial_dir: str | None = None, *, parsed: Namespace, end_of_sweep: _EndOfSweep | None = None
+) -> None:
+    """One run, in the folder that Hydra has created for it.
+
+    Args:
+        trial_dir: the run dir, if this is a trial of a sweep.
+        end_of_sweep: when its fork server ends, if this is a trial in the process of the sweep.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -277,6 +289,7 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
     if membership is not None and not membership.is_chief:
         _take_part(checked, membership)
         return
+    checked.run.dir = trial_dir or checked.run.dir
     run_dir = relative(Path(HydraConfig.get().runtime.output_dir))
     log = run_dir / "logs" / "chief-0.log"
     if checked.run.log_device_placement:
@@ -314,8 +327,10 @@ def _job(config: DictConfig, parsed: Namespace, end_of_sweep: _EndOfSweep | None
 
 
 def _lock_of(config: Config, folder: Path) -> Mirror | RunLock:
-    """What keeps other chiefs out of the run dir; on object storage, its mirror."""
-    return Mirror(config.run.dir, config.run.storage_timeout) if is_url(config.run.dir) else RunLock(folder)
+    """What keeps other chiefs out of the run dir, which has `folder` on this machine; on object storage, its mirror."""
+    if is_url(config.run.dir):
+        return Mirror(config.run.dir, config.run.storage_timeout, folder.absolute())
+    return RunLock(folder)
 
 
 @contextmanager

@@ -302,7 +302,7 @@ class RunConfig:
     """Name of the run: the recipe's name, or `train`."""
 
     dir: str = "runs/${run.name}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Folder or URL (`s3://bucket/x`) of the whole run; the same one again resumes."""
+    """Folder or URL (`s3://bucket/x`) of a run or sweep; the same again resumes."""
 
     seed: Optional[int] = None
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null: random."""

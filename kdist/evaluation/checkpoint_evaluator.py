@@ -21,20 +21,22 @@ class Evaluation:
 
 
 class CheckpointEvaluator:
-    """Evaluates the newest checkpoint of a folder, each checkpoint once.
+    """Evaluates the newest checkpoint of a run, each checkpoint once.
 
     Args:
         source: the model; it gets the values of the checkpoints.
         arguments: the validation data, and how to evaluate it.
-        folder: of the checkpoints; only read.
+        checkpoints: those of the run; only read.
         after: the step of the last checkpoint that was evaluated before.
     """
 
-    def __init__(self, source: ModelSource, arguments: ValidationArguments, folder: Path, after: int = -1) -> None:
+    def __init__(
+        self, source: ModelSource, arguments: ValidationArguments, checkpoints: Checkpoints, after: int = -1
+    ) -> None:
         # Builds the model.
         prepare(TrainingSpec(source.model, arguments.training_data(), arguments.batch_size, None, 0, Path()), 1)
         self._validator = Validator(source.model, arguments)
-        self._checkpoints = Checkpoints(folder)
+        self._checkpoints = checkpoints
         self._after = after
 
     def evaluate_newest(self) -> Evaluation | None:

@@ -50,11 +50,12 @@ def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
         import tensorflow as tf
 
         from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
+        from kdist.run.checkpoint import Checkpoints
 
     # The cores belong to the workers.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    evaluator = CheckpointEvaluator(**unpickled(packed), folder=folder, after=after)
+    evaluator = CheckpointEvaluator(**unpickled(packed), checkpoints=Checkpoints(folder), after=after)
     while True:
         found = evaluator.evaluate_newest()
         if found is None:

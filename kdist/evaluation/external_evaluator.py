@@ -1,6 +1,7 @@
 """The evaluator of a cluster whose tasks others start: evaluates each new checkpoint in the chief's run dir.
 
-After Estimator's evaluator. It is not part of the cluster: all that it shares with the chief is the run dir.
+After Estimator's evaluator. It is not part of the cluster: all that it shares with the chief is the run dir, on a disk
+or on object storage.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from kdist.errors import ClusterError, ConfigError
 from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.model.source import ModelSource
+from kdist.run.object_storage import StorageError
+from kdist.run.observed_run import ObservedRun, observed
 from kdist.run.run_dir import RunDir
-from kdist.run.run_lock import RunLock
 from kdist.version import __version__
 
-_POLL_SECS = 0.5
 _LATE_SECS = 10.0
 
 
@@ -43,37 +44,33 @@ def evaluate_until_done(
         print_line: takes the lines of the console.
 
     Raises:
-        ConfigError: no validation data, or no run dir, or one on object storage.
-        ClusterError: no chief started in the run dir in time, or it failed or died.
+        ConfigError: no validation data, or no run dir, or one on object storage that refuses or cannot be reached.
+        ClusterError: no chief started in the run dir in time, or it failed or died; or object storage failed.
     """
     if validation.data is None:
         raise ConfigError(f"{membership.task}: an evaluator needs validation data; give validation_data")
     if not files.is_given:
         raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
-    if files.url is not None:
-        raise ConfigError(
-            f"{membership.task}: run.dir={files.url}: an evaluator that others start reads no object storage; give a "
-            "folder that it shares with the chief, or leave the evaluator out"
-        )
-    chief = ObservedChief(files, membership, start_timeout)
-    print_line(f"kdist {__version__} | {membership.task} of {membership.spec.shape} | evaluates {files}/checkpoints")
-    summaries = files.summaries()
     try:
-        evaluator = CheckpointEvaluator(source, validation, files.checkpoints().folder)
-        while True:
-            # Asked first: what the chief saved before it exited is evaluated as well.
-            is_done = chief.is_done()
-            found = evaluator.evaluate_newest()
-            if found is not None:
-                chief.was_heard()
-                print_line(lines.evaluation_line(found.step, None, found.logs))
-                summaries.evaluation(found.logs, found.step)
-            elif is_done:
-                break
-            else:
-                time.sleep(_POLL_SECS)
-    finally:
-        summaries.close()
+        with observed(files, membership.task) as run:
+            chief = ObservedChief(run, membership, start_timeout)
+            role, place = f"{membership.task} of {membership.spec.shape}", run.checkpoints.place
+            print_line(f"kdist {__version__} | {role} | evaluates {place}")
+            evaluator = CheckpointEvaluator(source, validation, run.checkpoints)
+            while True:
+                # Asked first: what the chief saved before it exited is evaluated as well.
+                is_done = chief.is_done()
+                found = evaluator.evaluate_newest()
+                if found is not None:
+                    chief.was_heard()
+                    print_line(lines.evaluation_line(found.step, None, found.logs))
+                    run.report(found.logs, found.step)
+                elif is_done:
+                    break
+                else:
+                    time.sleep(run.poll_secs)
+    except StorageError as error:
+        raise ClusterError(f"{membership.task}: run.dir={error}") from None
     print_line(f"done  | {membership.task} | the chief has finished")
 
 
@@ -81,19 +78,18 @@ class ObservedChief:
     """The chief, as seen by the evaluator: through the run dir, where its lock has a heartbeat.
 
     Args:
-        files: its run dir.
+        run: its run dir.
         membership: what this process is.
         start_timeout: seconds to wait for it.
     """
 
-    def __init__(self, files: RunDir, membership: Membership, start_timeout: float) -> None:
-        self._files = files
-        self._lock = RunLock(files.path)
+    def __init__(self, run: ObservedRun, membership: Membership, start_timeout: float) -> None:
+        self._run = run
         self._address, self._task = chief_server(membership.spec)
         self._who = membership.task
         self._start_timeout = start_timeout
         # That of an earlier run, if there is one.
-        self._earlier_result = files.result_written_at()
+        self._earlier_result = run.result_written_at()
         self._has_come = False
         self._heard_at = time.monotonic()
         self._missing_since: float | None = None
@@ -108,14 +104,14 @@ class ObservedChief:
         Raises:
             ClusterError: it did not start, it failed, or it died.
         """
-        if self._lock.living_holder() is not None:
+        if self._run.lock.living_holder() is not None:
             self._has_come = True
             self._missing_since = None
             self.was_heard()
             return False
-        if not self._lock.exists and self._files.result_written_at() != self._earlier_result:
-            if self._files.read_result().get("status") == "failed":
-                raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._files}/result.json")
+        if not self._run.lock.exists and self._run.result_written_at() != self._earlier_result:
+            if self._run.read_result().get("status") == "failed":
+                raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._run}/result.json")
             return True
         return not self._will_come()
 
@@ -127,11 +123,11 @@ class ObservedChief:
             return True
         if self._silent_secs <= self._start_timeout:
             return True
-        if self._files.read_result().get("status") == "done":
+        if self._run.read_result().get("status") == "done":
             return False
         raise ClusterError(
-            f"{self._who}: no chief trains in {self._files} for {self._silent_secs:.0f} s (cluster.start_timeout); "
-            "run.dir has to be that of the chief, on a file system that both see"
+            f"{self._who}: no chief trains in {self._run} for {self._silent_secs:.0f} s (cluster.start_timeout); "
+            "run.dir has to be that of the chief, where both reach it"
         )
 
     def _raise_if_it_stays_away(self) -> None:

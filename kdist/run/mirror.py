@@ -42,6 +42,7 @@ class Mirror:
     Args:
         url: as `s3://bucket/folder`.
         timeout: seconds for which an operation of the storage that fails is tried again.
+        folder: on this machine; None: `working_folder` of the URL.
         interval_secs: seconds between uploads of files that changed.
 
     Raises:
@@ -49,13 +50,15 @@ class Mirror:
         KdistError: on leaving without an error: not everything could be uploaded.
     """
 
-    def __init__(self, url: str, timeout: float, *, interval_secs: float = _INTERVAL_SECS) -> None:
+    def __init__(
+        self, url: str, timeout: float, folder: Path | None = None, *, interval_secs: float = _INTERVAL_SECS
+    ) -> None:
         self.url = checked_url(url)
-        self.folder = working_folder(url)
-        self._storage = ObjectStorage(self.url, timeout)
+        self.folder = folder or working_folder(url)
+        self.storage = ObjectStorage(self.url, timeout)
         self._interval_secs = interval_secs
         self._local_lock = RunLock(self.folder, self.url)
-        self._lock = StorageLock(self._storage)
+        self._lock = StorageLock(self.storage)
         #: The objects at the URL, which only the chief changes.
         self._sizes: dict[str, int] = {}
         self._sent: dict[str, _Stamp] = {}
@@ -65,11 +68,11 @@ class Mirror:
 
     def __getstate__(self) -> tuple[Any, ...]:
         # The chief may be a child of the process that entered.
-        return self.url, self._storage.timeout, self._lock.holder, dict(self._sizes), dict(self._sent)
+        return self.url, self.storage.timeout, self.folder, self._lock.holder, dict(self._sizes), dict(self._sent)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        url, timeout, holder, sizes, sent = state
-        Mirror.__init__(self, url, timeout)
+        url, timeout, folder, holder, sizes, sent = state
+        Mirror.__init__(self, url, timeout, folder)
         self._lock.holder, self._sizes, self._sent = holder, sizes, sent
 
     def check(self) -> None:
@@ -78,7 +81,7 @@ class Mirror:
         try:
             self._lock.check()
         except StorageError as error:
-            raise self._storage.refusal(error) from None
+            raise self.storage.refusal(error) from None
 
     def __enter__(self) -> Mirror:
         try:
@@ -89,10 +92,10 @@ class Mirror:
                 self._ended.clear()
                 pushing = threading.Thread(target=self._keep_pushing, daemon=True, name="kdist-mirror")
                 pushing.start()
-                entered.callback(pushing.join, self._storage.timeout)
+                entered.callback(pushing.join, self.storage.timeout)
                 self._held = entered.pop_all()
         except StorageError as error:
-            raise self._storage.refusal(error) from None
+            raise self.storage.refusal(error) from None
         except OSError as error:
             raise ConfigError(
                 f"run.dir={self.url}: {self.folder}: cannot be written: {error.strerror or error}"
@@ -123,7 +126,7 @@ class Mirror:
             ConfigError: another chief has taken over the run dir.
         """
         try:
-            self._push(self._storage)
+            self._push(self.storage)
         except StorageError as error:
             raise KdistError(
                 f"{error}\n  not everything is there; all of it is in {self.folder}\n"
@@ -132,7 +135,7 @@ class Mirror:
 
     def refresh(self) -> None:
         """Looks again at what is at the URL."""
-        self._sizes = {name: size for name, size in self._storage.sizes().items() if not _is_passing(name)}
+        self._sizes = {name: size for name, size in self.storage.sizes().items() if not _is_passing(name)}
 
     def names_in(self, folder: Path) -> list[str]:
         """The names of the objects in a folder of the run dir."""
@@ -146,22 +149,22 @@ class Mirror:
             StorageError: not all of them could be uploaded.
             ConfigError: another chief has taken over the run dir.
         """
-        check_not_taken_over(self._storage, self._lock.holder)
+        check_not_taken_over(self.storage, self._lock.holder)
         for path in paths:
-            self._storage.upload(path, self._name(path))
+            self.storage.upload(path, self._name(path))
             self._sizes[self._name(path)] = path.stat().st_size
 
     def download(self, paths: Sequence[Path]) -> None:
         """Downloads files, in this order; raises `StorageError`."""
         for path in paths:
-            self._storage.download(self._name(path), path)
+            self.storage.download(self._name(path), path)
 
     def delete(self, paths: Sequence[Path]) -> None:
         """Deletes the objects of files, in this order, those that are there; raises what `upload` raises."""
         if names := [name for name in map(self._name, paths) if name in self._sizes]:
-            check_not_taken_over(self._storage, self._lock.holder)
+            check_not_taken_over(self.storage, self._lock.holder)
         for name in names:
-            self._storage.delete(name)
+            self.storage.delete(name)
             del self._sizes[name]
 
     def move(self, folder: Path, to: Path) -> None:
@@ -172,7 +175,7 @@ class Mirror:
         """
         names = sorted(self.names_in(folder), key=lambda name: name.endswith(INDEX_SUFFIX))
         for name in names:
-            self._storage.copy(self._name(folder / name), self._name(to / name))
+            self.storage.copy(self._name(folder / name), self._name(to / name))
             self._sizes[self._name(to / name)] = self._sizes[self._name(folder / name)]
         self.delete([folder / name for name in reversed(names)])
 

@@ -6,6 +6,7 @@ fsspec reaches it; `s3fs` and `gcsfs` take credentials and endpoints from the en
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import time
@@ -33,18 +34,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 #: Where credentials and endpoints are given, which no URL may hold.
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or ~/.aws",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS and STORAGE_EMULATOR_HOST, or gcloud",
 }
 # Elsewhere an object appears when it is complete. Here a file grows, and is renamed.
 _WITH_RENAME = ("file", "memory")
 UNFINISHED_SUFFIX = ".unfinished-upload"
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY", re.IGNORECASE)
+_SILENCE_SECS = 30.0
 _FIRST_PAUSE_SECS = 0.5
 _LONGEST_PAUSE_SECS = 5.0
 
 
 class StorageError(KdistError):
     """Object storage did not do what it was asked to, within the time that it has."""
+
+
+class NotThereError(StorageError):
+    """There is no such bucket or object."""
 
 
 def is_url(location: object) -> bool:
@@ -58,8 +64,11 @@ def is_url(location: object) -> bool:
     return isinstance(location, str) and "://" in location
 
 
-def checked_url(url: str) -> str:
+def checked_url(url: str, key: str = "run.dir") -> str:
     """The URL without a slash at its end.
+
+    Args:
+        key: the config key that it is the value of.
 
     Raises:
         ConfigError: an unknown protocol, no bucket, or something that may be a secret.
@@ -67,16 +76,21 @@ def checked_url(url: str) -> str:
     protocol, _, rest = url.partition("://")
     if re.search(r"[@?#]", url) or ":" in rest.partition("/")[0]:
         raise ConfigError(
-            f"run.dir={protocol.rpartition('@')[2]}://***: has a user, a query or a fragment (@ : ? or #), which may "
+            f"{key}={protocol.rpartition('@')[2]}://***: has a user, a query or a fragment (@ : ? or #), which may "
             "be secret; credentials come from the environment"
         )
     if protocol not in _PACKAGES:
-        raise ConfigError(f"run.dir={url}: unknown protocol {protocol}; choose one of {', '.join(_PACKAGES)}")
+        raise ConfigError(f"{key}={url}: unknown protocol {protocol}; choose one of {', '.join(_PACKAGES)}")
     if protocol == "file" and not rest.startswith("/"):
-        raise ConfigError(f"run.dir={url}: has to be absolute, as file:///folder")
+        raise ConfigError(f"{key}={url}: has to be absolute, as file:///folder")
     if not rest.strip("/"):
-        raise ConfigError(f"run.dir={url}: names no bucket; write {protocol}://bucket/folder")
+        raise ConfigError(f"{key}={url}: names no bucket; write {protocol}://bucket/folder")
     return url.rstrip("/")
+
+
+def folder_of(run_dir: str) -> Path:
+    """The folder on this machine of a run dir, which may be a URL."""
+    return working_folder(run_dir) if is_url(run_dir) else Path(run_dir)
 
 
 def working_folder(url: str) -> Path:
@@ -97,6 +111,7 @@ class ObjectStorage:
     Args:
         url: as `checked_url` returns it.
         timeout: seconds for which an operation that fails is tried again.
+        key: the config key that holds the URL.
         sleep, clock: replaced in tests.
     """
 
@@ -105,20 +120,26 @@ class ObjectStorage:
         url: str,
         timeout: float,
         *,
+        key: str = "run.dir",
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
         self.timeout = timeout
+        self._key = key
         self._protocol = url.partition("://")[0]
         self._sleep = sleep
         self._clock = clock
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process connects for itself.
+        return {name: value for name, value in vars(self).items() if name != "_connected"}
 
     def refusal(self, error: StorageError) -> ConfigError:
         """The error of a run that cannot start because of `error`."""
         hint = _ENVIRONMENT.get(self._protocol)
         return ConfigError(
-            f"run.dir={error}" + (f"\n  credentials and endpoint come from the environment: {hint}" if hint else "")
+            f"{self._key}={error}" + (f"\n  credentials and endpoint come from the environment: {hint}" if hint else "")
         )
 
     def sizes(self) -> dict[str, int]:
@@ -188,13 +209,15 @@ class ObjectStorage:
     @cached_property
     def _connected(self) -> tuple[Any, str]:
         try:
+            if self._protocol == "gs":
+                return _google_files(), self.url.partition("://")[2]
             files, root = fsspec.url_to_fs(
                 self.url, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(self._protocol, {})
             )
         except ImportError:
             package = _PACKAGES[self._protocol]
             raise ConfigError(
-                f"run.dir={self.url}: needs the package {package}: pip install 'kdist[{self._protocol}]'"
+                f"{self._key}={self.url}: needs the package {package}: pip install 'kdist[{self._protocol}]'"
             ) from None
         if self._protocol == "s3":
             # Failures are waited out here. s3fs would try a silent server five times before it says so.
@@ -221,11 +244,12 @@ class ObjectStorage:
             except KdistError:
                 raise
             except Exception as error:  # noqa: BLE001 - every library that fsspec calls has errors of its own
-                is_final = isinstance(error, (FileNotFoundError, PermissionError)) or _lacks_credentials(error)
+                is_final = isinstance(error, FileNotFoundError) or _is_denied(error)
                 why = self._explained(error)
                 if is_final or self._clock() + pause > deadline:
                     # What the library says may hold more than a message should.
-                    raise StorageError(f"{self.url}: {why}") from None
+                    kind = NotThereError if isinstance(error, FileNotFoundError) else StorageError
+                    raise kind(f"{self.url}: {why}") from None
             if not has_warned:
                 warn(f"{self.url}: {why}; trying again for {self.timeout:g} s")
                 has_warned = True
@@ -236,14 +260,27 @@ class ObjectStorage:
         text = f"{type(error).__name__}: {_without_secrets(str(error))}"
         if isinstance(error, FileNotFoundError):
             return f"there is no such bucket or object ({text})"
-        if isinstance(error, PermissionError) or _lacks_credentials(error):
+        if _is_denied(error):
             return f"access is denied: {text}"
         return f"storage fails: {text}"
 
 
-def _lacks_credentials(error: Exception) -> bool:
-    """Whether a library says that it found no credentials; each has a class of its own for that."""
-    return "Credentials" in type(error).__name__
+def _google_files() -> Any:
+    """Google Cloud Storage, without its zonal buckets, whose client would load a second gRPC beside TensorFlow's."""
+    import aiohttp
+    from gcsfs.core import GCSFileSystem
+
+    # It would print a traceback for each failure that is reported here.
+    if not (logger := logging.getLogger("gcsfs")).handlers:
+        logger.addHandler(logging.NullHandler())
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS)
+    return GCSFileSystem(skip_instance_cache=True, use_listings_cache=False, session_kwargs={"timeout": timeout})
+
+
+def _is_denied(error: Exception) -> bool:
+    """Whether access was refused, or a library found no credentials; each says so in its own way."""
+    is_googles = str(error).startswith("Forbidden: ") or getattr(error, "code", None) == 401
+    return isinstance(error, PermissionError) or "Credentials" in type(error).__name__ or is_googles
 
 
 def _without_secrets(text: str, limit: int = 300) -> str:

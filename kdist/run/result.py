@@ -102,6 +102,15 @@ class Result:
         return json.dumps(_as_json(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
+def content_of(file: bytes) -> dict[str, Any]:
+    """What a `result.json` says; empty if that cannot be read."""
+    try:
+        found = json.loads(file)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import sys
 from contextlib import suppress
@@ -21,7 +20,8 @@ from kdist.run.files import OWNER_ONLY, make_private, write_whole
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.model_file import write_model_file
-from kdist.run.object_storage import is_url
+from kdist.run.object_storage import ObjectStorage, is_url
+from kdist.run.result import Result, content_of
 from kdist.run.run_lock import RunLock, check_not_taken_over
 from kdist.run.summaries import Summaries
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import keras
 
     from kdist.parameters.placement import PlacementPlan
-    from kdist.run.result import Result
 
 
 class RunDir:
@@ -65,9 +64,9 @@ class RunDir:
         return self._given is not None
 
     @property
-    def url(self) -> str | None:
-        """Where the folder is mirrored; None if it is not."""
-        return None if self._mirror is None else self._mirror.url
+    def storage(self) -> ObjectStorage | None:
+        """What the folder is mirrored to; None if it is not."""
+        return None if self._mirror is None else self._mirror.storage
 
     def lock(self) -> RunLock | Mirror:
         """What keeps other chiefs out while it is entered, and mirrors the folder."""
@@ -87,7 +86,7 @@ class RunDir:
         return self.path / "logs"
 
     def __str__(self) -> str:
-        return self.url or str(self.path)
+        return str(self.path) if self._mirror is None else self._mirror.url
 
     def checkpoints(self) -> Checkpoints:
         folder = self.path / "checkpoints"
@@ -169,11 +168,9 @@ class RunDir:
 
     def read_result(self) -> dict[str, Any]:
         """The content of `result.json`; empty if it is missing or unreadable."""
-        try:
-            found = json.loads((self.path / "result.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        with suppress(OSError):
+            return content_of((self.path / "result.json").read_bytes())
+        return {}
 
     def write_result(self, result: Result) -> None:
         """Writes `result.json`. If the run has failed, a failure to write it is only a warning.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+import uuid
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cached_property
 from types import TracebackType
 
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
-from kdist.run.object_storage import ObjectStorage, StorageError
+from kdist.run.object_storage import NotThereError, ObjectStorage, StorageError
 from kdist.run.run_lock import HEARTBEAT_SECS, STALE_SECS, Holder, holder_in
 
 LOCK = ".lock"
-_PROBE = ".lock-probe"
 
 
 class StorageLock:
@@ -46,21 +49,23 @@ class StorageLock:
 
     def check(self) -> None:
         """Raises the `ConfigError` that entering would raise for another chief."""
-        holder = _holder_of(self._storage)
-        if holder is None or holder.has_ended:
-            return
-        self._storage.write(_PROBE, b"")
-        try:
-            now, written = (self._storage.modified(name) for name in (_PROBE, LOCK))
-        finally:
-            self._storage.delete(_PROBE)
-        age = max(0.0, (now - written).total_seconds())
-        if age < self._stale_secs:
+        if (found := self._living()) is not None:
+            holder, age = found
             raise ConfigError(
                 f"run.dir={self._storage.url}: is in use by {holder} since {holder.since}; its last heartbeat was "
                 f"{age:.0f} s ago\n  wait for it, or choose another run.dir; if it was killed, start again in "
                 f"{self._stale_secs - age:.0f} s, or delete {self._storage.url}/{LOCK} to take over now"
             )
+
+    @property
+    def exists(self) -> bool:
+        """Whether a process holds the lock, or was killed while it held it."""
+        return _holder_of(self._storage) is not None
+
+    def living_holder(self) -> Holder | None:
+        """The process that holds the lock, as far as is known; None if there is none, or it has exited."""
+        found = self._living()
+        return None if found is None else found[0]
 
     def __enter__(self) -> StorageLock:
         self.check()
@@ -81,6 +86,29 @@ class StorageLock:
                 storage.delete(LOCK)
         except StorageError as failure:
             warn(f"{failure}; a chief on another machine may start in {self._stale_secs:g} s")
+
+    def _living(self) -> tuple[Holder, float] | None:
+        """The process that holds the lock and is not known to have exited, and the seconds since its heartbeat."""
+        holder = _holder_of(self._storage)
+        if holder is None or holder.has_ended:
+            return None
+        # It may be released meanwhile.
+        with suppress(NotThereError):
+            written = self._storage.modified(LOCK).timestamp()
+            age = max(0.0, time.time() + self._clock_is_behind - written)
+            return (holder, age) if age < self._stale_secs else None
+        return None
+
+    @cached_property
+    def _clock_is_behind(self) -> float:
+        """Seconds by which this machine's clock is behind that of the storage."""
+        probe = f"{LOCK}-{uuid.uuid4().hex}"
+        self._storage.write(probe, b"")
+        now = time.time()
+        try:
+            return self._storage.modified(probe).timestamp() - now
+        finally:
+            self._storage.delete(probe)
 
     def _beat(self, holder: Holder) -> None:
         """Writes the lock until it is released, or another chief has taken over."""

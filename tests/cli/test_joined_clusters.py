@@ -8,12 +8,13 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from commands import Command
-from helpers import environment, result_of, tags_of, tasks_running, wait_until
+from helpers import environment, free_addresses, result_of, tags_of, tasks_running, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -93,14 +94,6 @@ def tasks(tmp_path: Path) -> Iterator[Tasks]:
     tasks.end()
     assert tasks.have_ended()
     wait_until(lambda: not tasks.servers_left(), SOON, "no server is left")
-
-
-def free_addresses(number: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def hosts(task: str, ps: Sequence[str], worker: Sequence[str], chief: str | None = None) -> list[str]:

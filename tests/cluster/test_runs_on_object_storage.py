@@ -4,61 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import models
 import numpy as np
 import pytest
 from commands import kdist as command
-from helpers import REPO, tags_of, toy_data
-from moto.server import ThreadedMotoServer
+from helpers import REPO, objects_in, tags_of, toy_data
 
 import kdist
 from kdist.errors import ConfigError
 from kdist.hooks import BestCheckpoint, CheckpointSaver
 from kdist.run.checkpoint import Checkpoints
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared", "bucket")]
 
-SECRET = "not-to-be-seen-anywhere"
 URL = "s3://bucket/runs/mine"
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture(autouse=True)
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """An empty bucket, which kdist finds by the environment."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": endpoint,
-        "XDG_CACHE_HOME": str(tmp_path / "one machine"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    bucket = boto3.resource("s3").create_bucket(Bucket="bucket")
-    yield bucket
-    bucket.objects.delete()
-    bucket.delete()
-
-
-def objects(bucket: Any, under: str = "runs/mine/") -> dict[str, bytes]:
-    """What is in the bucket, by names in which the time and the process of an event file are left out."""
-    return {
-        re.sub(r"(tfevents)\..*", r"\1", each.key.removeprefix(under)): each.get()["Body"].read()
-        for each in bucket.objects.all()
-    }
 
 
 def train(steps: int, cluster: str = "2ps2w", **options: Any) -> kdist.Trainer:
@@ -92,13 +54,13 @@ OTHERS = {
 
 def test_a_run_is_resumed_on_another_machine(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(40)
-    assert objects(bucket).keys() == OTHERS | files_of(20) | files_of(40) | files_of(40, "best")
+    assert objects_in(bucket, "runs/mine/").keys() == OTHERS | files_of(20) | files_of(40) | files_of(40, "best")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
     second = train(50, resume="must")
     assert second.run_dir != first.run_dir
     assert second.result.global_step == 50
     assert second.seed == first.seed
-    found = objects(bucket)
+    found = objects_in(bucket, "runs/mine/")
     assert found.keys() == OTHERS | files_of(40) | files_of(50) | files_of(50, "best")
     assert json.loads(found["result.json"])["global_step"] == 50
     # Both runs are in TensorBoard, which reads what it is given.
@@ -119,7 +81,7 @@ def test_a_run_is_resumed_on_another_machine(bucket: Any, tmp_path: Path, monkey
 def test_starting_over_sets_the_checkpoints_in_the_bucket_aside(bucket: Any) -> None:
     train(20, "local")
     train(5, "local", resume="never")
-    names = objects(bucket).keys()
+    names = objects_in(bucket, "runs/mine/").keys()
     assert files_of(20, "checkpoints-before-1") <= names
     assert files_of(5) <= names
     assert not files_of(20) & names
@@ -130,32 +92,32 @@ def test_a_second_fit_continues_from_the_model(bucket: Any) -> None:
     x, y = toy_data()
     trainer.fit(x, y, batch_size=32, steps=30, validation_data=(x, y), verbose=0)
     assert trainer.result.global_step == 30
-    found = objects(bucket)
+    found = objects_in(bucket, "runs/mine/")
     assert files_of(20) | files_of(30) <= found.keys()
     assert json.loads(found["result.json"])["global_step"] == 30
 
 
 def test_the_chief_may_be_a_process_of_its_own(bucket: Any) -> None:
     trainer = train(20, "2w", strategy="multi_worker_mirrored")
-    assert json.loads(objects(bucket)["result.json"])["status"] == "done"
-    assert files_of(20) <= objects(bucket).keys()
+    assert json.loads(objects_in(bucket, "runs/mine/")["result.json"])["status"] == "done"
+    assert files_of(20) <= objects_in(bucket, "runs/mine/").keys()
     assert (trainer.run_dir / ".arrived").exists()
 
 
-def test_the_command_line(bucket: Any, tmp_path: Path) -> None:
+def test_the_command_line(bucket: Any, tmp_path: Path, secret: str) -> None:
     part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
     arguments = ["+recipe=mnist", "cluster=2ps2w", "train.steps=20", part, "run.dir=s3://bucket/mnist"]
     done = command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run dir   s3://bucket/mnist " in done.stdout
-    found = objects(bucket, "mnist/")
+    found = objects_in(bucket, "mnist/")
     assert {".hydra/config.yaml", "logs/chief-0.log", "checkpoints/ckpt-20.index", "model.keras"} <= found.keys()
     assert json.loads(found["result.json"])["status"] == "done"
-    assert not any(SECRET.encode() in content for content in found.values())
+    assert not any(secret.encode() in content for content in found.values())
     assert not list(tmp_path.glob("s3*"))
 
 
-def test_what_is_wrong_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
     part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
     arguments = ["+recipe=mnist", "train.steps=20", part, "run.storage_timeout=1"]
     failed = command(*arguments, "run.dir=s3://no-such-bucket/run", cwd=tmp_path)
@@ -165,10 +127,10 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
         r"  credentials and endpoint come from the environment: AWS_ACCESS_KEY_ID, .*\n",
         failed.stderr,
     )
-    refused = command(*arguments, f"run.dir='s3://user:{SECRET}@bucket/run'", cwd=tmp_path)
+    refused = command(*arguments, f"run.dir='s3://user:{secret}@bucket/run'", cwd=tmp_path)
     assert refused.returncode == 2
     assert "run.dir=s3://***: has a user, a query or a fragment" in refused.stderr
-    assert SECRET not in refused.stderr + refused.stdout
+    assert secret not in refused.stderr + refused.stdout
     assert refused.stderr.count("\n") == 1
     with pytest.raises(ConfigError, match=r"run\.dir=s3://no-such-bucket/x: there is no such bucket"):
         kdist.Trainer(models.mlp, run_dir="s3://no-such-bucket/x").fit(*toy_data(), steps=1)
@@ -179,11 +141,3 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.raises(ConfigError, match=r"run\.dir=" + message),
     ):
         kdist.Trainer(models.mlp, run_dir="s3://bucket/x", storage_timeout=3).fit(*toy_data(), steps=1)
-
-
-def test_a_sweep_is_not_on_object_storage(tmp_path: Path) -> None:
-    arguments = ["-m", "+recipe=mnist", "train.steps=1,2"]
-    for key in ("run.dir", "hydra.sweep.dir"):
-        refused = command(*arguments, f"{key}=s3://bucket/sweep", cwd=tmp_path)
-        assert refused.returncode == 2
-        assert f"{key}=s3://bucket/sweep: " in refused.stderr

@@ -1,12 +1,18 @@
 """What a sweep knows of its jobs."""
 
 import json
+import pickle
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from kdist.cli.sweep import Objective, Sweep, Trial, begin_trial, draw_sweep, objective
+from kdist.cli.sweep import Objective, Sweep, Trial, begin_trial, objective
+from kdist.cli.sweep_folder import SweepFolder, sweep_folder
+from kdist.cli.sweep_plot import picture_of
 from kdist.errors import ConfigError
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -28,11 +34,17 @@ def result(loss: float, accuracy: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def add(folder: Path, number: int, overrides: dict[str, str], found: dict[str, Any] | None, **record: Any) -> None:
-    job = Trial(folder / str(number), overrides, **{"status": "done" if found else "running", **record})
-    job.write()
+@pytest.fixture(params=["{}", "file://{}", "memory://bucket{}"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SweepFolder]:
+    """The folder of a sweep, wherever it may be."""
+    yield sweep_folder(request.param.format(tmp_path / "sweep"), 1.0)
+    MemoryFileSystem.store.clear()
+
+
+def add(folder: SweepFolder, number: int, overrides: dict[str, str], found: Any, **record: Any) -> None:
+    Trial(str(number), overrides, **{"status": "done" if found else "running", **record}).write(folder)
     if found is not None:
-        (job.folder / "result.json").write_text(json.dumps(found))
+        folder.write(f"{number}/result.json", json.dumps(found).encode())
 
 
 @pytest.mark.parametrize(
@@ -61,29 +73,30 @@ def test_a_metric_that_is_not_there_or_has_no_direction_is_refused() -> None:
     assert objective(result(0.5, 0.9), "odd", "max") == Objective("odd", 1.0, "max")
 
 
-def test_a_job_is_begun_once_and_known_again(tmp_path: Path) -> None:
+def test_a_job_is_begun_once_and_known_again(folder: SweepFolder) -> None:
     overrides = ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=1"]
-    job = begin_trial(tmp_path / "0", overrides)
+    job = begin_trial(folder, "0", overrides)
     assert job.status == "running"
     assert job.overrides == {"recipe": "mnist", "optimizer.learning_rate": "0.1"}
     # Killed: it runs again. Done, without a result: as well.
-    assert begin_trial(tmp_path / "0", overrides).status == "running"
-    add(tmp_path, 0, dict(job.overrides), result(1, 0))
-    assert begin_trial(tmp_path / "0", overrides).status == "done"
+    assert begin_trial(folder, "0", overrides).status == "running"
+    add(folder, 0, dict(job.overrides), result(1, 0))
+    assert begin_trial(folder, "0", overrides).status == "done"
     with pytest.raises(
         ConfigError, match=r"0: holds a trial with recipe=mnist optimizer\.learning_rate=0\.1, not recipe"
     ):
-        begin_trial(tmp_path / "0", ["+recipe=mnist", "optimizer.learning_rate=0.2"])
+        begin_trial(folder, "0", ["+recipe=mnist", "optimizer.learning_rate=0.2"])
 
 
-def test_the_table_has_the_best_first_and_what_failed(tmp_path: Path) -> None:
-    add(tmp_path, 0, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "0.1"}, result(0.7, 0.8))
-    add(tmp_path, 1, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "0.1"}, result(0.2, 0.9))
-    add(tmp_path, 2, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "9"}, None, status="failed",
+def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> None:
+    add(folder, 0, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "0.1"}, result(0.7, 0.8))
+    add(folder, 1, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "0.1"}, result(0.2, 0.9))
+    add(folder, 2, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "9"}, None, status="failed",
         error="NanTensor: the loss became nan\nmore", exit_code=1)  # fmt: skip
-    add(tmp_path, 10, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "9"}, None)
-    (tmp_path / "notes").mkdir()
-    sweep = Sweep(tmp_path)
+    add(folder, 10, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "9"}, None)
+    folder.write("notes/trial.json", b"{}")
+    folder.write("3/result.json", b"{}")
+    sweep = Sweep(folder)
     assert [job.number for job in sweep.trials] == [0, 1, 2, 10]
     assert sweep.swept == ["cluster", "optimizer.learning_rate"]
     heads, rule, *rows, failed = sweep.table()
@@ -97,15 +110,56 @@ def test_the_table_has_the_best_first_and_what_failed(tmp_path: Path) -> None:
         ["10", "1ps1w", "9", "", "", "", "not done"],
     ]
     assert failed == "trial 2 failed: NanTensor: the loss became nan"
-    assert [job.number for job in Sweep(tmp_path, "accuracy").best_first()[:2]] == [1, 0]
+    assert [job.number for job in Sweep(folder, "accuracy").best_first()[:2]] == [1, 0]
     sweep.write()
-    draw_sweep(sweep, tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(PNG)
-    assert (tmp_path / "sweep.txt").read_text().splitlines() == sweep.table()
+    assert (folder.read("sweep.txt") or b"").decode().splitlines() == sweep.table()
+    assert (picture_of(sweep) or b"").startswith(PNG)
 
 
-def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(tmp_path: Path) -> None:
-    add(tmp_path, 0, {"cluster": "local"}, None, status="failed", error="no", exit_code=2)
-    Sweep(tmp_path).write()
-    assert not (tmp_path / "sweep.png").exists()
-    assert "trial 0 failed: no" in (tmp_path / "sweep.txt").read_text()
+def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: SweepFolder) -> None:
+    add(folder, 0, {"cluster": "local"}, None, status="failed", error="no", exit_code=2)
+    sweep = Sweep(folder)
+    sweep.write()
+    assert picture_of(sweep) is None
+    assert b"trial 0 failed: no" in (folder.read("sweep.txt") or b"")
+
+
+def test_what_a_sweep_has_written_is_there_for_processes_of_a_launcher(folder: SweepFolder) -> None:
+    add(folder, 0, {"cluster": "local"}, result(1, 0))
+    received = pickle.loads(pickle.dumps(folder))
+    assert str(received) == str(folder)
+    found = Trial.read(received, "0")
+    assert found is not None
+    assert found.result["status"] == "done"
+
+
+def test_files_of_hydra_are_brought_to_a_sweep_on_object_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = sweep_folder(f"file://{tmp_path}/sweep", 1.0)
+    # Nothing was written here yet.
+    folder.take_over()
+    (folder.local / "0").mkdir(parents=True)
+    (folder.local / "multirun.yaml").write_text("hydra: {}")
+    folder.take_over()
+    assert [path.name for path in (tmp_path / "sweep").iterdir()] == ["multirun.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("s3://key:hunter2@bucket/sweep", r"hydra\.sweep\.dir=s3://\*\*\*: has a user"),
+        ("az://bucket/sweep", r"hydra\.sweep\.dir=az://bucket/sweep: unknown protocol az; choose one of s3, gs"),
+        (
+            "gs://bucket/sweep",
+            r"hydra\.sweep\.dir=gs://bucket/sweep: needs the package gcsfs: pip install 'kdist\[gs\]'",
+        ),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_at_once(
+    place: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        sweep_folder(place, 1.0)

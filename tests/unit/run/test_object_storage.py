@@ -24,6 +24,7 @@ from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
 from kdist.run.run_dir import RunDir
+from kdist.run.storage_lock import StorageLock
 
 URL = "memory://bucket/run"
 NO_WAIT = 0.1
@@ -234,6 +235,9 @@ def test_slow_storage_is_no_failure(storage: type[FaultyStorage]) -> None:
         (PermissionError("Forbidden"), "access is denied: PermissionError: Forbidden"),
         (FileNotFoundError("NoSuchBucket"), r"there is no such bucket or object \(FileNotFoundError: NoSuchBucket\)"),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate"), "access is denied: NoCredentialsError"),
+        # As gcsfs says it.
+        (OSError("Forbidden: b/bucket/o"), "access is denied: OSError: Forbidden: b/bucket/o"),
+        (type("HttpError", (Exception,), {"code": 401})("Anonymous caller"), "access is denied: HttpError: Anonymous"),
     ],
 )
 def test_what_is_refused_is_not_tried_again(storage: type[FaultyStorage], error: Exception, message: str) -> None:
@@ -266,6 +270,20 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.fail("it has started")
     with pytest.raises(ConfigError, match=message):
         Mirror("gs://bucket/run", NO_WAIT).check()
+
+
+def test_another_process_connects_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ObjectStorage(URL, NO_WAIT)
+    here.write("name", b"content")
+    received = pickle.loads(pickle.dumps(here))
+
+    def refuses(*_: object, **__: object) -> None:
+        raise PermissionError("Forbidden")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", refuses)
+    assert here.read("name") == b"content"
+    with pytest.raises(StorageError, match="Forbidden"):
+        received.read("name")
 
 
 # Checkpoints
@@ -548,6 +566,19 @@ def test_a_second_chief_is_refused_with_how_to_take_over() -> None:
     assert not MemoryFileSystem.store
 
 
+def test_those_who_look_for_a_chief_at_once_do_not_disturb_each_other(storage: type[FaultyStorage]) -> None:
+    another_chief(pid=4711)
+
+    def another_look(operation: str, name: str) -> None:
+        if operation == "modified" and name != ".lock":
+            storage.fault = None
+            assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
+
+    storage.fault = another_look
+    assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
+    assert list(objects()) == []
+
+
 def test_a_second_chief_on_this_machine_is_refused_by_the_url() -> None:
     with mirror(), pytest.raises(ConfigError, match=rf"run\.dir={URL}: is in use by this process itself"):
         mirror().check()
@@ -573,8 +604,9 @@ def test_a_chief_that_was_replaced_changes_nothing_more() -> None:
     assert "/bucket/run/.lock" in MemoryFileSystem.store
 
 
-def test_a_child_of_the_chief_uploads_too() -> None:
-    with mirror() as entered:
+@pytest.mark.parametrize("folder", [None, "trial"])
+def test_a_child_of_the_chief_uploads_too(folder: str | None, tmp_path: Path) -> None:
+    with Mirror(URL, NO_WAIT, folder and tmp_path / folder) as entered:
         save(entered, 10)
         child = pickle.loads(pickle.dumps(entered))
         save(child, 20)
