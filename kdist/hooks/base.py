@@ -58,7 +58,6 @@ class Session(Protocol):
     Attributes:
         strategy: runs the steps and holds the values.
         spec: what is trained: model, data, batch size, seed.
-        hooks: all of them, in the order in which they are called.
         checkpoints: of the run.
         summaries: TensorBoard writers of the run.
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
@@ -69,13 +68,16 @@ class Session(Protocol):
 
     strategy: Strategy
     spec: TrainingSpec
-    hooks: Sequence[Hook]
     checkpoints: Checkpoints
     summaries: Summaries
     last_step: int | None
     global_step: int
     interrupted: bool
     print_line: Callable[[str], None]
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """All of them, in the order in which they are called."""
 
     @property
     def run_dir(self) -> Path:

@@ -281,6 +281,6 @@ def _in_order(hooks: Sequence[Hook], last: Sequence[Hook], *, has_last_step: boo
     if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
         hooks.append(StopAtStep())
     savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
-    first = [hook for hook in hooks if isinstance(hook, NanTensor)]
+    first: list[Hook] = [hook for hook in hooks if isinstance(hook, NanTensor)]
     first += [hook for hook in hooks if type(hook).extra_logs is not Hook.extra_logs and hook not in [*first, *savers]]
     return [*first, *(hook for hook in hooks if hook not in [*first, *savers]), *last, *savers]
