@@ -1,6 +1,7 @@
 """Loss and metrics over the last examples, as predicted before they were trained on."""
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +151,35 @@ def test_early_stopping_and_the_best_checkpoint_watch_it_without_validation_data
             session.run()
     assert (session.global_step, session.stopped_by) == (60, "EarlyStopping")
     assert Checkpoints(tmp_path / "best").steps() == [20]
+
+
+class Ahead(CountingStrategy):
+    """Has always applied three steps that no hook has seen."""
+
+    is_idle = False
+
+    def global_step(self) -> int:
+        return self.step + 3 * (self.step > 0)
+
+    def portions(self, names: Any = None) -> Iterator[Mapping[str, np.ndarray]]:
+        yield {"global_step": np.array(self.global_step())}
+
+
+@pytest.mark.parametrize(
+    "hook", [BestCheckpoint("progressive_loss"), EarlyStopping("progressive_loss", 9, restore_best=True)]
+)
+def test_what_is_kept_in_the_middle_of_training_bears_its_own_step(hook: Hook, tmp_path: Path) -> None:
+    checkpoints = FakeCheckpoints(folder=tmp_path / "checkpoints")
+    hooks = [ProgressiveValidation(8 * 20), Stepwise(), hook, StopAtStep(last_step=100)]
+    session = make_session(hooks, Ahead(), checkpoints=checkpoints)
+    with session:
+        while session.global_step < 50:
+            session.run()
+        kept = checkpoints.beside("best" if isinstance(hook, BestCheckpoint) else "early_stopping")
+        (step,) = kept.steps()
+        stored = kept.read(step)
+        assert stored is not None
+        assert int(stored["global_step"]) == step == 23
 
 
 def test_the_metric_says_what_is_better() -> None:
