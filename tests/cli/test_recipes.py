@@ -66,7 +66,10 @@ def test_criteo_generates_clicks(tmp_path: Path) -> None:
     assert re.fullmatch(start + r"the AUC of the true probabilities is 0\.\d{4}", lines[0])
     assert "ids_1/embeddings: looked up by rows" in (tmp_path / "D" / "placement.txt").read_text()
     # Better than chance.
-    assert result_of(tmp_path / "D")["metrics"]["validation"]["auc"] > 0.55
+    metrics = result_of(tmp_path / "D")["metrics"]
+    assert metrics["validation"]["auc"] > 0.55
+    assert [name for name in metrics["train"] if name.startswith("progressive")] == ["progressive_auc"]
+    assert any(f"| progressive_auc {metrics['train']['progressive_auc']:.4f} |" in line for line in lines)
 
 
 def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
@@ -85,6 +88,7 @@ def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
     assert re.search(rf"worker:[01]: InvalidArgumentError: {wrong}, line 2002: 3 columns: must be 40", done.stderr)
 
 
+@pytest.mark.long
 def test_criteo_without_an_end_is_scored_evaluated_and_exported_until_it_is_stopped(tmp_path: Path) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "D"
     log.touch()
