@@ -15,7 +15,8 @@ help:
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, about 15 minutes"
 	@echo "make docs    the documentation, in build/site"
-	@echo "make bench   kdist beside its peers on this machine, under 30 minutes; with QUICK=1 one model in 5"
+	@echo "make bench   kdist beside its peers on this machine, under 30 minutes; with QUICK=1 one model in 5;"
+	@echo "             with PEERS=torch beside PyTorch as well, which pip installs"
 
 mnist: $(READY)
 	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
@@ -60,6 +61,7 @@ $(VENV)/ready-for-docs: $(READY)
 	@touch $@
 
 bench: $(VENV)/ready-for-bench
+	$(if $(PEERS),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS))
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
 $(VENV)/ready-for-bench: $(READY)

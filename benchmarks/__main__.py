@@ -104,9 +104,7 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for name, entries in chosen_races(options.quick, options.only).items():
         print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
-        turn_secs = options.turn_secs * {"wide": 2.0, "sleep": 1.5, "criteo": 1.5, "criteo_sleep": 2.5}.get(
-            entries[0].task.workload, 1.0
-        )
+        turn_secs = options.turn_secs * _LONGER_TURNS.get(entries[0].task.workload, 1.0)
         if name.startswith("steps_per_call"):
             turn_secs *= 4
         results |= race(entries, rounds=rounds, turn_secs=turn_secs)
@@ -141,10 +139,10 @@ def chosen_races(quick: bool, only: list[str] | None) -> dict[str, list[Entry]]:
     every = {
         **{f"{name}, asynchronous": races.asynchronous(name) for name in trained},
         **{f"{name}, synchronous": races.synchronous(name) for name in ("mlp", "deep", "cnn")},
-        "scaling": races.scaling(),
+        "scaling": races.scaling("sleep", "sgd"),
         "slow_worker": races.slow_worker(),
         "criteo": races.criteo(),
-        "criteo scaling": races.criteo_scaling(),
+        "criteo scaling": races.scaling("criteo_sleep", "adagrad"),
     }
     if quick:
         return {

@@ -188,7 +188,7 @@ class Contender:
         return []
 
     def _all_count(self) -> bool:
-        self._counters = [Progress(path) for path in sorted((self._folder / "progress").glob("*-[0-9]*"))]
+        self._counters = [Progress(path) for path in sorted((self._folder / "progress").glob("[!.]*-[0-9]*"))]
         is_by_worker = self.entry.module == "tf1"
         enough = len(self._counters) >= (self.entry.task.num_workers if is_by_worker else 1)
         return enough and all(counter.read()[0] for counter in self._counters)

@@ -64,10 +64,13 @@ def synchronous(workload: str) -> list[Entry]:
     return entries
 
 
-def scaling() -> list[Entry]:
+def scaling(workload: str, optimizer: str) -> list[Entry]:
     """The same contenders with more and more workers, each of which rests instead of computing."""
-    tasks = [Task("sleep", num_workers=n) for n in (1, 2, 4, 8)]
-    entries = [kdist("sleep", f"kdist, {task.num_workers} workers", num_workers=task.num_workers) for task in tasks]
+    tasks = [Task(workload, optimizer, num_workers=n) for n in (1, 2, 4, 8)]
+    entries = [
+        kdist(workload, f"kdist, {task.num_workers} workers", optimizer=optimizer, num_workers=task.num_workers)
+        for task in tasks
+    ]
     return entries + [Entry(f"TF1, {task.num_workers} workers", "tf1", task) for task in tasks]
 
 
@@ -106,12 +109,6 @@ def criteo() -> list[Entry]:
     else:
         print("PyTorch is not installed: its contenders are left out", flush=True)
     return entries
-
-
-def criteo_scaling() -> list[Entry]:
-    """The click model with more and more workers, each of which rests instead of computing."""
-    more = {"optimizer": "adagrad"}
-    return [kdist("criteo_sleep", f"kdist, {n} workers", num_workers=n, **more) for n in (1, 2, 4, 8)]
 
 
 def is_another_algorithm(name: str) -> bool:

@@ -14,7 +14,7 @@ Results = Mapping[str, Mapping[str, Any]]
 _WIRE_GOAL, _START_GOAL_SECS, _HOOKS_GOAL = 1.05, 8.0, 0.99
 
 _HEADER = [
-    *("race", "contender", "steps/s (median):", "lowest to highest:", "examples/s:", "CPU s / 1000 steps:"),
+    *("race", "contender", "steps/s (median):", "lowest to highest:", "examples/s:", "ids/s:", "CPU s / 1000 steps:"),
     *("wire / (2 x parameters):", "largest task, MiB:", "start to first step, s:"),
 ]
 _COLUMNS = (
@@ -39,7 +39,6 @@ def table(record: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
         *_section("Steps per second", ["race", *(f"{name}:" for name in _COLUMNS)], _overview(same)),
         *_section("Races", _HEADER, _rows(same)),
-        *_section("Ids per second", ["race", "contender", "ids/s:"], _ids(same)),
         *_section("Goals", ["goal", "ratio:", "wanted:", ""], [*_goals(results), *_hook_goal(record["hooks"])]),
         *_section("Other algorithms", _HEADER, _rows(others)),
         *_section("A checkpoint", ["kdist", "training stands still, ms:"], _stalls(results)),
@@ -85,6 +84,7 @@ def _rows(results: Results) -> list[list[str]]:
                 _short(row["steps_per_sec"]),
                 f"{_short(row['lowest'])} to {_short(row['highest'])}",
                 _short(row["examples_per_sec"]),
+                _short(row["ids_per_sec"]) if row["ids_per_sec"] else "",
                 f"{row['cpu_secs_per_1000_steps']:.2f}",
                 f"{row['wire_ratio']:.2f}" if row["wire_ratio"] is not None and _moves_all(row) else "",
                 f"{row['memory_mib']['largest']:.0f}",
@@ -93,11 +93,6 @@ def _rows(results: Results) -> list[list[str]]:
         )
         race_before = race
     return rows
-
-
-def _ids(results: Results) -> list[list[str]]:
-    """How many ids each contender has looked up and updated."""
-    return [[_race(row), row["name"], _short(row["ids_per_sec"])] for row in results.values() if row["ids_per_sec"]]
 
 
 def _moves_all(row: Mapping[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,13 +24,13 @@ from kdist.model.names import LEARNING_RATE
 from kdist.run.run_length import RunLength
 from kdist.run.saves import Saves
 from kdist.run.statistics import RunStatistics
-from kdist.strategies.gradient_counts import add_counts
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kdist.model.metrics import MetricTotals
     from kdist.run.checkpoint import Checkpoints
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
@@ -239,6 +238,10 @@ class TrainSession:
         for hook in self.hooks:
             hook.after_validation(self, logs)
 
+    def training_logs(self, totals: MetricTotals) -> dict[str, Any]:
+        """Loss and metrics of some steps, and what hooks add to them: `session.training_logs(values.totals)`."""
+        return {**totals.logs, **{name: v for hook in self.hooks for name, v in hook.extra_logs().items()}}
+
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self.spec.learning_rate(self.global_step)
@@ -358,12 +361,9 @@ class TrainSession:
         values = RunValues(
             global_step=self.global_step,
             num_steps=self.global_step - expected + logs.num_steps,
-            num_examples=int(logs.num_examples.sum()),
             seconds=seconds,
             warming_up=self.strategy.warming_up,
-            totals=logs.metrics.total(),
-            staleness=logs.staleness,
-            gradient_counts=reduce(add_counts, logs.gradient_counts, {}),
+            steps=logs,
         )
         # Synchronous steps that are missing from the logs ran exactly once; only their metrics were lost.
         self.statistics.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)

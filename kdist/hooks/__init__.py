@@ -18,6 +18,7 @@ from kdist.hooks.logging_tensor import LoggingTensor
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
 from kdist.hooks.progress import Progress
+from kdist.hooks.progressive_validation import ProgressiveValidation
 from kdist.hooks.step_counter import StepCounter
 from kdist.hooks.stop_at_step import StopAtStep
 from kdist.hooks.summary_saver import SummarySaver
@@ -38,6 +39,7 @@ __all__ = [
     "NanTensor",
     "Profiler",
     "Progress",
+    "ProgressiveValidation",
     "RunContext",
     "RunValues",
     "SecondOrStepTimer",

@@ -33,7 +33,7 @@ needs the values of exactly that step overrides `idle_in`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +43,8 @@ import numpy as np
 from kdist.run.statistics import RunValues
 
 if TYPE_CHECKING:
+    from kdist.model.logs import Logs
+    from kdist.model.metrics import MetricTotals
     from kdist.run.checkpoint import Checkpoints
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
@@ -72,6 +74,10 @@ class Session(Protocol):
     global_step: int
     interrupted: bool
     print_line: Callable[[str], None]
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """All of them, in the order in which they are called."""
 
     @property
     def run_dir(self) -> Path:
@@ -122,6 +128,9 @@ class Session(Protocol):
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
 
+    def training_logs(self, totals: MetricTotals) -> Logs:
+        """Loss and metrics of some steps, and what hooks add to them."""
+
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
 
@@ -168,6 +177,16 @@ class Hook:
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Called with the validation loss and metrics when the model was validated at `session.global_step`."""
+
+    def after_progressive_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
+        """Called with the values of a `ProgressiveValidation`, each time when its examples are all new."""
+
+    def extra_logs(self) -> Mapping[str, Any]:
+        """What the hook adds to loss and metrics of training, by name, wherever they are reported.
+
+        It is called after `after_run`; in a fit, hooks that override it are called before the others.
+        """
+        return {}
 
     def end(self, session: Session) -> None:
         """Called once when training ends without an error."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kdist.console import lines
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError
-from kdist.hooks.base import Hook, Session
-from kdist.hooks.monitor import Monitor
+from kdist.hooks.base import Session
+from kdist.hooks.monitor import Monitor, MonitoringHook
 from kdist.run.files import write_whole
 from kdist.run.run_lock import check_not_taken_over
 
@@ -20,27 +20,26 @@ if TYPE_CHECKING:
 _FOLDER, _RECORD = "best", "validation.json"
 
 
-class BestCheckpoint(Hook):
+class BestCheckpoint(MonitoringHook):
     """Saves a checkpoint to `best/` in the run dir whenever a validation metric is the best so far.
 
     A failed save costs a warning. A resumed run knows the best value of earlier runs. As Estimator's `BestExporter`.
 
     Args:
-        metric: `loss`, or the name of a metric; a leading `val_` is ignored.
+        metric: `loss`, or the name of a metric; a leading `val_` is ignored. Of `progressive_auc`, each window of
+            `ProgressiveValidation` whose examples are all new counts as a validation, and no other does.
         mode: `min`, `max`, or `auto` to ask the metric.
 
     Raises:
-        ConfigError: a value is out of range, or there is no validation data; from `after_validation`: no such metric.
+        ConfigError: a value is out of range, or nothing validates; from `after_validation`: no such metric.
     """
 
-    needs_validation = True
-
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
-        self._monitor = Monitor(metric, mode, 0.0, "BestCheckpoint")
+        super().__init__(Monitor(metric, mode, 0.0, "BestCheckpoint"))
         self._has_begun = False
 
     def begin(self, session: Session) -> None:
-        self._monitor.best = None
+        super().begin(session)
         self._has_begun = False
 
     def after_create_session(self, session: Session) -> None:
@@ -55,7 +54,7 @@ class BestCheckpoint(Hook):
                 _best(session).set_aside()
         self._has_begun = True
 
-    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
+    def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
         best_before = self._monitor.best
         if not self._monitor.is_better(session, logs):
             return
@@ -66,7 +65,8 @@ class BestCheckpoint(Hook):
             warn("BestCheckpoint: " + str(error).replace("\n  ", "; ") + "; training continues")
 
     def _save(self, session: Session, logs: Mapping[str, Any]) -> None:
-        step, checkpoints = session.global_step, _best(session)
+        # In the middle of asynchronous training there may be more steps than the hooks have seen.
+        step, checkpoints = session.strategy.global_step(), _best(session)
         check_not_taken_over(session.run_dir)
         path = checkpoints.save(step, session.strategy)
         checkpoints.keep_only(step)

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.config.checks import check_whole_number
 from kdist.console import lines
-from kdist.hooks.base import Hook, Session
-from kdist.hooks.monitor import Monitor
+from kdist.hooks.base import Session
+from kdist.hooks.monitor import Monitor, MonitoringHook
 from kdist.run.run_lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
 
 
-class EarlyStopping(Hook):
+class EarlyStopping(MonitoringHook):
     """Stops when a validation metric has not improved for some validations.
 
     Args:
-        metric: `loss`, or the name of a metric; a leading `val_` is ignored.
+        metric: `loss`, or the name of a metric; a leading `val_` is ignored. Of `progressive_auc`, each window of
+            `ProgressiveValidation` whose examples are all new counts as a validation, and no other does.
         patience: stop after this many validations without an improvement; 0 stops at the first one.
         min_delta: an improvement has to be larger than this.
         mode: `min`, `max`, or `auto` to ask the metric.
@@ -30,11 +31,9 @@ class EarlyStopping(Hook):
             `early_stopping/` in the run dir until then. A run that resumes knows validations from then on.
 
     Raises:
-        ConfigError: a value is out of range, or there is no validation data; from `after_validation`: no such metric.
+        ConfigError: a value is out of range, or nothing validates; from `after_validation`: no such metric.
         CheckpointError: from `after_validation`: values cannot be saved; from `end`: they cannot be restored.
     """
-
-    needs_validation = True
 
     def __init__(
         self,
@@ -45,18 +44,18 @@ class EarlyStopping(Hook):
         restore_best: bool = False,
     ) -> None:
         check_whole_number("EarlyStopping.patience", patience, at_least=0)
-        self._monitor = Monitor(metric, mode, min_delta, "EarlyStopping")
+        super().__init__(Monitor(metric, mode, min_delta, "EarlyStopping"))
         self._patience = patience
         self._restore_best = restore_best
         self._waited = 0
         self._best: tuple[int, Mapping[str, Any]] | None = None
 
     def begin(self, session: Session) -> None:
-        self._monitor.best = None
+        super().begin(session)
         self._waited = 0
         self._best = None
 
-    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
+    def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
         if self._monitor.is_better(session, logs):
             self._waited = 0
             if self._restore_best:
@@ -74,13 +73,16 @@ class EarlyStopping(Hook):
         if step != session.global_step:
             session.restore_values(_kept(session))
             session.print_line(lines.best_line(session.global_step, session.last_step, step))
-            session.publish_validation(logs)
+            if not self._monitor.is_progressive:
+                session.publish_validation(logs)
 
     def _keep(self, session: Session, logs: Mapping[str, Any]) -> None:
         check_not_taken_over(session.run_dir)
-        _kept(session).save(session.global_step, session.strategy)
-        _kept(session).keep_only(session.global_step)
-        self._best = session.global_step, dict(logs)
+        # In the middle of asynchronous training there may be more steps than the hooks have seen.
+        step = session.strategy.global_step()
+        _kept(session).save(step, session.strategy)
+        _kept(session).keep_only(step)
+        self._best = step, dict(logs)
 
 
 def _kept(session: Session) -> Checkpoints:

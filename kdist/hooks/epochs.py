@@ -117,7 +117,7 @@ class EpochRecorder(Hook):
     def _finish_epoch(self, session: Session, *, validate: bool) -> None:
         if self._totals is None:
             return
-        self.train_logs, self._totals = dict(self._totals.logs), None
+        self.train_logs, self._totals = session.training_logs(self._totals), None
         logs = dict(self.train_logs)
         session.summaries.epoch("train", logs, session.global_step)
         if validate and self._run_validation(session):

@@ -1,14 +1,18 @@
-"""`Export`: a SavedModel at the end. After Estimator's `FinalExporter`."""
+"""`Export`: a SavedModel, at the end and meanwhile. After Estimator's `FinalExporter` and `LatestExporter`."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Callable
 from functools import partial
 
+from kdist.console import lines
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, Session
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.hooks.timer import SecondOrStepTimer
 
 _FORMATS = ("tf_saved_model", "onnx", "openvino")
 
@@ -16,25 +20,52 @@ _FORMATS = ("tf_saved_model", "onnx", "openvino")
 class Export(Hook):
     """Exports the trained model for serving by `keras.Model.export`; `model.keras` is written anyway.
 
-    If the optimizer keeps moving averages, they are exported, as in `model.keras`.
+    If the optimizer keeps moving averages, they are exported, as in `model.keras`. Each export takes the place of the
+    one before. While training goes on, one that cannot be written costs a warning.
 
     Args:
         folder: target, inside the run dir.
         format: as in `keras.Model.export`; `onnx` and `openvino` need packages of their own.
+        every_steps: also export at multiples of this step; at the end only if neither is given.
+        every_secs: also export after so many seconds.
+        clock: returns seconds; replaced in tests.
 
     Raises:
-        ConfigError: an unknown format.
+        ConfigError: an unknown format, or a value is out of range.
     """
 
-    def __init__(self, folder: str = "saved_model", format: str = "tf_saved_model") -> None:
+    def __init__(
+        self,
+        folder: str = "saved_model",
+        format: str = "tf_saved_model",
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if format not in _FORMATS:
             raise ConfigError(f"Export.format={format}: choose one of {', '.join(_FORMATS)}")
         self._folder = folder
         self._format = format
+        self._timer: SecondOrStepTimer | None = None
+        if every_steps is not None or every_secs is not None:
+            self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="Export", clock=clock)
+
+    def after_create_session(self, session: Session) -> None:
+        if self._timer is not None:
+            self._timer.start(session.global_step)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        session = context.session
+        # A model that stays on its servers is mentioned at the end, once.
+        if self._timer is None or not self._timer.due(values.global_step) or session.spec.stays_on_servers():
+            return
+        try:
+            self._export(session)
+        except OSError as error:
+            warn(f"Export: {error.strerror or error}; training continues")
+        self._timer.restart(values.global_step)
 
     def end(self, session: Session) -> None:
-        from kdist.model.state import finalize_ema, write_to_model
-
         if session.interrupted:
             # An interrupted run continues later, and exports then.
             return
@@ -46,6 +77,18 @@ class Export(Hook):
                 "that resumes with a larger run.export_max_bytes exports it"
             )
             return
+        self._export(session)
+
+    def due_in(self, step: int) -> int | None:
+        return None if self._timer is None else self._timer.due_in(step)
+
+    def idle_in(self, step: int) -> int | None:
+        return self.due_in(step)
+
+    def _export(self, session: Session) -> None:
+        from kdist.model.state import finalize_ema, write_to_model
+
+        model = session.spec.model
         session.read_into(partial(write_to_model, model))
         finalize_ema(model)
         unfinished, path = session.run_dir / ".unfinished-export", session.run_dir / self._folder
@@ -53,3 +96,4 @@ class Export(Hook):
         model.export(unfinished, format=self._format, verbose=False)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(unfinished, path)
+        session.print_line(lines.save_line(session.global_step, session.last_step, path))

@@ -49,7 +49,9 @@ class LoggingTensor(TimedHook):
             if self._seconds:
                 self._rate = self._num_steps / self._seconds
             session = context.session
-            line = lines.train_line(values.global_step, session.last_step, self._totals.logs, self._rate)
+            line = lines.train_line(
+                values.global_step, session.last_step, session.training_logs(self._totals), self._rate
+            )
             self._print(session, line)
             self._timer.restart(values.global_step)
             self._forget()

@@ -45,7 +45,8 @@ class Progress(Hook):
 
 def _columns(session: Session, values: RunValues) -> list[str]:
     rate = values.num_steps / values.seconds if values.seconds and not values.warming_up else None
-    columns = lines.train_columns(values.global_step, session.last_step, values.totals.logs, rate)
+    logs = session.training_logs(values.totals)
+    columns = lines.train_columns(values.global_step, session.last_step, logs, rate)
     if session.is_asynchronous:
         columns.append(f"staleness {np.mean(values.staleness):.1f}")
     columns += [f"{what} restarts {count}" for what, count in session.restarts.items() if count]

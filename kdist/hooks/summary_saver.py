@@ -61,7 +61,8 @@ class SummarySaver(TimedHook):
         if self._totals is None:
             return
         step = session.global_step
-        session.summaries.scalars("train", {**self._totals.logs, "learning_rate": session.learning_rate()}, step)
+        logs = session.training_logs(self._totals)
+        session.summaries.scalars("train", {**logs, "learning_rate": session.learning_rate()}, step)
         if session.is_asynchronous:
             session.summaries.histogram("train", "async/staleness", np.concatenate(self._staleness), step)
         else:

@@ -16,7 +16,7 @@ from kdist.console import lines
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
-from kdist.hooks import CheckpointSaver, Hook, Progress, StopAtStep
+from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
 from kdist.hooks.base import Session
 from kdist.hooks.epochs import EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
@@ -273,9 +273,14 @@ class _AtEnd(Hook):
 
 
 def _in_order(hooks: Sequence[Hook], last: Sequence[Hook], *, has_last_step: bool) -> list[Hook]:
-    """The hooks of the user, then `last`, then savers, so that an error of another hook comes before a save."""
+    """The hooks of the user, then `last`, then savers, so that an error of another hook comes before a save.
+
+    First those that look for NaN, then those that add to the logs of training, which the others report.
+    """
     hooks = list(hooks)
     if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
         hooks.append(StopAtStep())
     savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
-    return [*(hook for hook in hooks if hook not in savers), *last, *savers]
+    first: list[Hook] = [hook for hook in hooks if isinstance(hook, NanTensor)]
+    first += [hook for hook in hooks if type(hook).extra_logs is not Hook.extra_logs and hook not in [*first, *savers]]
+    return [*first, *(hook for hook in hooks if hook not in [*first, *savers]), *last, *savers]

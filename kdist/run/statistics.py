@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from kdist.strategies.gradient_counts import GradientCounts, add_counts
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
+    from kdist.strategies.traced_calls import StepLogs
 
 
 @dataclass(frozen=True)
@@ -22,22 +24,36 @@ class RunValues:
     Attributes:
         global_step: updates applied after it.
         num_steps: updates that it added.
-        num_examples: examples in those updates.
         seconds: its duration.
         warming_up: whether functions were traced during the run, so that `seconds` says nothing about speed.
-        totals: loss and metrics over its steps; `totals.logs` are their values, and totals of several runs add up.
-        staleness: int array `[num_steps]`; for each update, how many others were applied between its pull and push.
-        gradient_counts: what happened to each worker's gradients, by worker index; empty without workers.
+        steps: what each of its steps reported, in the order in which they finished.
     """
 
     global_step: int
     num_steps: int
-    num_examples: int
     seconds: float
     warming_up: bool
-    totals: MetricTotals
-    staleness: np.ndarray
-    gradient_counts: Mapping[int, GradientCounts] = field(default_factory=dict)
+    steps: StepLogs
+
+    @cached_property
+    def num_examples(self) -> int:
+        """Examples in its updates."""
+        return int(self.steps.num_examples.sum())
+
+    @cached_property
+    def totals(self) -> MetricTotals:
+        """Loss and metrics over its steps; `totals.logs` are their values, and totals of several runs add up."""
+        return self.steps.metrics.total()
+
+    @property
+    def staleness(self) -> np.ndarray:
+        """int array `[num_steps]`; for each update, how many others were applied between its pull and push."""
+        return self.steps.staleness
+
+    @cached_property
+    def gradient_counts(self) -> Mapping[int, GradientCounts]:
+        """What happened to each worker's gradients, by worker index; empty without workers."""
+        return reduce(add_counts, self.steps.gradient_counts, {})
 
 
 class RunStatistics:

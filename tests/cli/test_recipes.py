@@ -2,12 +2,13 @@
 
 import gzip
 import re
+import signal
 from pathlib import Path
 
 import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
-from commands import kdist
-from helpers import REPO, result_of
+from commands import Command, kdist
+from helpers import REPO, result_of, wait_until
 from kdist.recipes.criteo import write_sample
 
 pytestmark = pytest.mark.cluster
@@ -65,7 +66,10 @@ def test_criteo_generates_clicks(tmp_path: Path) -> None:
     assert re.fullmatch(start + r"the AUC of the true probabilities is 0\.\d{4}", lines[0])
     assert "ids_1/embeddings: looked up by rows" in (tmp_path / "D" / "placement.txt").read_text()
     # Better than chance.
-    assert result_of(tmp_path / "D")["metrics"]["validation"]["auc"] > 0.55
+    metrics = result_of(tmp_path / "D")["metrics"]
+    assert metrics["validation"]["auc"] > 0.55
+    assert [name for name in metrics["train"] if name.startswith("progressive")] == ["progressive_auc"]
+    assert any(f"| progressive_auc {metrics['train']['progressive_auc']:.4f} |" in line for line in lines)
 
 
 def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
@@ -82,6 +86,30 @@ def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
     done = kdist(*command_of("criteo"), "run.dir=E", *files, cwd=tmp_path, timeout=150)
     assert done.returncode == 1
     assert re.search(rf"worker:[01]: InvalidArgumentError: {wrong}, line 2002: 3 columns: must be 40", done.stderr)
+
+
+@pytest.mark.long
+def test_criteo_without_an_end_is_scored_evaluated_and_exported_until_it_is_stopped(tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "log", tmp_path / "D"
+    log.touch()
+    endless = ["+recipe=criteo", "cluster=1ps1w1e", "train.steps=null", f"run.dir={run_dir}", *SMALL_CRITEO]
+    often = ["hooks.checkpoint.every_steps=50", "hooks.logging.every_steps=50"]
+    export = "+hooks.export={_target_: kdist.hooks.Export, every_steps: 50}"
+    process = Command(*endless, *often, export, cwd=tmp_path, stdout=log)
+    try:
+        # The evaluator, which is late, has seen trained values.
+        wait_until(lambda: re.search(r"^eval  \| step +[1-9]", log.read_text(), re.MULTILINE), 90, log.read_text)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+    result, said = result_of(run_dir), log.read_text()
+    assert (result["status"], result["stopped_by"]) == ("preempted", "SIGTERM")
+    assert f"save  | step {result['global_step']:>6} | checkpoints/ckpt-{result['global_step']}\n" in said
+    assert re.search(r"^save  \| step +50 \| D/saved_model$", said, re.MULTILINE)
+    assert (run_dir / "saved_model" / "saved_model.pb").exists()
+    assert len(re.findall(r"^train .* \| progressive_auc 0\.\d{4} \|", said, re.MULTILINE)) >= 2
+    assert 0 < result["metrics"]["train"]["progressive_auc"] < 1
 
 
 @pytest.mark.long

@@ -129,17 +129,27 @@ def test_hooks_feed_workers_that_begin_one_after_the_other(tmp_path: Path) -> No
     "strategy",
     ["parameter_server", "sync_replicas", "mirrored", pytest.param("multi_worker_mirrored", marks=pytest.mark.long)],
 )
-def test_without_an_end_validation_and_checkpoints_go_on_until_a_hook_ends_training(
-    strategy: str, tmp_path: Path
+def test_without_an_end_validations_checkpoints_and_exports_go_on_until_a_hook_ends_training(
+    strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cluster, options = STRATEGIES[strategy]
     hooks = [
         # No value is better than the first.
         kdist.hooks.EarlyStopping(patience=3, min_delta=100.0),
         kdist.hooks.CheckpointSaver(every_steps=20, keep=9),
+        kdist.hooks.Export(every_steps=20),
+        kdist.hooks.LoggingTensor(every_steps=20),
+        # All that there will be.
+        kdist.hooks.ProgressiveValidation(window=100_000),
     ]
     trainer = kdist.Trainer(models.mlp, cluster, strategy, run_dir=tmp_path / "run", hooks=hooks, **options)
-    trainer.fit(toy_batches(), validation_data=toy_data(), validation_every_steps=10, verbose=0)
+    history = trainer.fit(toy_batches(), validation_data=toy_data(), validation_every_steps=10).history
     assert (trainer.result.global_step, trainer.result.stopped_by) == (40, "EarlyStopping")
     steps = {int(path.stem.partition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("ckpt-*.index")}
     assert steps == {0, 20, 40}
+    printed = capfd.readouterr().out
+    assert [step for step in (20, 40) if f"save  | step     {step} | run/saved_model" in printed] == [20, 40]
+    # Every step and every worker counts once.
+    assert history["progressive_accuracy"] == history["accuracy"]
+    assert history["progressive_loss"] == pytest.approx(history["loss"])
+    assert f"| progressive_accuracy {history['accuracy'][0]:.4f}" in printed
