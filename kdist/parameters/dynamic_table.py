@@ -21,6 +21,8 @@ from kdist.parameters.count_min_sketch import CountMinSketch
 from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
 from kdist.parameters.row_lock import RowLock
 
+#: Rows for which there is room where addresses cannot be reserved.
+_LEAST_CAPACITY = 1 << 16
 #: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
 
@@ -70,8 +72,9 @@ class DynamicTable:
         num_rows: int64: rows that are or were in use.
     """
 
-    #: Rows for which there is room at first.
-    initial_capacity: ClassVar[int] = 1 << 16
+    #: Addresses that are reserved for the vectors at first, and for each slot. Memory is taken when rows are written, and
+    #: not given back by TensorFlow when rows move to where there is room for more, so that this should be rare.
+    reserved_bytes: ClassVar[int] = 4 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
 
@@ -87,12 +90,20 @@ class DynamicTable:
         most = self._eviction.max_rows
         self._max_rows = None if most is None else (most + server) // num_servers
         self.server, self.num_servers = server, num_servers
-        self._capacity_at_first = self.initial_capacity
+        dtype = tf.as_dtype(group.dtype)
+        capacity = self._max_rows or self.reserved_bytes // (self._dim * dtype.size)
         with tf.device(device):
+            try:
+                vectors = growing_variable(group.row_shape, dtype, capacity)
+            except tf.errors.ResourceExhaustedError:
+                # A machine that does not promise more memory than it has.
+                capacity = min(capacity, _LEAST_CAPACITY)
+                vectors = growing_variable(group.row_shape, dtype, capacity)
+            self._capacity_at_first = capacity
             self.lock = RowLock(is_shared=True)
             self._index = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
             self.num_rows, self._num_free, self._capacity = (
-                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, self._capacity_at_first)
+                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, capacity)
             )
             self._free = self._growing((), tf.int64)
             if self._admission.min_count > 1:
@@ -102,7 +113,7 @@ class DynamicTable:
                 "tables": Column(self._growing((), tf.int32)),
                 "counts": Column(self._growing((), tf.int32), np.zeros((), np.int32)),
                 "last_steps": Column(self._growing((), tf.int32)),
-                "vectors": Column(self._growing(group.row_shape, tf.as_dtype(group.dtype))),
+                "vectors": Column(vectors),
             }
 
     @property

@@ -21,7 +21,7 @@ def growing_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int = 
             shape = tf.stack([capacity, *row_shape])
             set_value(variable, tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
 
-    tf.function(reserve, autograph=False)(tf.constant(capacity))
+    tf.function(reserve, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))(tf.constant(capacity))
     return variable
 
 
