@@ -326,7 +326,9 @@ class ParameterStore:
         overflow = arrived.get(Overflow(server))
         graph = tf.compat.v1.get_default_graph()
         with tf.device(self.devices[server]):
-            with tf.control_dependencies(tf.nest.flatten(of_server, expand_composites=True)):
+            # Not the results of functions themselves: what waits for those does not wait when TensorFlow inlines them.
+            all_there = [tf.identity(tensor) for tensor in tf.nest.flatten(of_server, expand_composites=True)]
+            with tf.control_dependencies(all_there):
                 if phase == 0:
                     self.counters.begun[server].assign_add(1, read_value=False)
                 step = self.counters.begun[server].read_value()

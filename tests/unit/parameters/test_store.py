@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import models
 import numpy as np
 import pytest
@@ -26,8 +28,14 @@ def store(run_dir: Path) -> ParameterStore:
     return make_store(run_dir, num_servers=2)
 
 
-def make_store(run_dir: Path, num_servers: int) -> ParameterStore:
-    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+def one_variable() -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, use_bias=False)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def make_store(run_dir: Path, num_servers: int, build_model: Callable[[], keras.Model] = models.mlp) -> ParameterStore:
+    trainer = kdist.Trainer(build_model, run_dir=run_dir)
     x, y = toy_data()
     request = trainer._request(FitArguments(x, y, batch_size=8))
     prepared = prepare(request.training_spec(request.training_data()), 1)
@@ -55,6 +63,28 @@ def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
     assert store.counters.global_step() == 3
     assert store.counters.is_consistent()
     assert {int(counter.numpy()) for counter in [*store.counters.begun, *store.counters.applied]} == {3}
+
+
+def test_an_update_without_its_gradient_is_not_counted(run_dir: Path) -> None:
+    """The gradient of a model with one variable is the result of a function, which TensorFlow inlines."""
+    store = make_store(run_dir, num_servers=1, build_model=one_variable)
+
+    @tf.function(autograph=False)
+    def gradient(value: tf.Tensor, is_broken: tf.Tensor) -> tf.Tensor:
+        return tf.ones_like(value) * tf.cast(1 // (1 - is_broken), value.dtype)
+
+    @tf.function(autograph=False)
+    def call(is_broken: tf.Tensor) -> tf.Tensor:
+        pulled = store.pull()
+        gradients = [gradient(pulled.trainable[0], is_broken)]
+        return store.push(ReplicaOutput(gradients, [None], [], [], 1), pulled)
+
+    for _ in range(20):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            call(tf.constant(1))
+    assert store.counters.global_step() == 0
+    call(tf.constant(0))
+    assert store.counters.global_step() == 1
 
 
 def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
