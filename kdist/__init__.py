@@ -14,6 +14,7 @@ from kdist.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
+    DataSourceError,
     KdistError,
     NonFiniteError,
     TaskError,
@@ -22,16 +23,18 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist import hooks, layers
+    from kdist.data.arriving_files import arriving_files
+    from kdist.data.base import DataContext
     from kdist.data.npz import load_npz
-    from kdist.data.sources import DataContext
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
 
 _MODULES = ("hooks", "layers")
 _LAZY = {
-    "DataContext": "kdist.data.sources",
+    "DataContext": "kdist.data.base",
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
+    "arriving_files": "kdist.data.arriving_files",
     "load_npz": "kdist.data.npz",
 }
 
@@ -40,12 +43,14 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "DataContext",
+    "DataSourceError",
     "KdistError",
     "NonFiniteError",
     "TaskError",
     "TrainSession",
     "Trainer",
     "__version__",
+    "arriving_files",
     "hooks",
     "layers",
     "load_npz",

@@ -36,6 +36,12 @@ class ClusterError(KdistError):
     exit_code = 75
 
 
+class DataSourceError(KdistError):
+    """Data that keeps arriving could not be reached for too long (exit code 75: a retry may help)."""
+
+    exit_code = 75
+
+
 class TornUpdateError(ClusterError):
     """A worker was lost in the middle of an update that only some servers have applied; the servers are running."""
 

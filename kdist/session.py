@@ -93,8 +93,7 @@ class TrainSession:
         self._max_restarts = max_restarts
         self._may_restart_tasks = may_restart_tasks
         #: How often training resumed, and how often of these on a new cluster.
-        self._times_back = 0
-        self._cluster_restarts = self._worker_restarts_before = 0
+        self._times_back = self._cluster_restarts = self._worker_restarts_before = 0
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
@@ -144,8 +143,8 @@ class TrainSession:
         """Runs as many steps as the hooks allow, with the hooks around them.
 
         Returns:
-            The values of the run; None if it was interrupted before its first step, or if the cluster failed and
-            training is back at the newest checkpoint.
+            The values of the run; None if it was interrupted before its first step, if there was nothing to read, or if
+            the cluster failed and training is back at the newest checkpoint.
 
         Raises:
             ClusterError: the cluster failed too often, or there is no checkpoint.
@@ -181,9 +180,11 @@ class TrainSession:
 
     def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
         values = self._run_steps(context.num_steps, may_begin)
-        if values is not None:
-            for hook in self.hooks:
+        for hook in self.hooks:
+            if values is not None:
                 hook.after_run(context, values)
+            elif not self.interrupted:
+                hook.while_waiting(self)
         return values
 
     def save(self, *, keep: int) -> None:
@@ -378,8 +379,7 @@ class TrainSession:
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.place}")
         self.global_step = self.first_step = self.strategy.global_step()
         if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
-            # They would count as newer than those of this run.
-            self.checkpoints.set_aside()
+            self.checkpoints.set_aside()  # They would count as newer than those of this run.
 
     def _restore_newest(self) -> bool:
         """Restores the newest undamaged checkpoint; False if there is none."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from kdist.data.sources import DataContext
+    from kdist.data.base import DataContext
 
 INTERACTIONS = ("dot", "cross")
 IDS = ("hashed", "dynamic")

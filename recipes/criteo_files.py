@@ -19,7 +19,7 @@ from kdist.errors import ConfigError, reason
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from kdist.data.sources import DataContext
+    from kdist.data.base import DataContext
 
 NUM_COUNTS, NUM_IDS = 13, 26
 _NUM_COLUMNS = 1 + NUM_COUNTS + NUM_IDS

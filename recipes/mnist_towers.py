@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from kdist.data.sources import DataContext
+    from kdist.data.base import DataContext
 
 _PARAMETERS = "parameters/"
 

@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.eager.executor import Executor
 from tensorflow.python.framework.function import Defun
+from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "function_of_its_own",
     "initialize",
     "legacy_functions_renamed",
+    "offer_python_function",
     "server_def",
     "session_config",
     "set_server_def",
@@ -65,6 +67,15 @@ def function_of_its_own(function: Callable[..., Any]) -> Any:
     large, and takes as much longer to be optimized and cut into parts.
     """
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def offer_python_function(name: str, function: Callable[..., Any]) -> None:
+    """Lets `tf.raw_ops.PyFunc` call a function of this process by a name of its own, as its `token`.
+
+    The public `tf.numpy_function` chooses a name that only this process knows; so it cannot be called on other tasks.
+    TensorFlow keeps no reference to the function.
+    """
+    script_ops._py_funcs._funcs[name] = function
 
 
 def watch_in_every_tape(value: tf.Tensor) -> None:

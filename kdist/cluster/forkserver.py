@@ -299,6 +299,8 @@ def main() -> NoReturn:
         with quick_import(keras=False):
             import tensorflow  # noqa: F401
 
+            import kdist.data.python_readers  # noqa: F401
+
         # Tasks share its memory until something writes there, as the garbage collector does when it visits an object.
         gc.freeze()
         _Forks(orders).run()

@@ -65,6 +65,9 @@ def serve(options: ServerOptions) -> NoReturn:
     with quick_import(keras=False):
         import tensorflow as tf
 
+        from kdist.data.python_readers import offer_readers
+
+    offer_readers()
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=options.intra_op_threads,
         inter_op_parallelism_threads=options.inter_op_threads,
@@ -118,7 +121,9 @@ def serve_until_done(
     from kdist.cluster.done_queue import Chief
     from kdist.cluster.port_probe import accepts_connections
     from kdist.cluster.tcp_timeouts import TcpTimeouts
+    from kdist.data.python_readers import offer_readers
 
+    offer_readers()
     address = spec.address(task)
     if accepts_connections(address):
         raise ClusterError(f"{task} cannot serve at {address}: the address is in use")

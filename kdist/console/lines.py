@@ -15,6 +15,8 @@ _MAX_ITEMS = 5
 
 #: Printed at the beginning of a run without a last step.
 ENDLESS_LINE = "steps     no end is given: training ends by a hook, a callback, a signal or Ctrl-C"
+#: The same, with data that keeps arriving.
+ARRIVING_LINE = "steps     no end is given: training ends with the data, by a hook, a callback, a signal or Ctrl-C"
 
 
 def print_line(line: str) -> None:
@@ -67,6 +69,11 @@ def best_line(step: int, last_step: int | None, best: int) -> str:
     return _line(
         "best", _step(step).ljust(len(_step(step, last_step))), f"has the values of step {best}, the best validation"
     )
+
+
+def wait_line(step: int, last_step: int | None, place: str, idle_secs: float) -> str:
+    """`wait  | step    500/2000 | incoming/*.csv: all is read; waiting up to 3600 s for more`"""
+    return _line("wait", _step(step, last_step), f"{place}: all is read; waiting up to {idle_secs:g} s for more")
 
 
 def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:

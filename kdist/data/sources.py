@@ -6,61 +6,22 @@ pass alone, so that any place in any pass is found at once; a dataset is read up
 
 from __future__ import annotations
 
-import abc
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share, as_array, received, without_copies
 from kdist.data.file_column import column_of
 from kdist.data.hdf5 import Hdf5Rows
 from kdist.data.serialization import dataset_graph, dataset_of_graph
+from kdist.data.split_data import SplitData, SplitSource
 from kdist.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class DataContext:
-    """The argument of a dataset function.
-
-    Attributes:
-        worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
-        batch_size: examples per replica and step, as given to `fit`; None if it was not given.
-        first_batch: how many batches this worker has read before, in a resumed run; a scalar int64 tensor. If the
-            dataset's length is known, kdist continues there by itself.
-    """
-
-    worker_index: tf.Tensor
-    num_workers: int
-    batch_size: int | None
-    first_batch: tf.Tensor | int = 0
-
-
-class TrainingData(abc.ABC):
-    """Data for the workers. A strategy traces `dataset` once and runs it on each worker with its `arguments`."""
-
-    #: Steps (of one batch each) in one pass over the data; None if it is not known.
-    steps_per_epoch: int | None = None
-
-    @abc.abstractmethod
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        """The endless dataset of one worker's batches; called inside a `tf.function`."""
-
-    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
-        """What `dataset` takes as `arguments`."""
-        return []
-
-    def trace_transfer(self, num_workers: int) -> None:  # noqa: B027 - not every kind of data needs it
-        """Traces what sending the arguments needs; called when the workers have joined."""
-
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
-        """The arguments of one worker; shares of arrays are not copied yet."""
-        return []
 
 
 class ArrayData(TrainingData):
@@ -205,10 +166,11 @@ def training_data(
     """Makes `TrainingData` of the data that was passed to `fit`.
 
     Args:
-        x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, or a function
-            `(DataContext) -> tf.data.Dataset` of batches; `TrainingData` is returned as it is.
+        x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, a function
+            `(DataContext) -> tf.data.Dataset` of batches, or data that keeps arriving; `TrainingData` is returned as it
+            is.
         y, sample_weight: arrays like `x`; with a dataset or a function they are part of its elements.
-        batch_size: examples per replica and step, for arrays; 32 if None, as in Keras.
+        batch_size: examples per replica and step, for arrays and data that keeps arriving; 32 if None, as in Keras.
         shuffle: whether arrays are shuffled in each pass.
         class_weight: class index -> weight of its examples.
         seed: makes shuffling repeatable; random if None.
@@ -220,6 +182,12 @@ def training_data(
     data: TrainingData
     if isinstance(x, TrainingData):
         return x
+    if isinstance(x, SplitSource):
+        if y is not None or sample_weight is not None or class_weight is not None:
+            raise ConfigError(
+                "y, sample_weight, class_weight: with data that keeps arriving, parse returns labels and weights"
+            )
+        return SplitData(x, batch_size or 32)
     if has_labels(x):
         if y is not None or sample_weight is not None:
             raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
@@ -285,7 +253,13 @@ def has_labels(x: Any) -> bool:
 
 
 def read_locally(x: Any, batch_size: int | None) -> Any:
-    """`x` for a local Keras model: a dataset function is called for the only reader."""
+    """`x` for a local Keras model: a dataset function is called for the only reader.
+
+    Raises:
+        ConfigError: data that keeps arriving.
+    """
+    if isinstance(x, SplitSource):
+        raise ConfigError(f"{type(x).__name__}: is read once, by fit; give other data to validate, evaluate or predict")
     return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
 
 

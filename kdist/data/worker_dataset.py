@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from kdist._compat.tensorflow import IteratorSpec, allow_many_next, initialize
+from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share
-from kdist.data.sources import DataContext, TrainingData
 
 
 def worker_dataset(

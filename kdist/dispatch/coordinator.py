@@ -24,7 +24,16 @@ from kdist.cluster.spec import Task
 from kdist.console.warn import warn
 from kdist.dispatch.connection import connect, disconnect, reconnect
 from kdist.dispatch.health import Supervisor, ask, describe_lost
-from kdist.dispatch.worker_threads import OUT_OF_REACH, Call, Calls, Finished, WorkerThread, may_be_lost
+from kdist.dispatch.worker_threads import (
+    OUT_OF_REACH,
+    Call,
+    Calls,
+    CallsCancelled,
+    Finished,
+    WorkerThread,
+    may_be_lost,
+    next_in,
+)
 from kdist.errors import ClusterError
 
 T = TypeVar("T")
@@ -33,10 +42,6 @@ _CHECK_SECS = 0.5
 _ANSWER_SECS = 10.0
 _ABANDON_SECS = 2.0
 _TRIES = 3
-
-
-class CallsCancelled(Exception):
-    """Calls in flight took too long after an interruption and were discarded."""
 
 
 class Coordinator:
@@ -55,6 +60,7 @@ class Coordinator:
         num_lost: how often a worker was lost.
         on_return: called with the index of a worker that has returned: a new process that holds only the functions that
             were traced.
+        on_loss: called with the index of a worker that is lost.
 
     Raises:
         tf.errors.UnavailableError: on creation, when a task does not respond.
@@ -73,6 +79,7 @@ class Coordinator:
         self.interrupted: Callable[[], bool] = lambda: False
         self.num_lost = 0
         self.on_return: Callable[[int], None] | None = None
+        self.on_loss: Callable[[int], None] | None = None
         self._disabled: set[int] = set()
         #: Workers that start later.
         self._waiting: set[int] = set()
@@ -112,11 +119,10 @@ class Coordinator:
     def next_finished(self) -> Finished:
         """Waits for a call to finish, and watches the tasks in the meantime.
 
-        A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost` is true for
-        it.
+        A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost`.
         """
         while True:
-            call, finished = self._wait(self._take_finished)
+            call, finished = self._wait(partial(next_in, self._finished))
             error = finished.outcome.exception()
             if not may_be_lost(error):
                 self._failures[finished.worker] = 0
@@ -125,10 +131,6 @@ class Coordinator:
             if not call.is_shared:
                 return finished
             self._calls.put(call, first=True)
-
-    def is_lost(self, finished: Finished) -> bool:
-        """Whether a call of `start_on` failed because its worker is lost."""
-        return may_be_lost(finished.outcome.exception())
 
     def disable(self, worker: int) -> bool:
         """Gives no more calls to a worker without data, until it is another process.
@@ -140,6 +142,16 @@ class Coordinator:
         is_new = worker not in self._disabled
         self._disabled.add(worker)
         return is_new
+
+    def enable(self, worker: int) -> None:
+        """Undoes `disable`: the worker has data again."""
+        self._disabled.discard(worker)
+        if worker in self._calls.connected and worker not in self._waiting and worker not in self._away:
+            self._calls.admit(worker)
+
+    def withdraw(self) -> list[Any]:
+        """Takes back the calls of `submit` that no worker has started; returns their tags."""
+        return [call.tag for call in self._calls.withdraw()]
 
     def set_active(self, workers: Collection[int]) -> None:
         """From now on gives calls to these workers only; the others finish the calls that they have started."""
@@ -240,23 +252,12 @@ class Coordinator:
                 self._away.discard(worker)
                 self._calls.admit(worker)
 
-    def wait_for_worker(self, timeout: float) -> bool:
-        """Waits until a worker returns; returns whether one has.
-
-        Raises:
-            CallsCancelled: training is to end.
-            ClusterError: see the class.
-        """
-        before = set(self.present)
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if self.interrupted():
-                raise CallsCancelled
-            time.sleep(min(_CHECK_SECS, timeout))
-            self.check_tasks()
-            if set(self.present) - before:
-                return True
-        return False
+    def wait_a_moment(self, at_most: float) -> None:
+        """Gives workers a moment, at most so many seconds, to return; `CallsCancelled` if training is to end."""
+        if self.interrupted():
+            raise CallsCancelled
+        time.sleep(min(_CHECK_SECS, at_most))
+        self.check_tasks()
 
     def stop(self) -> None:
         """Ends the threads and the connection; handles to objects on the tasks must have been deleted before."""
@@ -264,11 +265,6 @@ class Coordinator:
         self._finished = queue.SimpleQueue()
         gc.collect()
         disconnect()
-
-    def _take_finished(self, timeout: float) -> tuple[Call, Finished] | None:
-        with suppress(queue.Empty):
-            return self._finished.get(timeout=timeout)
-        return None
 
     def _wait(self, poll: Callable[[float], T | None]) -> T:
         """Calls `poll(timeout in seconds)` until it returns something true; returns that."""
@@ -372,6 +368,8 @@ class Coordinator:
         self._supervisor.cut_off(Task("worker", worker))
         with suppress(*OUT_OF_REACH):
             self._reconnect()
+        if self.on_loss is not None:
+            self.on_loss(worker)
 
     def _admit(self, worker: int) -> None:
         """Connects a worker that serves again; if that fails, the next check tries again."""

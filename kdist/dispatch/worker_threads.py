@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ OUT_OF_REACH = (
 _OF_A_LOST_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context", "Client for target")
 
 
+class CallsCancelled(Exception):
+    """Calls in flight took too long after an interruption and were discarded."""
+
+
 @dataclass(frozen=True)
 class Finished:
     """A call that has finished.
@@ -40,6 +45,11 @@ class Finished:
     worker: int
     tag: Any
     outcome: Future[Any]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it failed because its worker is lost."""
+        return may_be_lost(self.outcome.exception())
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,13 @@ class Calls:
             self._changed.notify_all()
         self.clear()
 
+    def withdraw(self) -> list[Call]:
+        """Takes back the calls that any worker could have run, and that none has taken."""
+        with self._changed:
+            calls = list(self._shared)
+            self._shared.clear()
+        return calls
+
     def clear(self) -> None:
         """Drops the calls that no worker has taken."""
         with self._changed:
@@ -155,6 +172,13 @@ class WorkerThread:
             self._finished.put((call, Finished(self._worker, call.tag, outcome)))
             # Handles to objects on the tasks must not survive in this frame.
             del call, outcome
+
+
+def next_in(finished: queue.SimpleQueue[tuple[Call, Finished]], timeout: float) -> tuple[Call, Finished] | None:
+    """The next call that has finished; None if none does within `timeout` seconds."""
+    with suppress(queue.Empty):
+        return finished.get(timeout=timeout)
+    return None
 
 
 def may_be_lost(error: BaseException | None) -> bool:

@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import main_optimizer
-from kdist.data.sources import TrainingData, has_labels, read_locally, training_data
+from kdist.data.base import TrainingData
+from kdist.data.sources import has_labels, read_locally, training_data
 from kdist.errors import ConfigError
 from kdist.evaluation.on_workers import (
     MetricsOnWorkers,

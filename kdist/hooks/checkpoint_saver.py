@@ -78,11 +78,10 @@ class CheckpointSaver(TimedHook):
         self._timer.restart(session.global_step)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        session = context.session
-        self._trying(session, self._finish, wait=False)
-        if self._timer.due(values.global_step):
-            self._trying(session, self._begin if self._background else self._save)
-            self._timer.restart(session.global_step)
+        self._save_if_due(context.session, values.global_step)
+
+    def while_waiting(self, session: Session) -> None:
+        self._save_if_due(session, session.global_step)
 
     def end(self, session: Session) -> None:
         self._trying(session, self._finish)
@@ -93,6 +92,12 @@ class CheckpointSaver(TimedHook):
     def idle_in(self, step: int) -> int | None:
         # Steps are exact. If the clock decides, saving itself waits for steps in flight.
         return self.due_in(step)
+
+    def _save_if_due(self, session: Session, step: int) -> None:
+        self._trying(session, self._finish, wait=False)
+        if self._timer.due(step):
+            self._trying(session, self._begin if self._background else self._save)
+            self._timer.restart(session.global_step)
 
     def _trying(self, session: Session, function: Callable[..., None], **arguments: bool) -> None:
         """Calls a function that saves; a failure costs a warning."""

@@ -19,7 +19,7 @@ import keras
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
-from kdist.data.sources import TrainingData
+from kdist.data.base import TrainingData
 from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks import Hook
 from kdist.launch.fit_arguments import FitArguments
@@ -132,8 +132,30 @@ class FitRequest:
         )
 
     def training_data(self) -> TrainingData:
-        """What the workers read."""
-        return self.arguments.training_data(self.seed)
+        """What the workers read.
+
+        Raises:
+            ConfigError: the data cannot be used, or not with this strategy.
+        """
+        data = self.arguments.training_data(self.seed)
+        if data.splits is not None:
+            self._check_takes_splits()
+        return data
+
+    def _check_takes_splits(self) -> None:
+        """Refuses what needs to know ahead whether there is a batch: with data that keeps arriving nobody does."""
+        name, what = self.strategy.name, "data that keeps arriving"
+        if name in registry.ALL_REDUCE:
+            raise ConfigError(
+                f"strategy={name}: in every step every replica needs a batch, and with {what} one may have none while "
+                "others have; use parameter servers (cluster=2ps2w), or strategy=single"
+            )
+        if self.steps_per_call not in (None, 1):
+            raise ConfigError(f"train.steps_per_call={self.steps_per_call}: with {what} a call is one step; use auto")
+        if self.strategy.config.local_steps > 1:
+            raise ConfigError(
+                f"strategy.local_steps={self.strategy.config.local_steps}: with {what} a step is one batch; use 1"
+            )
 
     def steps_per_epoch(self, data: TrainingData) -> int | None:
         """Global steps of an epoch; None if neither the arguments nor the data say how many.
@@ -153,7 +175,8 @@ class FitRequest:
             model=model,
             data=data,
             batch_size=self.arguments.batch_size,
-            steps_per_call=self.steps_per_call,
+            # A call that ran out of data in the middle would lose what its steps have logged.
+            steps_per_call=self.steps_per_call if data.splits is None else 1,
             seed=self.seed,
             # A task that is not the chief writes no logs, and makes no run dir for them.
             log_dir=self.files.logs if self.strategy.is_chief else Path(),

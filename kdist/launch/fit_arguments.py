@@ -10,7 +10,9 @@ import keras
 
 from kdist.config.checks import check_verbose, check_whole_number
 from kdist.config.schema import RunConfig, TrainConfig
-from kdist.data.sources import TrainingData, training_data
+from kdist.data.base import TrainingData
+from kdist.data.sources import training_data
+from kdist.data.split_data import SplitSource
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import ValidationArguments
 
@@ -45,6 +47,8 @@ class FitArguments:
     def __post_init__(self) -> None:
         if self.x is None:
             raise ConfigError("fit needs data: x is None")
+        if isinstance(self.validation_data, SplitSource):
+            raise ConfigError("validation_data: data that keeps arriving is read once, by training; give other data")
         for key in (
             "batch_size",
             "steps",

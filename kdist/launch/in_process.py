@@ -17,6 +17,7 @@ from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
+from kdist.hooks.arrivals import Arrivals
 from kdist.hooks.base import Session
 from kdist.hooks.epochs import EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
@@ -165,10 +166,11 @@ class LocalFit:
             validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
+        arrivals = [] if data.splits is None else [Arrivals(data.splits)]
         return TrainSession(
             request.strategy.make,
             request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch),
-            [*self._hooks, *self._evaluator()],
+            [*arrivals, *self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
             summaries=request.files.summaries(),
             last_step=last_step,
@@ -209,7 +211,7 @@ class LocalFit:
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)
         ):
-            session.print_line(lines.ENDLESS_LINE)
+            session.print_line(lines.ENDLESS_LINE if session.spec.data.splits is None else lines.ARRIVING_LINE)
 
     def _print_tasks(self, session: TrainSession) -> None:
         logs = self._request.files.logs

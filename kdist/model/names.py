@@ -23,6 +23,10 @@ STATE_RESETS = "state_resets"
 AVERAGE = "average"
 #: The name of the run's seed in checkpoints.
 SEED = "seed"
+#: The name of what was read of data that keeps arriving, in checkpoints: JSON.
+DATA_STATE = "data_state"
+#: What checkpoints have beside the values of the model.
+BESIDE = (SEED, DATA_STATE)
 
 
 def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError, NonFiniteError, reason
-from kdist.model.names import SEED
+from kdist.model.names import BESIDE, DATA_STATE, SEED
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 
 _INDEX = re.compile(r"ckpt-(\d+)\.index")
@@ -204,6 +204,14 @@ class Checkpoints:
                 return int(tf.train.load_checkpoint(str(self.path(step))).get_tensor(SEED))
         return None
 
+    def data_state(self, step: int) -> str | None:
+        """What was read, at a step, of data that keeps arriving; None if the checkpoint is missing or has none."""
+        if step not in self.steps():
+            return None
+        self._fetch(step)
+        reader = tf.train.load_checkpoint(str(self.path(step)))
+        return reader.get_tensor(DATA_STATE).decode() if reader.has_tensor(DATA_STATE) else None
+
     def tidy(self) -> None:
         """Cleans up after a killed process: finishes a save that was complete, removes the rest."""
         # The next save reports a folder that is not writable.
@@ -288,7 +296,7 @@ class Checkpoints:
 def _values_of(path: Path) -> dict[str, np.ndarray]:
     """All values of a model in a checkpoint."""
     reader = tf.train.load_checkpoint(str(path))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name != SEED}
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name not in BESIDE}
 
 
 def _in_a_line(error: tf.errors.OpError | OSError) -> str:
@@ -299,7 +307,7 @@ def _in_a_line(error: tf.errors.OpError | OSError) -> str:
 def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all values of a model in a checkpoint, by name."""
     shapes = tf.train.load_checkpoint(str(path)).get_variable_to_shape_map()
-    return {name: tuple(shape) for name, shape in shapes.items() if name != SEED}
+    return {name: tuple(shape) for name, shape in shapes.items() if name not in BESIDE}
 
 
 def _differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
 from kdist.config.schema import RunConfig
-from kdist.data.sources import TrainingData
+from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup

@@ -20,6 +20,7 @@ from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.schema import ParameterServerOptions
 from kdist.console.warn import warn
+from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
@@ -45,6 +46,8 @@ class ParameterServer(PsStrategy):
         self.batches_per_step = options.local_steps
         self._iterators = WorkerIterators(self._dataset)
         self._first_step: int | None = None
+        #: Workers without calls, because there was no split for them.
+        self._idle: set[int] = set()
         #: How many losses of workers the counters of the servers account for.
         self._aligned_after = 0
         #: How many calls of each size are in flight, and how many have finished.
@@ -69,6 +72,11 @@ class ParameterServer(PsStrategy):
         if self._first_step is None:
             self._first_step = self.global_step()
         coordinator = self._running()
+        if self._splits is not None:
+            if self._splits.look():
+                self._end_idleness()
+            elif self._idle and not coordinator.present:
+                return self._in_flight_logs()
         while self._in_flight.total() < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
             may_begin_more = may_begin - self._num_in_flight
             if may_begin_more <= 0:
@@ -94,11 +102,15 @@ class ParameterServer(PsStrategy):
         return super().global_step()
 
     def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
-        return fetch(function(self._iterators.of(worker)))
+        return self._iterators.read(worker, self._splits, lambda iterator: fetch(function(iterator)))
 
     def _dataset(self, worker: int) -> tf.data.Dataset:
         # A worker that returns continues to read where training is.
-        step = (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
+        num_steps = sum(size * number for size, number in self._ended.items())
+        if self._splits is not None:
+            # More calls may have ended than this process has noticed; no two batches may have the same seeds.
+            num_steps = self._splits.num_batches(worker)
+        step = (self._first_step or 0) + num_steps
         return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
 
     @property
@@ -106,11 +118,18 @@ class ParameterServer(PsStrategy):
         return sum(size * number for size, number in self._in_flight.items())
 
     def _in_flight_logs(self) -> StepLogs | None:
-        if not self._in_flight.total():
-            return None
         coordinator = self._running()
-        while isinstance((finished := coordinator.next_finished()).outcome.exception(), tf.errors.OutOfRangeError):
-            self._has_no_data(finished)
+        while True:
+            if not self._in_flight.total():
+                return None
+            finished = coordinator.next_finished()
+            error = finished.outcome.exception()
+            if isinstance(error, NothingToRead):
+                self._is_idle(finished)
+            elif isinstance(error, tf.errors.OutOfRangeError):
+                self._has_no_data(finished)
+            else:
+                break
         size = finished.tag
         self._in_flight[size] -= 1
         # The first call of a size is prepared on each worker, which takes longer than tracing it.
@@ -136,6 +155,26 @@ class ParameterServer(PsStrategy):
         if is_new:
             warn(f"{Task('worker', finished.worker)} has no data; training continues without it")
         coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
+
+    def _is_idle(self, finished: Finished) -> None:
+        """Gives no more calls to a worker for which there is no split, until there may be one."""
+        coordinator = self._running()
+        self._in_flight[finished.tag] -= 1
+        coordinator.disable(finished.worker)
+        self._idle.add(finished.worker)
+        if not coordinator.present:
+            # Nobody would take them.
+            for size in coordinator.withdraw():
+                self._in_flight[size] -= 1
+
+    def _end_idleness(self) -> None:
+        for worker in self._idle:
+            self._running().enable(worker)
+        self._idle.clear()
+
+    def _set_calls_aside(self) -> None:
+        # What the workers evaluate they have.
+        self._end_idleness()
 
     def _worker_is_back(self, worker: int) -> None:
         self._iterators.forget(worker)

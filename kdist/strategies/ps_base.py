@@ -18,9 +18,9 @@ from kdist.cluster.base import Cluster
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.console.warn import warn
-from kdist.dispatch.coordinator import CallsCancelled, Coordinator
+from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.health import Supervisor, describe_lost
-from kdist.dispatch.worker_threads import OUT_OF_REACH, may_be_lost
+from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_lost
 from kdist.errors import ClusterError, TaskError
 from kdist.model.train_step import overrides_train_step
 from kdist.parameters.optimizer import check_slots_only
@@ -135,6 +135,7 @@ class PsStrategy(StoreBackedStrategy):
         with self._explaining():
             self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, grace_secs=grace_secs / 2)
             self._coordinator.on_return = self._has_returned
+            self._coordinator.on_loss = self._is_lost
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._explaining():
@@ -279,7 +280,7 @@ class PsStrategy(StoreBackedStrategy):
         outcomes: dict[int, Future[Any]] = {}
         while len(outcomes) < evaluation.num_parts:
             finished = coordinator.next_finished()
-            if coordinator.is_lost(finished):
+            if finished.is_lost:
                 coordinator.submit(partial(call, finished.tag), tag=finished.tag)
             else:
                 outcomes[finished.tag] = finished.outcome
@@ -289,6 +290,10 @@ class PsStrategy(StoreBackedStrategy):
         for traced in self._evaluations.values():
             traced.placed = {key: data for key, data in traced.placed.items() if key[0] != worker}
         self._worker_is_back(worker)
+
+    def _is_lost(self, worker: int) -> None:
+        if self._is_training and self._splits is not None:
+            self._splits.give_back(worker)
 
     def _set_calls_aside(self) -> None:
         """Waits for calls in flight whose results are no longer needed."""

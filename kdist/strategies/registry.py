@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 NAMES = ("auto", "parameter_server", "sync_replicas", "mirrored", "multi_worker_mirrored", "single")
 
 _ON_SERVERS = ("parameter_server", "sync_replicas")
+#: Those in which every replica takes part in every step.
+ALL_REDUCE = ("mirrored", "multi_worker_mirrored")
 
 
 def resolve(config: StrategyConfig, shape: ClusterShape) -> str:

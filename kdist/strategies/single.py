@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import tensorflow as tf
 
 from kdist._compat.tensorflow import IteratorSpec
 from kdist.cluster.spec import CHIEF
+from kdist.data.splits import NothingToRead
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch, prepare
 from kdist.strategies.traced_calls import StepLogs
+from kdist.strategies.worker_iterators import WorkerIterators
 
 
 class Single(StoreBackedStrategy):
@@ -21,7 +23,7 @@ class Single(StoreBackedStrategy):
     name: ClassVar[str] = "single"
 
     def __init__(self) -> None:
-        self._iterator: Iterator[Any] | None = None
+        self._iterators = WorkerIterators(self._dataset, device_of=lambda _: None)
 
     def start(self, spec: TrainingSpec) -> None:
         self._prepared = prepare(spec, num_workers=1)
@@ -35,15 +37,15 @@ class Single(StoreBackedStrategy):
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
             return None
-        if self._iterator is None:
-            step = self.global_step()
-            dataset = self._prepared.make_dataset(self._make_dataset, 0, step, self.batches_per_step)
-            self._iterator = iter(dataset)
+        if self._splits is not None:
+            self._splits.look()
         size = self._sizer.next_size(may_begin)
         self._warming_up |= not self._calls.traced(size)
         function = self._calls.function(size)
         try:
-            packed = function(self._iterator).numpy()
+            packed = self._iterators.read(0, self._splits, lambda iterator: function(iterator).numpy())
+        except NothingToRead:
+            return None
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
         except tf.errors.OpError as error:
@@ -52,4 +54,8 @@ class Single(StoreBackedStrategy):
         return self._calls.logs(packed)
 
     def stop(self) -> None:
-        self._iterator = None
+        self._iterators.clear()
+
+    def _dataset(self, worker: int) -> tf.data.Dataset:
+        step = self.global_step()
+        return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)

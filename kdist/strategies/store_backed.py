@@ -20,12 +20,13 @@ from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
+from kdist.data.splits import SplitQueue
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.loss_weights import LossWeights
-from kdist.model.names import GLOBAL_STEP, SEED, variable_names
+from kdist.model.names import DATA_STATE, GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.histograms import Histograms
@@ -160,7 +161,13 @@ class StoreBackedStrategy(Strategy):
     @property
     def _beside(self) -> dict[str, np.ndarray]:
         """What a checkpoint has beside the values."""
-        return {SEED: np.array(self._prepared.spec.seed, np.int64)}
+        beside = {SEED: np.array(self._prepared.spec.seed, np.int64)}
+        return beside if self._splits is None else {**beside, DATA_STATE: np.array(self._splits.state(), object)}
+
+    @property
+    def _splits(self) -> SplitQueue | None:
+        """What workers read one after the other, if the data keeps arriving."""
+        return self._prepared.spec.data.splits
 
     def count_rows(self) -> None:
         self._at_rest().dynamic.count()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, ClassVar
 
@@ -26,14 +26,15 @@ from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.schema import SyncReplicasOptions
 from kdist.console.warn import warn
+from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.worker_threads import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import TrainingSpec
+from kdist.strategies.gradient_calls import Gradient, GradientCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.in_graph_sync import InGraphSyncCalls
-from kdist.strategies.local_steps import one_step
 from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.quorum import Quorum
 from kdist.strategies.store_backed import PreparedTraining, no_batch
@@ -41,14 +42,6 @@ from kdist.strategies.traced_calls import CallLogs, StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 
 _TRIES = 3
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """What a call of a worker results: tensors on the servers, and what it logged."""
-
-    contribution: Contribution
-    packed: np.ndarray
 
 
 class SyncReplicas(PsStrategy):
@@ -76,9 +69,7 @@ class SyncReplicas(PsStrategy):
         self._finished: set[int] = set()
         #: Lost workers that updates no longer wait for.
         self._done_without: set[int] = set()
-        self._applies: dict[int, Callable[..., tf.Tensor]] = {}
         #: The call of one worker, traced when it is first needed.
-        self._gradient: tf.types.experimental.ConcreteFunction | None = None
         #: The calls on all tasks, traced when no worker is missing.
         self._lockstep: InGraphSyncCalls | None = None
         self._in_lockstep = False
@@ -97,12 +88,25 @@ class SyncReplicas(PsStrategy):
         self._sizer = self._prepared.sizer(num_workers=1)
         self._logs = CallLogs(self._prepared.replica_step)
         self._aggregator = GradientAggregator(self._store)
+        self._gradients = GradientCalls(
+            self._prepared.replica_step,
+            self._store,
+            self._aggregator,
+            self._logs,
+            iterator_spec(self._make_dataset),
+            self._before_tracing,
+        )
 
     def _check(self, prepared: PreparedTraining) -> None:
         super()._check(prepared)
         prepared.warn_of_unknown_weights()
         num_workers = self._shape.num_workers
         self._has_phases = prepared.replica_step.updates.num_phases > 1
+        if self._has_phases and prepared.spec.data.splits is not None:
+            raise ConfigError(
+                f"strategy=sync_replicas: model {prepared.spec.model.name} updates weights several times in a step, "
+                "for which all workers need a batch; with data that keeps arriving use strategy=parameter_server"
+            )
         if self._has_phases and {self._quorum.share(worker) for worker in range(num_workers)} != {1}:
             raise ConfigError(
                 f"strategy=sync_replicas: all workers take part in a step of model {prepared.spec.model.name}, which "
@@ -112,8 +116,15 @@ class SyncReplicas(PsStrategy):
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
             return None
+        if self._splits is not None:
+            if self._splits.look():
+                self._finished.clear()
+            if self._finished and not self._active():
+                return None
         self._needed()
         everyone = self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy
+        # A call on all tasks ends for all of them when one of them has to change to its next split.
+        everyone = everyone and self._splits is None
         # Between two phases no worker can be replaced by another one.
         if everyone or self._has_phases:
             try:
@@ -205,11 +216,11 @@ class SyncReplicas(PsStrategy):
             raise TornUpdateError(f"{names} was lost in the middle of an update")
         self._step = None
 
-    def _one_update(self) -> StepLogs:
-        """Collects the gradients of one step and applies their mean."""
+    def _one_update(self) -> StepLogs | None:
+        """Collects the gradients of one step and applies their mean; None if no worker has anything to read."""
         step = self._present_step()
-        compute = self._compute()
-        accepted: list[tuple[int, _Gradient]] = []
+        compute = self._gradients.compute()
+        accepted: list[tuple[int, Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
         counts, self._late = self._late, {}
         while len(accepted) < self._needed():
@@ -226,6 +237,9 @@ class SyncReplicas(PsStrategy):
                 counts[worker] = counts.get(worker, GradientCounts()) + GradientCounts(accepted=1)
                 accepted.append((worker, gradient))
             del finished, gradient
+        if not accepted:
+            self._late = counts
+            return None
         # Backup workers continue in the meantime.
         self._hand_out(step, given, compute)
         # In the order of workers, so that sums do not depend on which was first.
@@ -235,7 +249,7 @@ class SyncReplicas(PsStrategy):
         staleness = step - min(int(log.staleness[0]) for log in logs)
         return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), gradient_counts=(counts,))
 
-    def _hand_out(self, step: int, given: dict[int, int], compute: tf.types.experimental.ConcreteFunction) -> None:
+    def _hand_out(self, step: int, given: dict[int, int], compute: Callable[[Any], Gradient]) -> None:
         """Starts a call on every idle worker that may still compute a gradient of this step."""
         for worker in self._active():
             if worker in self._busy:
@@ -265,7 +279,7 @@ class SyncReplicas(PsStrategy):
         """
         if self._reachable() < self._quorum.replicas_to_aggregate and self._lost() - self._done_without:
             self._wait_for_lost()
-        if not self._active():
+        if not self._active() and (self._splits is None or not self._finished):
             raise ClusterError("no worker is left that has data")
         return min(self._quorum.replicas_to_aggregate, self._reachable())
 
@@ -285,7 +299,7 @@ class SyncReplicas(PsStrategy):
         needed = self._quorum.replicas_to_aggregate
         deadline = time.monotonic() + self._worker_timeout
         while self._reachable() < needed and (left := deadline - time.monotonic()) > 0:
-            self._running().wait_for_worker(left)
+            self._running().wait_a_moment(left)
         if self._reachable() >= needed:
             return
         names = self._names(self._lost() - self._done_without)
@@ -299,12 +313,15 @@ class SyncReplicas(PsStrategy):
     def _names(workers: set[int]) -> str:
         return ", ".join(str(Task("worker", worker)) for worker in sorted(workers)) or "a worker"
 
-    def _gradient_of(self, finished: Finished) -> _Gradient | None:
+    def _gradient_of(self, finished: Finished) -> Gradient | None:
         """The result of a call; None if its worker is lost or has no more data."""
-        if self._running().is_lost(finished):
+        if finished.is_lost:
             return None
         try:
             return finished.outcome.result()
+        except NothingToRead:
+            self._finished.add(finished.worker)
+            return None
         except tf.errors.OutOfRangeError:
             self._finished.add(finished.worker)
             if not self._active():
@@ -336,42 +353,17 @@ class SyncReplicas(PsStrategy):
         self._done_without.discard(worker)
         self._lockstep = None
 
-    def _call(self, compute: tf.types.experimental.ConcreteFunction, worker: int) -> _Gradient:
-        *contribution, packed = compute(self._iterators.of(worker))
-        return _Gradient(contribution, fetch(packed))
+    def _call(self, compute: Callable[[Any], Gradient], worker: int) -> Gradient:
+        return self._iterators.read(worker, self._splits, compute)
 
-    def _compute(self) -> tf.types.experimental.ConcreteFunction:
-        """The call in which one worker computes one gradient."""
-        if self._gradient is None:
-            self._warming_up = True
-            self._running().before_tracing()
-            self._gradient = tf.function(self._one_gradient, autograph=False).get_concrete_function(
-                iterator_spec(self._make_dataset)
-            )
-        return self._gradient
-
-    def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:
-        pulled = self._store.pull()
-        metrics = self._logs.initial_metrics()
-        compute = one_step(self._prepared.replica_step, self._store)
-        output = next(compute(pulled, lambda: next(iterator), metrics))
-        contribution = self._aggregator.bring(output, pulled)
-        # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
-        return [*contribution, self._logs.pack(pulled.global_step[None], [[output.num_examples, *output.metrics]])]
+    def _before_tracing(self) -> None:
+        self._warming_up = True
+        self._running().before_tracing()
 
     def _apply(self, contributions: list[Contribution]) -> int:
         """Applies the mean; returns the new global step."""
-        size = len(contributions)
-        if size not in self._applies:
-            self._warming_up = True
-            self._running().before_tracing()
-            specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._compute().structured_outputs[:-1]]
-
-            def apply(given: list[Contribution]) -> tf.Tensor:
-                return self._aggregator.apply_mean(given)
-
-            self._applies[size] = tf.function(apply, autograph=False).get_concrete_function([specs] * size)
-        return int(self._watched(lambda: self._applies[size](contributions).numpy(), ("apply", size)))
+        apply = self._gradients.apply(len(contributions))
+        return int(self._watched(lambda: apply(contributions).numpy(), ("apply", len(contributions))))
 
     def _dataset(self, worker: int) -> tf.data.Dataset:
         where = worker, self._step or 0, self.batches_per_step
@@ -392,9 +384,8 @@ class SyncReplicas(PsStrategy):
         return bool(self._busy) or self._in_lockstep
 
     def _let_go(self) -> None:
-        self._lockstep = self._gradient = None
-        self._applies.clear()
+        self._lockstep = None
         self._iterators.clear()
         with suppress(AttributeError):
-            del self._aggregator
+            del self._aggregator, self._gradients
         super()._let_go()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from kdist.cluster.spec import Task
+from kdist.data.split_data import naming, why_unreadable
+from kdist.data.splits import SplitQueue
 from kdist.dispatch.coordinator import Coordinator
+from kdist.dispatch.worker_threads import may_be_lost
+
+T = TypeVar("T")
 
 
 class WorkerIterators:
@@ -16,18 +21,55 @@ class WorkerIterators:
 
     Args:
         make_dataset: worker -> its dataset, on the device of the caller.
+        device_of: worker -> the device of its iterator; None for that of the caller.
     """
 
-    def __init__(self, make_dataset: Callable[[int], tf.data.Dataset]) -> None:
+    def __init__(
+        self,
+        make_dataset: Callable[[int], tf.data.Dataset],
+        device_of: Callable[[int], str | None] = lambda worker: Task("worker", worker).device,
+    ) -> None:
         self._make_dataset = make_dataset
+        self._device_of = device_of
         self._iterators: dict[int, Any] = {}
 
     def of(self, worker: int) -> Any:
         """The iterator of a worker."""
         if worker not in self._iterators:
-            with tf.device(Task("worker", worker).device):
+            with tf.device(self._device_of(worker)):
                 self._iterators[worker] = iter(self._make_dataset(worker))
         return self._iterators[worker]
+
+    def read(self, worker: int, splits: SplitQueue | None, call: Callable[[Any], T]) -> T:
+        """Calls a function with the iterator of a worker, which continues with its next split at the end of one.
+
+        Args:
+            splits: those of the data; None if it is endless.
+            call: reads exactly one batch if there are splits.
+
+        Raises:
+            NothingToRead: there is no split for the worker now.
+            tf.errors.OpError: from `call`; it names the split if that is to blame.
+        """
+        if splits is None:
+            return call(self.of(worker))
+        while True:
+            if splits.split_of(worker) is None:
+                self.forget(worker)
+            try:
+                result = call(self.of(worker))
+            except tf.errors.OutOfRangeError:
+                splits.finish(worker)
+            except tf.errors.OpError as error:
+                split = splits.split_of(worker)
+                if split is None or may_be_lost(error):
+                    raise
+                if (reason := why_unreadable(error, split)) is None:
+                    raise naming(error, split) from error
+                splits.skip(worker, reason)
+            else:
+                splits.advance(worker)
+                return result
 
     def of_all(self, workers: Sequence[int], coordinator: Coordinator) -> list[Any]:
         """The iterators of several idle workers, each of which makes its own meanwhile.

@@ -114,3 +114,14 @@ def test_functions_of_the_kind_of_tf1_get_a_new_name_in_every_trace() -> None:
         first = names()
         assert not first & (before | names())
     assert names() == before
+
+
+def test_a_python_function_is_called_by_the_name_under_which_a_process_offers_it() -> None:
+    def double(value: np.ndarray) -> np.ndarray:
+        return 2 * value
+
+    compat.offer_python_function("tests.double", double)
+    dataset = tf.data.Dataset.range(3).map(
+        lambda number: tf.raw_ops.PyFunc(input=[number], token="tests.double", Tout=[tf.int64])[0]
+    )
+    assert [int(number) for number in dataset] == [0, 2, 4]

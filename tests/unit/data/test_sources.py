@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 from kdist.recipes.mnist import load_data
 
-from kdist.data.sources import DataContext, split_validation, training_data
+from kdist.data.base import DataContext
+from kdist.data.sources import split_validation, training_data
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 

@@ -14,7 +14,8 @@ from kdist.recipes import criteo, criteo_files, criteo_truth
 from kdist.recipes.criteo_files import Rows
 from kdist.recipes.criteo_truth import Truth
 
-from kdist.data.sources import DataContext, training_data
+from kdist.data.base import DataContext
+from kdist.data.sources import training_data
 from kdist.errors import ConfigError
 
 

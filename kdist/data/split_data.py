@@ -1,0 +1,74 @@
+"""`SplitData`: what workers read of a source of splits, and `SplitSource`, which such sources derive from."""
+
+from __future__ import annotations
+
+import abc
+
+import tensorflow as tf
+
+from kdist.data.base import DataContext, TrainingData
+from kdist.data.columns import Share
+from kdist.data.splits import Split, SplitEnumerator, SplitQueue, UnreadableSplit
+from kdist.errors import reason
+
+
+class SplitSource(abc.ABC):
+    """Data that keeps arriving, as a user describes it; each fit makes a `SplitData` of it."""
+
+    @abc.abstractmethod
+    def enumerator(self) -> SplitEnumerator:
+        """Finds the splits, on the chief."""
+
+    @abc.abstractmethod
+    def batches(self, split: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
+        """The batches of one split; traced for the workers.
+
+        Args:
+            split: its name, string `[]`.
+            num_read: how many of its records to leave out, int64 `[]`.
+            batch_size: records of a batch; the last one may have fewer.
+        """
+
+
+class SplitData(TrainingData):
+    """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset.
+
+    Args:
+        source: where they come from.
+        batch_size: records of a batch.
+    """
+
+    splits: SplitQueue
+
+    def __init__(self, source: SplitSource, batch_size: int) -> None:
+        self._source = source
+        self._batch_size = batch_size
+        self.splits = SplitQueue(source.enumerator(), batch_size)
+
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)]
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+        split = self.splits.assign(worker_index)
+        return [tf.constant(split.name), tf.constant(split.num_read, tf.int64)]
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        split, num_read = arguments
+        return self._source.batches(split, num_read, self._batch_size)
+
+
+def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
+    """The reason if an error means that a split cannot be read; None if it is of another kind, as of the records."""
+    of_file = (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.FailedPreconditionError)
+    is_its = (
+        isinstance(error, tf.errors.DataLossError)
+        # Not only files can be missing.
+        or (isinstance(error, of_file) and split.name in error.message)
+        or (isinstance(error, tf.errors.UnknownError) and UnreadableSplit.__name__ in error.message)
+    )
+    return reason(error).splitlines()[0].removeprefix(f"{UnreadableSplit.__name__}: ") if is_its else None
+
+
+def naming(error: tf.errors.OpError, split: Split) -> tf.errors.OpError:
+    """The same error, with the place in the data where it happened."""
+    return type(error)(None, None, f"{split.name}, after {split.num_read} records:\n{error.message}")

@@ -1,0 +1,249 @@
+"""Data that keeps arriving, in splits: parts that are each read by one worker, from one end to the other.
+
+The words are those of Flink's sources (FLIP-27). On the chief, a `SplitEnumerator` finds splits, and the `SplitQueue`
+hands them to workers and knows how much of each was read. Its state is part of every checkpoint, together with the
+parameters that were trained on exactly that much.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kdist.console.warn import warn
+from kdist.errors import DataSourceError
+
+
+class NothingToRead(Exception):
+    """All splits that were found are read, or being read."""
+
+
+class UnreadableSplit(Exception):
+    """A split cannot be read, or not to its end."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A part of the data.
+
+    Attributes:
+        name: what its enumerator calls it: a file, or a range of messages.
+        num_read: how many of its records were read.
+    """
+
+    name: str
+    num_read: int = 0
+
+
+class SplitEnumerator(abc.ABC):
+    """Finds the splits of one source. Except for `check`, it is used by one thread only.
+
+    Attributes:
+        place: where it looks, for people to read.
+        poll_secs: seconds between two looks.
+        idle_secs: seconds without a new split after which training ends.
+    """
+
+    place: str
+    poll_secs: float
+    idle_secs: float
+
+    @abc.abstractmethod
+    def discover(self) -> list[str]:
+        """The names of splits that are new since the last call, in the order in which they are to be read.
+
+        Raises:
+            OSError: the source cannot be reached at present.
+        """
+
+    @property
+    @abc.abstractmethod
+    def ended_by(self) -> str | None:
+        """Why `discover` will find nothing more; None if it may."""
+
+    def check(self, name: str) -> None:  # noqa: B027 - not every source can check
+        """Looks at a split before a worker gets it.
+
+        Raises:
+            UnreadableSplit: it is skipped.
+            ConfigError: training cannot continue with it.
+        """
+
+    @abc.abstractmethod
+    def state(self) -> Any:
+        """What was found, for JSON."""
+
+    @abc.abstractmethod
+    def restore(self, state: Any) -> None:
+        """Continues where `state` was."""
+
+
+class SplitQueue:
+    """Hands each split to one worker. Thread-safe.
+
+    Args:
+        enumerator: finds them.
+        batch_size: records that a worker reads at once.
+        clock: returns seconds; replaced in tests.
+        pause: waits for some seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        enumerator: SplitEnumerator,
+        batch_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.place = enumerator.place
+        self.idle_secs = enumerator.idle_secs
+        self._enumerator = enumerator
+        self._batch_size = batch_size
+        self._clock = clock
+        self._pause = pause
+        self._lock = threading.Lock()
+        self._waiting: deque[Split] = deque()
+        self._reading: dict[int, Split] = {}
+        self._batches: Counter[int] = Counter()
+        self._last_look: float | None = None
+        self._idle_since: float | None = None
+        self._trouble: OSError | None = None
+
+    def look(self) -> bool:
+        """Looks for new splits, if none waits for a worker and the last look is some time ago.
+
+        For the thread that runs the training loop.
+
+        Returns:
+            Whether one waits now.
+        """
+        is_due = self._last_look is None or self._since(self._last_look) >= self._enumerator.poll_secs
+        if is_due and not self._waiting:
+            self._discover()
+        return bool(self._waiting)
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether a worker has a split that it has not finished."""
+        return bool(self._reading)
+
+    def assign(self, worker: int) -> Split:
+        """The split of a worker: the one that it has, or the next one.
+
+        Raises:
+            NothingToRead: there is none.
+            ConfigError: the next one does not fit the others.
+        """
+        while True:
+            with self._lock:
+                if worker in self._reading:
+                    return self._reading[worker]
+                if not self._waiting:
+                    raise NothingToRead
+                split = self._reading[worker] = self._waiting.popleft()
+                self._idle_since = None
+            try:
+                self._enumerator.check(split.name)
+                return split
+            except UnreadableSplit as error:
+                self.skip(worker, str(error))
+
+    def split_of(self, worker: int) -> Split | None:
+        """The split that a worker is reading."""
+        return self._reading.get(worker)
+
+    def num_batches(self, worker: int) -> int:
+        """How many batches a worker has read, of all its splits."""
+        return self._batches[worker]
+
+    def advance(self, worker: int) -> None:
+        """A worker has read a batch."""
+        with self._lock:
+            # A worker that counts as lost has no split any more.
+            if split := self._reading.get(worker):
+                self._reading[worker] = replace(split, num_read=split.num_read + self._batch_size)
+                self._batches[worker] += 1
+
+    def finish(self, worker: int) -> None:
+        """A worker has read all of its split."""
+        with self._lock:
+            self._reading.pop(worker, None)
+
+    def skip(self, worker: int, reason: str) -> None:
+        """A worker cannot read its split, or the rest of it: nobody does."""
+        with self._lock:
+            split = self._reading.pop(worker, None)
+        if split is not None:
+            what = f"what follows {split.num_read} records " if split.num_read else ""
+            warn(f"{split.name}: {what}cannot be read and is skipped: {reason}")
+
+    def give_back(self, worker: int) -> None:
+        """A worker was lost: another one continues with its split."""
+        with self._lock:
+            if split := self._reading.pop(worker, None):
+                self._waiting.appendleft(split)
+
+    def wait(self) -> str | None:
+        """Waits a little for a new split, when all are read.
+
+        Returns:
+            Why training ends, if it does: nothing more will come, or nothing came for `idle_secs`.
+
+        Raises:
+            DataSourceError: the source could not be reached for so long.
+        """
+        if self.look():
+            return None
+        if (ended_by := self._enumerator.ended_by) is not None:
+            return ended_by
+        if self._idle_since is None:
+            self._idle_since = self._clock()
+        left = self.idle_secs - self._since(self._idle_since)
+        if left <= 0:
+            if self._trouble is not None:
+                raise DataSourceError(
+                    f"{self.place} could not be read for {self.idle_secs:g} s (idle_secs): {self._trouble}"
+                ) from self._trouble
+            return f"{self.place}, where nothing arrived for {self.idle_secs:g} s"
+        # Not longer: a signal is to end it soon.
+        self._pause(min(1.0, self._enumerator.poll_secs, left))
+        return None
+
+    def state(self) -> str:
+        """What was found and what of it was read, as JSON."""
+        with self._lock:
+            unread = [*self._reading.values(), *self._waiting]
+            return json.dumps(
+                {"found": self._enumerator.state(), "unread": [[split.name, split.num_read] for split in unread]}
+            )
+
+    def restore(self, state: str) -> None:
+        """Continues where `state` was; no worker has a split."""
+        decoded = json.loads(state)
+        with self._lock:
+            self._enumerator.restore(decoded["found"])
+            self._waiting = deque(Split(*each) for each in decoded["unread"])
+            self._reading.clear()
+            self._last_look = self._idle_since = None
+
+    def _discover(self) -> None:
+        self._last_look = self._clock()
+        try:
+            found = self._enumerator.discover()
+        except OSError as error:
+            if self._trouble is None:
+                warn(f"{self.place} cannot be read at present: {error}; trying again")
+            self._trouble = error
+            return
+        self._trouble = None
+        with self._lock:
+            self._waiting.extend(map(Split, found))
+
+    def _since(self, time: float) -> float:
+        return self._clock() - time

@@ -1,0 +1,111 @@
+"""Data that keeps arriving, on real servers: over all workers every record counts once, whoever is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import counted
+import numpy as np
+import pytest
+
+import kdist
+from kdist.cluster.spec import Task
+from kdist.hooks import CheckpointSaver, Hook
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "incoming").mkdir()
+    return tmp_path / "incoming"
+
+
+def arriving(folder: Path) -> Any:
+    return kdist.arriving_files(folder, "*.parquet", counted.parse, columns=counted.COLUMNS, poll_secs=0.1)
+
+
+class AtStep(Hook):
+    """Calls a function of the session once, when a step is reached."""
+
+    def __init__(self, step: int, function: Any) -> None:
+        self._step, self._function = step, function
+        self._is_done = False
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if values.global_step >= self._step and not self._is_done:
+            self._is_done = True
+            self._function(context.session)
+
+    def due_in(self, step: int) -> int | None:
+        return None if self._is_done else max(1, self._step - step)
+
+
+class WhenWaiting(Hook):
+    """Calls the next of some functions each time that all data is read."""
+
+    def __init__(self, *functions: Any) -> None:
+        self._functions = list(functions)
+
+    def while_waiting(self, session: Any) -> None:
+        if self._functions:
+            self._functions.pop(0)()
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path, run_dir: Path, strategy: str) -> None:
+    def write(first: int) -> None:
+        for number in range(first, first + 3):
+            counted.write_file(folder / f"{number}.parquet", range(50 * number, 50 * number + 45))
+
+    hook = WhenWaiting(lambda: write(0), lambda: write(3), (folder / "_END").touch)
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", strategy, run_dir=run_dir, hooks=[hook])
+    trainer.fit(arriving(folder), batch_size=10, verbose=0)
+    expected = np.zeros(counted.NUM_RECORDS)
+    for number in range(6):
+        expected[50 * number : 50 * number + 45] = 1
+    np.testing.assert_array_equal(counted.counts(trainer.model), expected)
+    assert trainer.result.examples == 6 * 45
+    assert trainer.result.stopped_by == str(folder / "_END")
+    by_worker = trainer.result.gradients.by_worker
+    assert set(by_worker) == {"worker:0", "worker:1"}
+
+
+def test_a_lost_worker_costs_at_most_a_batch_that_counts_twice(folder: Path, run_dir: Path) -> None:
+    for number in range(8):
+        counted.write_file(folder / f"{number}.parquet", range(100 * number, 100 * number + 100))
+    (folder / "_END").touch()
+
+    def kill(session: Any) -> None:
+        os.kill(session.strategy.pids[Task("worker", 1)], signal.SIGKILL)
+
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=[AtStep(20, kill)])
+    with pytest.warns(UserWarning, match="worker:1"):
+        trainer.fit(arriving(folder), batch_size=10, verbose=0)
+    counts = counted.counts(trainer.model)[:800]
+    assert counts.min() == 1
+    assert np.count_nonzero(counts > 1) in (0, 10)
+    assert counts.max() <= 2
+    assert trainer.result.restarts["worker"] == 1
+
+
+@pytest.mark.long
+def test_a_lost_server_costs_nothing_that_a_checkpoint_had(folder: Path, run_dir: Path) -> None:
+    for number in range(8):
+        counted.write_file(folder / f"{number}.parquet", range(100 * number, 100 * number + 100))
+    (folder / "_END").touch()
+
+    def kill(session: Any) -> None:
+        os.kill(session.strategy.pids[Task("ps", 1)], signal.SIGKILL)
+
+    hooks = [AtStep(47, kill), CheckpointSaver(every_steps=10)]
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=hooks, max_restarts=1)
+    with pytest.warns(UserWarning, match="restarting the cluster from"):
+        trainer.fit(arriving(folder), batch_size=10, verbose=0)
+    assert trainer.result.restarts["cluster"] == 1
+    # What was trained on after the checkpoint went with the parameters, and came again.
+    np.testing.assert_array_equal(counted.counts(trainer.model)[:800], np.ones(800))
+    assert trainer.result.global_step == 80

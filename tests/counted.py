@@ -1,0 +1,78 @@
+"""Numbered records, files of them, and a model that counts how often it was trained on each."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+NUM_RECORDS = 1000
+
+
+@keras.saving.register_keras_serializable("tests")
+class Sum(keras.losses.Loss):
+    """Its gradient is -1 for each example, whatever the batch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(reduction="sum")
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return -y_pred[:, 0]
+
+
+def counting_model() -> keras.Model:
+    """Each time that it is trained on record i, `kernel[i]` grows by 1."""
+    model = keras.Sequential(
+        [keras.layers.Input((NUM_RECORDS,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    model.compile(keras.optimizers.SGD(1.0), loss=Sum())
+    return model
+
+
+def counts(model: keras.Model) -> np.ndarray:
+    """How often it was trained on each record."""
+    kernel: np.ndarray = model.get_weights()[0][:, 0]
+    return kernel
+
+
+def parse(columns: Any) -> Any:
+    return tf.one_hot(columns["number"], NUM_RECORDS), columns["label"]
+
+
+def parse_record(serialized: Any) -> Any:
+    features = {"number": tf.io.FixedLenFeature([], tf.int64), "label": tf.io.FixedLenFeature([], tf.float32)}
+    return parse(tf.io.parse_example(serialized, features))
+
+
+COLUMNS = {"number": "int64", "label": "float32"}
+
+
+def write_file(path: Path, numbers: Sequence[int]) -> None:
+    """Writes records in the format of the suffix, under a hidden name first, as a careful writer does."""
+    unfinished = path.with_name(f".{path.name}")
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        labels = np.ones(len(numbers), np.float32)
+        table = pyarrow.table({"number": np.asarray(numbers, np.int64), "label": labels})
+        pyarrow.parquet.write_table(table, unfinished, row_group_size=7)
+    elif ".tfrecord" in path.name:
+        options = "GZIP" if path.suffix == ".gz" else ""
+        with tf.io.TFRecordWriter(str(unfinished), options) as records:
+            for number in numbers:
+                features = {
+                    "number": tf.train.Feature(int64_list=tf.train.Int64List(value=[number])),
+                    "label": tf.train.Feature(float_list=tf.train.FloatList(value=[1.0])),
+                }
+                records.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
+    else:
+        with gzip.open(unfinished, "wt") if path.suffix == ".gz" else unfinished.open("w") as file:
+            csv.writer(file).writerows([["number", "label"], *([number, 1.0] for number in numbers)])
+    unfinished.rename(path)
