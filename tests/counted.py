@@ -76,3 +76,10 @@ def write_file(path: Path, numbers: Sequence[int]) -> None:
         with gzip.open(unfinished, "wt") if path.suffix == ".gz" else unfinished.open("w") as file:
             csv.writer(file).writerows([["number", "label"], *([number, 1.0] for number in numbers)])
     unfinished.rename(path)
+
+
+def arriving_data(folder: str) -> dict[str, Any]:
+    """Parquet files of the columns that `write_file` writes; for configs."""
+    import kdist
+
+    return {"x": kdist.arriving_files(folder, "*.parquet", parse, columns=COLUMNS, poll_secs=0.1)}
