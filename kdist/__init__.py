@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kdist import hooks, layers
     from kdist.data.arriving_files import arriving_files
     from kdist.data.base import DataContext
+    from kdist.data.kafka import kafka_topic
     from kdist.data.npz import load_npz
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
@@ -35,6 +36,7 @@ _LAZY = {
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
     "arriving_files": "kdist.data.arriving_files",
+    "kafka_topic": "kdist.data.kafka",
     "load_npz": "kdist.data.npz",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "__version__",
     "arriving_files",
     "hooks",
+    "kafka_topic",
     "layers",
     "load_npz",
     "trust",

@@ -50,6 +50,30 @@ def parse_record(serialized: Any) -> Any:
     return parse(tf.io.parse_example(serialized, features))
 
 
+def parse_message(messages: Any) -> Any:
+    numbers = tf.strings.to_number(messages["value"], tf.int64)
+    return parse({"number": numbers, "label": tf.ones_like(numbers, tf.float32)})
+
+
+class Broker:
+    """librdkafka's mock cluster: it speaks Kafka's protocol at a port of this machine, and keeps messages in memory."""
+
+    def __init__(self) -> None:
+        import confluent_kafka
+
+        self._producer = confluent_kafka.Producer(
+            {"bootstrap.servers": "replaced", "test.mock.num.brokers": 1, "log_level": 1}
+        )
+        brokers = self._producer.list_topics(timeout=10).brokers.values()
+        self.servers = ",".join(f"{broker.host}:{broker.port}" for broker in brokers)
+
+    def send(self, topic: str, numbers: Sequence[int], num_partitions: int = 2) -> None:
+        """Sends each number as a message, to the partitions in turn."""
+        for number in numbers:
+            self._producer.produce(topic, value=str(number), key=b"k", partition=number % num_partitions)
+        assert self._producer.flush(10) == 0
+
+
 COLUMNS = {"number": "int64", "label": "float32"}
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from kdist._compat.tensorflow import offer_python_function
-from kdist.data import parquet
+from kdist.data import kafka_client, parquet
+from kdist.errors import reason
 
 _READERS: dict[str, Callable[..., Any]] = {
+    "kdist.kafka.messages": kafka_client.messages,
     "kdist.parquet.groups": parquet.groups,
     "kdist.parquet.rows": parquet.rows,
 }
@@ -36,3 +38,10 @@ def read_by(name: str, arguments: Sequence[Any], specs: Sequence[tf.TensorSpec])
     """
     results = tf.raw_ops.PyFunc(input=list(arguments), token=name, Tout=[spec.dtype for spec in specs])
     return [tf.ensure_shape(result, spec.shape) for result, spec in zip(results, specs)]
+
+
+def raised_by_reader(error: tf.errors.OpError, kind: type[Exception]) -> str | None:
+    """The message of an exception of a kind that a reader has raised; None if an error is not that."""
+    text = reason(error).splitlines()[0]
+    is_that = isinstance(error, tf.errors.UnknownError) and text.startswith(f"{kind.__name__}: ")
+    return text.removeprefix(f"{kind.__name__}: ") if is_that else None

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share
+from kdist.data.python_readers import raised_by_reader
 from kdist.data.splits import Split, SplitEnumerator, SplitQueue, UnreadableSplit
-from kdist.errors import reason
+from kdist.errors import DataSourceError, reason
 
 
 class SplitSource(abc.ABC):
@@ -58,15 +59,19 @@ class SplitData(TrainingData):
 
 
 def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
-    """The reason if an error means that a split cannot be read; None if it is of another kind, as of the records."""
+    """The reason if an error means that a split cannot be read; None if it is of another kind, as of its records.
+
+    Raises:
+        DataSourceError: the error means that its source cannot be reached.
+    """
+    if (unreachable := raised_by_reader(error, DataSourceError)) is not None:
+        raise DataSourceError(unreachable) from error
     of_file = (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.FailedPreconditionError)
-    is_its = (
-        isinstance(error, tf.errors.DataLossError)
-        # Not only files can be missing.
-        or (isinstance(error, of_file) and split.name in error.message)
-        or (isinstance(error, tf.errors.UnknownError) and UnreadableSplit.__name__ in error.message)
-    )
-    return reason(error).splitlines()[0].removeprefix(f"{UnreadableSplit.__name__}: ") if is_its else None
+    # Not only files can be missing.
+    is_its = isinstance(error, of_file) and split.name in error.message
+    if is_its or isinstance(error, tf.errors.DataLossError):
+        return reason(error).splitlines()[0]
+    return raised_by_reader(error, UnreadableSplit)
 
 
 def naming(error: tf.errors.OpError, split: Split) -> tf.errors.OpError:

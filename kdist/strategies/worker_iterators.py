@@ -49,7 +49,8 @@ class WorkerIterators:
 
         Raises:
             NothingToRead: there is no split for the worker now.
-            tf.errors.OpError: from `call`; it names the split if that is to blame.
+            DataSourceError: where the split is cannot be reached.
+            tf.errors.OpError: from `call`; it names the split.
         """
         if splits is None:
             return call(self.of(worker))

@@ -63,7 +63,11 @@ def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path,
 
     hook = WhenWaiting(lambda: write(0), lambda: write(3), (folder / "_END").touch)
     trainer = kdist.Trainer(counted.counting_model, "2ps2w", strategy, run_dir=run_dir, hooks=[hook])
-    trainer.fit(arriving(folder), batch_size=10, verbose=0)
+    # The workers validate at the end, when there is nothing for them to read.
+    x = np.eye(counted.NUM_RECORDS, dtype=np.float32)[:64]
+    trainer.fit(arriving(folder), batch_size=10, verbose=0, validation_data=(x, x[:, 0]))
+    expected_loss = trainer.evaluate(x, x[:, 0], batch_size=10)["loss"]
+    assert trainer.result.metrics["validation"]["loss"] == pytest.approx(expected_loss)
     expected = np.zeros(counted.NUM_RECORDS)
     for number in range(6):
         expected[50 * number : 50 * number + 45] = 1
@@ -109,3 +113,17 @@ def test_a_lost_server_costs_nothing_that_a_checkpoint_had(folder: Path, run_dir
     # What was trained on after the checkpoint went with the parameters, and came again.
     np.testing.assert_array_equal(counted.counts(trainer.model)[:800], np.ones(800))
     assert trainer.result.global_step == 80
+
+
+def test_messages_of_a_topic_are_read_once_by_one_of_the_workers(run_dir: Path) -> None:
+    broker = counted.Broker()
+    broker.send("clicks", range(300))
+    source = kdist.kafka_topic(
+        broker.servers, "clicks", counted.parse_message, split_messages=40, idle_secs=2, poll_secs=0.1
+    )
+    hook = WhenWaiting(lambda: broker.send("clicks", range(300, 500)))
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=[hook])
+    trainer.fit(source, batch_size=10, verbose=0)
+    np.testing.assert_array_equal(counted.counts(trainer.model), [1] * 500 + [0] * 500)
+    assert trainer.result.examples == 500
+    assert str(trainer.result.stopped_by).endswith("where nothing arrived for 2 s")
