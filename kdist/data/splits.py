@@ -128,11 +128,6 @@ class SplitQueue:
             self._discover()
         return bool(self._waiting)
 
-    @property
-    def is_being_read(self) -> bool:
-        """Whether a worker has a split that it has not finished."""
-        return bool(self._reading)
-
     def assign(self, worker: int) -> Split:
         """The split of a worker: the one that it has, or the next one.
 
@@ -190,7 +185,7 @@ class SplitQueue:
                 self._waiting.appendleft(split)
 
     def wait(self) -> str | None:
-        """Waits a little for a new split, when all are read.
+        """Waits a little for a split, when there is none that a worker could read now.
 
         Returns:
             Why training ends, if it does: nothing more will come, or nothing came for `idle_secs`.
@@ -200,19 +195,21 @@ class SplitQueue:
         """
         if self.look():
             return None
-        if (ended_by := self._enumerator.ended_by) is not None:
+        # Or until a worker whose host does not respond returns, or counts as lost: it has one.
+        is_being_read = bool(self._reading)
+        if not is_being_read and (ended_by := self._enumerator.ended_by) is not None:
             return ended_by
         if self._idle_since is None:
             self._idle_since = self._clock()
         left = self.idle_secs - self._since(self._idle_since)
-        if left <= 0:
+        if left <= 0 and not is_being_read:
             if self._trouble is not None:
                 raise DataSourceError(
                     f"{self.place} could not be read for {self.idle_secs:g} s (idle_secs): {self._trouble}"
                 ) from self._trouble
             return f"{self.place}, where nothing arrived for {self.idle_secs:g} s"
         # Not longer: a signal is to end it soon.
-        self._pause(min(1.0, self._enumerator.poll_secs, left))
+        self._pause(min(1.0, self._enumerator.poll_secs))
         return None
 
     def state(self) -> str:

@@ -169,6 +169,20 @@ def test_waiting_ends_at_once_when_nothing_more_will_come() -> None:
     assert clock.now == 0.0
 
 
+def test_nothing_ends_while_a_worker_that_does_not_respond_has_a_split() -> None:
+    queue, listed, clock = queue_of("a")
+    queue.assign(0)
+    listed.ended = "here/_END"
+    for _ in range(100):
+        assert queue.wait() is None
+    assert clock.now == 100.0
+    queue.give_back(0)
+    assert queue.wait() is None
+    queue.assign(1)
+    queue.finish(1)
+    assert queue.wait() == "here/_END"
+
+
 def test_a_source_that_cannot_be_reached_is_told_once_and_fails_after_idle_secs() -> None:
     queue, listed, clock = queue_of()
     listed.error = OSError("gone")
