@@ -88,7 +88,7 @@ def _install(row: Row, environment: Path) -> None:
     subprocess.run([interpreter, "-m", "venv", "--clear", str(environment)], check=True)
     # kdist comes last, alone: pip refuses what is outside its ranges.
     pinned = {"tensorflow", "keras", "kdist"}
-    wanted = {None, "dev", "optuna", "joblib"}
+    wanted = {None, "dev", "parquet", "kafka", "optuna", "joblib"}
     others = [
         # The TensorBoard that goes with the TensorFlow.
         requirement.name if requirement.name == "tensorboard" else f"{requirement.name}{requirement.specifier}"
