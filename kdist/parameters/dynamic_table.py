@@ -6,7 +6,6 @@ when the server sweeps. What takes or gives a row, and every update, holds one l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from kdist.layers.initial_rows import mixed
 from kdist.model.names import AVERAGE
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.count_min_sketch import CountMinSketch
+from kdist.parameters.dynamic_keys import key_shifts, server_of
 from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
 from kdist.parameters.row_lock import RowLock
 
@@ -25,22 +25,6 @@ from kdist.parameters.row_lock import RowLock
 _LEAST_CAPACITY = 1 << 16
 #: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
-
-
-def key_shifts(group: TableGroup) -> np.ndarray:
-    """What is added to an id to get its key, by table, so that tables of a group can share an index: int64 `[tables]`.
-
-    Keys of ids between minus and plus 2^63 / (number of tables) differ for sure; of hashes, with a probability like
-    that of two hashes of 64 bits.
-    """
-    count = len(group.tables)
-    return np.array([(table * (1 << 64) // count + (1 << 63)) % (1 << 64) - (1 << 63) for table in range(count)])
-
-
-def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
-    """The number of the server that has a key, int32 `[n]`."""
-    bits = tf.bitwise.bitwise_and(mixed(keys), tf.constant((1 << 40) - 1, tf.int64))
-    return tf.cast(bits % num_servers, tf.int32)
 
 
 @dataclass(frozen=True)
@@ -72,8 +56,8 @@ class DynamicTable:
         num_rows: int64: rows that are or were in use.
     """
 
-    #: Addresses that are reserved for the vectors at first, and for each slot. Memory is taken when rows are written, and
-    #: not given back by TensorFlow when rows move to where there is room for more, so that this should be rare.
+    #: Addresses that are reserved for the vectors at first, and for each slot. Memory is taken when rows are written. When
+    #: rows move to where there is room for more, TensorFlow keeps what they took before, so that this should be rare.
     reserved_bytes: ClassVar[int] = 4 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
@@ -403,11 +387,3 @@ class DynamicTable:
             of_excess = tf.reduce_sum(tf.cast(is_old, tf.int64))
         with tf.control_dependencies(updates):
             return tf.identity(count), tf.identity(of_excess)
-
-
-def split_by_server(keys: tf.Tensor, num_servers: int) -> Sequence[tf.Tensor]:
-    """Which keys each server has: int32 `[n]` for each."""
-    places = tf.range(tf.size(keys))
-    if num_servers == 1:
-        return [places]
-    return tf.dynamic_partition(places, server_of(keys, num_servers), num_servers)

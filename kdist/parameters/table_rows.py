@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from kdist.model.lookup_rounds import Wanted
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.dynamic_table import DynamicTable, key_shifts, split_by_server
+from kdist.parameters.dynamic_keys import key_shifts, split_by_server
+from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.packing import Blocks
 from kdist.parameters.placement import Shard
 from kdist.parameters.transport import Wire, fuse

@@ -14,7 +14,8 @@ from kdist.layers import Admission, DynamicEmbedding, Eviction
 from kdist.layers.initial_rows import RowInitializer
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.count_min_sketch import CountMinSketch
-from kdist.parameters.dynamic_table import DynamicTable, key_shifts, server_of
+from kdist.parameters.dynamic_keys import key_shifts, server_of
+from kdist.parameters.dynamic_table import DynamicTable
 
 DIM = 3
 

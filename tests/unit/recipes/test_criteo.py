@@ -206,7 +206,7 @@ def test_models_give_probabilities_and_can_be_saved(interaction: str, tmp_path: 
     ("arguments", "message"),
     [
         ({"interaction": "sum"}, "model.interaction=sum: choose one of dot, cross"),
-        ({"ids": "dynamic"}, "model.ids=dynamic: choose one of hashed"),
+        ({"ids": "raw"}, "model.ids=raw: choose one of hashed, dynamic"),
         ({"max_rows": 0}, "model.max_rows=0: must be a whole number, at least 1"),
         ({"dim": 1.5}, "model.dim=1.5: must be a whole number, at least 1"),
     ],
