@@ -56,8 +56,8 @@ class DynamicTable:
         num_rows: int64: rows that are or were in use.
     """
 
-    #: Addresses that are reserved for the vectors at first, and for each slot. Memory is taken when rows are written. When
-    #: rows move to where there is room for more, TensorFlow keeps what they took before, so that this should be rare.
+    #: Addresses that are reserved for the vectors at first, and for each slot. Memory is taken when rows are written.
+    #: When rows move to where there is room for more, TensorFlow keeps what they took before; so this should be rare.
     reserved_bytes: ClassVar[int] = 4 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
