@@ -69,7 +69,6 @@ class SyncReplicas(PsStrategy):
         self._finished: set[int] = set()
         #: Lost workers that updates no longer wait for.
         self._done_without: set[int] = set()
-        #: The call of one worker, traced when it is first needed.
         #: The calls on all tasks, traced when no worker is missing.
         self._lockstep: InGraphSyncCalls | None = None
         self._in_lockstep = False
