@@ -21,8 +21,8 @@ from kdist.parameters.dynamic_keys import key_shifts, server_of
 from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
 from kdist.parameters.row_lock import RowLock
 
-#: Rows for which there is room where addresses cannot be reserved.
-_LEAST_CAPACITY = 1 << 16
+#: The size of the other columns of a row.
+_BESIDE_BYTES = 28
 #: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
 
@@ -46,6 +46,7 @@ class DynamicTable:
         group: of the tables.
         device: of the server.
         server, num_servers: which of how many it is.
+        num_groups: how many groups of dynamic tables the server has.
 
     Attributes:
         layers: of the tables.
@@ -56,13 +57,14 @@ class DynamicTable:
         num_rows: int64: rows that are or were in use.
     """
 
-    #: Addresses that are reserved for the vectors at first, and for each slot. Memory is taken when rows are written.
-    #: When rows move to where there is room for more, TensorFlow keeps what they took before; so this should be rare.
-    reserved_bytes: ClassVar[int] = 4 << 30
+    #: What the rows of all groups on a server have room for at first, in bytes. Memory is taken when rows are written.
+    #: When a table outgrows it, its rows move to where there is more room, and TensorFlow keeps the old place for what it
+    #: allocates later. More at first would count as used where TensorFlow limits the memory of a process.
+    reserved_bytes: ClassVar[int] = 1 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
 
-    def __init__(self, group: TableGroup, device: str, server: int, num_servers: int) -> None:
+    def __init__(self, group: TableGroup, device: str, server: int, num_servers: int, num_groups: int = 1) -> None:
         self.layers, self.device = group.dynamic, device
         first = group.dynamic[0]
         self._initializer = first.row_initializer
@@ -75,19 +77,15 @@ class DynamicTable:
         self._max_rows = None if most is None else (most + server) // num_servers
         self.server, self.num_servers = server, num_servers
         dtype = tf.as_dtype(group.dtype)
-        capacity = self._max_rows or self.reserved_bytes // (self._dim * dtype.size)
+        # With up to three slots.
+        row_bytes = 4 * self._dim * dtype.size + _BESIDE_BYTES
+        capacity = max(1, self.reserved_bytes // num_groups // row_bytes)
+        self._capacity_at_first = capacity if self._max_rows is None else max(1, min(capacity, self._max_rows))
         with tf.device(device):
-            try:
-                vectors = growing_variable(group.row_shape, dtype, capacity)
-            except tf.errors.ResourceExhaustedError:
-                # A machine that does not promise more memory than it has.
-                capacity = min(capacity, _LEAST_CAPACITY)
-                vectors = growing_variable(group.row_shape, dtype, capacity)
-            self._capacity_at_first = capacity
             self.lock = RowLock(is_shared=True)
             self._index = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
             self.num_rows, self._num_free, self._capacity = (
-                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, capacity)
+                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, self._capacity_at_first)
             )
             self._free = self._growing((), tf.int64)
             if self._admission.min_count > 1:
@@ -97,7 +95,7 @@ class DynamicTable:
                 "tables": Column(self._growing((), tf.int32)),
                 "counts": Column(self._growing((), tf.int32), np.zeros((), np.int32)),
                 "last_steps": Column(self._growing((), tf.int32)),
-                "vectors": Column(vectors),
+                "vectors": Column(self._growing(group.row_shape, dtype)),
             }
 
     @property
@@ -296,7 +294,9 @@ class DynamicTable:
 
     def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
         """Makes room for at least `needed` rows, of which `used` have values."""
-        capacity = tf.maximum(2 * self._capacity.read_value(), needed)
+        # By less than 2, so that what is given up is, together, soon large enough to be used again.
+        present = self._capacity.read_value()
+        capacity = tf.maximum(present + present // 2, needed)
         for variable in [self._free, *(column.variable for column in self.columns.values())]:
             self._resize(variable, used, capacity)
         return self._capacity.assign(capacity)

@@ -215,13 +215,15 @@ class Blocks(Sequence[Block]):
 
     def make_dynamic(self, devices: Sequence[str]) -> dict[int, DynamicTable]:
         """The rows of the blocks of dynamic tables, none at first, on the devices of the servers."""
+        groups = self._variables.table_groups
+        num_dynamic = sum(bool(group.dynamic) for group in groups)
         found = {}
         for b, block in enumerate(self._blocks):
             if block.is_dynamic:
-                group = self._variables.table_group(self._shards[block.shards[0]].variable)
+                group = self._variables.table_group(self.variable_of(b))
                 assert group is not None
-                of_group = self._variables.table_groups[group]
-                found[b] = DynamicTable(of_group, devices[block.server], block.server, len(devices))
+                device = devices[block.server]
+                found[b] = DynamicTable(groups[group], device, block.server, len(devices), num_dynamic)
         return found
 
     def make_variable(self, block: int, device: str) -> keras.Variable:
