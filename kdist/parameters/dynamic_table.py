@@ -58,8 +58,8 @@ class DynamicTable:
     """
 
     #: What the rows of all groups on a server have room for at first, in bytes. Memory is taken when rows are written.
-    #: When a table outgrows it, its rows move to where there is more room, and TensorFlow keeps the old place for what it
-    #: allocates later. More at first would count as used where TensorFlow limits the memory of a process.
+    #: When a table outgrows it, its rows move to where there is more room, and TensorFlow keeps the old place for what
+    #: it allocates later. More at first would count as used where TensorFlow limits the memory of a process.
     reserved_bytes: ClassVar[int] = 1 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
@@ -98,6 +98,10 @@ class DynamicTable:
                 "vectors": Column(self._growing(group.row_shape, dtype)),
             }
 
+        # Traced once, no matter how many steps a call unrolls.
+        specs = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int64)
+        self._insert = tf.function(self.insert, specs, autograph=False)
+
     @property
     def vectors(self) -> tf.Variable:
         return self.columns["vectors"].variable
@@ -133,7 +137,7 @@ class DynamicTable:
         rows = self._find(keys)
         if inserts:
             rows = tf.cond(
-                tf.reduce_any(rows < 0), lambda: self.insert(keys, self._tables_of(counts, keys), step), lambda: rows
+                tf.reduce_any(rows < 0), lambda: self._insert(keys, self._tables_of(counts, keys), step), lambda: rows
             )
         vectors = self.vectors.sparse_read(tf.maximum(rows, 0))
         return tf.where(rows[:, tf.newaxis] < 0, tf.zeros([], vectors.dtype), vectors)
@@ -165,7 +169,7 @@ class DynamicTable:
         Returns:
             The rows of all keys, int64 `[n]`; -1 without a row.
         """
-        with self.lock.held([keys, tables, step]) as updates:
+        with tf.device(self.device), self.lock.held([keys, tables, step]) as updates:
             rows = self._find(keys)
             chosen = tf.where(self._admitted(keys, rows < 0, step, updates))[:, 0]
             if self._max_rows is not None:

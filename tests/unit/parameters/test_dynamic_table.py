@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from kdist.model.table_groups import TableGroup
 from kdist.parameters.count_min_sketch import CountMinSketch
 from kdist.parameters.dynamic_keys import key_shifts, server_of
 from kdist.parameters.dynamic_table import DynamicTable
+from kdist.parameters.growing import set_rows
 
 DIM = 3
 
@@ -41,6 +43,7 @@ class Server:
         self._read = self._function(lambda request, step: self.table.read(request, step, inserts=True))
         self._look = self._function(lambda request, step: self.table.read(request, step, inserts=False))
         self._sweep = tf.function(self.table.sweep, autograph=False)
+        self._update = tf.function(self._add, autograph=False, reduce_retracing=True)
 
     def request(self, ids: Any, tables: Any = None) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(ids, np.int64)
@@ -58,10 +61,15 @@ class Server:
 
     def update(self, ids: Any, by: float, step: int) -> None:
         """Adds a number to the vectors of ids, as an optimizer does."""
-        gradient = tf.IndexedSlices(tf.fill([len(ids), DIM], by), tf.constant(self.request(ids)[1]))
-        with self.table.lock.held([]) as updates:
-            rows = self.table.updated(gradient, tf.constant(step, tf.int64), updates)
-            self.table.vectors.scatter_add(rows)
+        keys = tf.constant(self.request(ids)[1])
+        self._update(keys, tf.constant(by), tf.constant(step, tf.int64))
+
+    def _add(self, keys: tf.Tensor, by: tf.Tensor, step: tf.Tensor) -> None:
+        with self.table.lock.held([keys, by, step]) as updates:
+            gradient = tf.IndexedSlices(tf.fill([tf.size(keys), DIM], by), keys)
+            rows = self.table.updated(gradient, step, updates)
+            present = self.table.vectors.sparse_read(rows.indices)
+            updates.append(set_rows(self.table.vectors, rows.indices, present + rows.values))
 
     def sweep(self, step: int) -> int:
         return int(self._sweep(tf.constant(step, tf.int64)))
@@ -224,6 +232,32 @@ def test_ids_are_admitted_with_a_probability() -> None:
     again = Server(admission=Admission(probability=0.25))
     again.fetch(range(1000), 1)
     assert set(again.column("ids")) == first
+
+
+def test_threads_that_bring_the_same_ids_while_others_go_lose_neither_rows_nor_updates() -> None:
+    server = Server(eviction=Eviction(unseen_steps=100))
+    barrier = threading.Barrier(3)
+
+    def work(times: int) -> None:
+        for step in range(times):
+            ids = range(step * 8, step * 8 + 16)
+            barrier.wait()
+            server.fetch(ids, step)
+            server.update(ids, 1.0, step)
+            if step % 20 == 19:
+                server.sweep(step)
+
+    threads = [threading.Thread(target=work, args=(150,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ids, counts = server.column("ids"), server.column("counts")
+    assert len(np.unique(ids)) == len(ids) == int(server.table.num_live()) == int(server.table._index.size())
+    # Each is in two of a thread's batches, the first and the last ones in one; only old ones have gone.
+    assert set(range(100 * 8, 150 * 8 + 8)) <= set(ids)
+    assert set(counts[(ids >= 808) & (ids < 1200)]) == {6}
+    np.testing.assert_allclose(server.look(ids), drawn(ids) + counts[:, None], rtol=1e-5)
 
 
 def test_no_row_is_lost_over_many_evictions() -> None:
