@@ -236,7 +236,7 @@ def test_ids_are_admitted_with_a_probability() -> None:
 
 def test_threads_that_bring_the_same_ids_while_others_go_lose_neither_rows_nor_updates() -> None:
     server = Server(eviction=Eviction(unseen_steps=100))
-    barrier = threading.Barrier(3)
+    barrier = threading.Barrier(3, timeout=30)
 
     def work(times: int) -> None:
         for step in range(times):
