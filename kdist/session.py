@@ -163,11 +163,7 @@ class TrainSession:
     def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
         """All of them, passed to `take` in portions, so that they are not in memory at once."""
 
-        def read() -> None:
-            for portion in self.strategy.portions():
-                take(portion)
-
-        self._insist(read)
+        self._insist(lambda: list(map(take, self.strategy.portions())))
 
     def _run(self) -> RunValues | None:
         step = self.global_step
@@ -187,26 +183,24 @@ class TrainSession:
                 hook.while_waiting(self)
         return values
 
-    def save(self, *, keep: int) -> None:
-        """Saves a checkpoint of the present step, unless there is nothing to save; keeps the newest `keep`.
+    def save(self, *, keep: int, full_every: int = 1) -> None:
+        """Saves a checkpoint of the present step, unless there is nothing to save; keeps the newest `keep` full ones.
+
+        Of `full_every` checkpoints one is full, and the others are deltas, if a `CheckpointSaver` asks for deltas.
 
         Raises:
             CheckpointError: it cannot be written.
             ConfigError: another chief has taken over the run dir.
             NonFiniteError: a value is NaN or infinite.
         """
-        self._saves.save(self.strategy, keep=keep)
+        self._saves.save(self.strategy, keep=keep, full_every=full_every)
 
-    def begin_save(self) -> None:
+    def begin_save(self, *, full_every: int = 1) -> None:
         """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
-        self._saves.begin(self.strategy)
+        self._saves.begin(self.strategy, full_every=full_every)
 
     def finish_save(self, *, keep: int, wait: bool = True) -> bool:
-        """Completes the checkpoint that is being written, after waiting for it if `wait`; raises as `save` does.
-
-        Returns:
-            Whether there was one, and it is complete now.
-        """
+        """Completes the checkpoint that is being written; returns whether there was one, and it is complete now."""
         return self._saves.finish(self.strategy, keep=keep, wait=wait)
 
     def restore_values(self, others: Checkpoints) -> None:
@@ -215,14 +209,16 @@ class TrainSession:
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is nothing to save: a checkpoint of the present step exists, or training has diverged."""
+        """Whether a checkpoint of the present step exists, or training has diverged."""
         return self._saves.is_saved(self.strategy)
 
-    def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Sets values on the tasks between two runs.
+    @property
+    def is_saved_in_full(self) -> bool:
+        """The same, but a delta of the present step does not count."""
+        return self._saves.is_saved(self.strategy, in_full=True)
 
-        Args:
-            values: by their names in a checkpoint, in their shapes; `learning_rate` is that of the optimizer.
+    def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
+        """Sets values on the tasks between two runs, by name; `learning_rate` is that of the optimizer.
 
         Raises:
             ConfigError: there is no such value, or it has another shape, or the learning rate follows a schedule.
@@ -233,6 +229,7 @@ class TrainSession:
             arrays[LEARNING_RATE] = learning_rate
         self.strategy.check_values(arrays)
         self.strategy.write(arrays)
+        self._saves.written(arrays, self.strategy)
 
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
@@ -386,12 +383,15 @@ class TrainSession:
         self.checkpoints.tidy()
         if (path := self.checkpoints.restore(self.strategy)) is None:
             return False
-        self._saves.newest = self.strategy.global_step()
-        self.print_line(lines.resume_line(self._saves.newest, self.last_step, path))
+        step = self.strategy.global_step()
+        self._saves.restored(step)
+        self.print_line(lines.resume_line(step, self.last_step, path))
         return True
 
-    def _has_saved(self, step: int, path: Path) -> None:
+    def _has_saved(self, step: int, path: Path, is_delta: bool) -> None:
         self.print_line(lines.save_line(step, self.last_step, path))
+        for hook in self.hooks if is_delta else []:
+            hook.after_delta(path)
 
     def _close(self) -> None:
         with ExitStack() as closing:

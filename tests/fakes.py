@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kdist.cluster.bounded import in_thread
 from kdist.hooks import Hook
+from kdist.parameters.changes import Since
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
@@ -60,15 +61,15 @@ class ValuesHere:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: value.shape for name, value in self.values.items() if name != "seed"}
 
-    def save(self, prefix: Path) -> None:
+    def save(self, prefix: Path, since: Since | None = None) -> None:
         first, *others = self.values
         ValueFiles(self._in_variables(others)).save(prefix, {first: self.values[first]})
 
-    def begin_save(self, prefix: Path) -> Future[None]:
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
         first, *others = self.values
         return in_thread(ValueFiles(self._in_variables(others)).begin_save(prefix, {first: self.values[first]}))
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         values = self._in_variables(self.shapes)
         ValueFiles(values).restore(path)
         self.values = values.read()
@@ -90,6 +91,7 @@ class CountingStrategy(Strategy):
         self.nan_at: int | None = None
         self.written: dict[str, np.ndarray] = {}
         self.employed: list[int] = []
+        self.intervals: list[int | None] = []
         self._clock, self._secs, self._fail_at = clock, secs_per_step, fail_at
 
     def start(self, spec: Any) -> None:
@@ -137,16 +139,24 @@ class CountingStrategy(Strategy):
         self.step = int(values.get("global_step", self.step))
         self.written = dict(values)
 
-    def save(self, prefix: Path) -> None:
+    @property
+    def by_rows(self) -> frozenset[str]:
+        return frozenset({"parameters/table"})
+
+    def next_interval(self, since: int | None) -> int | None:
+        self.intervals.append(since)
+        return len(self.intervals)
+
+    def save(self, prefix: Path, since: Since | None = None) -> None:
         ValuesHere({**self.read(), "seed": np.array(self.spec.seed)}).save(prefix)
 
-    def begin_save(self, prefix: Path) -> Future[None]:
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
         return in_thread(lambda: None)
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {}
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self.step = int(path.name.rpartition("-")[2])
 
     def set_active(self, workers: Collection[int]) -> None:
@@ -174,17 +184,18 @@ class FakeCheckpoints:
     def beside(self, name: str) -> Checkpoints:
         return Checkpoints(self.folder.with_name(name))
 
-    def save(self, step: int, stored: Any, *, keep: int) -> Path:
+    def save(self, step: int, stored: Any, *, keep: int, since: Since | None = None) -> Path:
         self.saved.append(step)
-        return self.folder / f"ckpt-{step}"
+        return self.folder / f"{'ckpt' if since is None else 'delta'}-{step}"
 
-    def begin_save(self, step: int, stored: Any) -> Future[None]:
-        return stored.begin_save(self.folder / f"unfinished-{step}")
+    def begin_save(self, step: int, stored: Any, *, since: Since | None = None) -> Future[None]:
+        return stored.begin_save(self.folder / f"unfinished-{step}", since)
 
-    def finish_save(self, step: int, wait: Callable[[], None], *, keep: int | None = None) -> Path:
+    def finish_save(
+        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: Since | None = None
+    ) -> Path:
         wait()
-        self.saved.append(step)
-        return self.folder / f"ckpt-{step}"
+        return self.save(step, None, keep=0, since=since)
 
     def restore(self, stored: Any) -> Path | None:
         if self.restorable is None or self.was_set_aside:

@@ -10,7 +10,7 @@ A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHoo
         n = the fewest steps that any hook.due_in(step) allows
         for hook in hooks: hook.before_run(context)
         run n steps
-        for hook in hooks: hook.after_run(context, values)
+        for hook in hooks: hook.after_run(context, values)      # a hook that saves a delta: hook.after_delta(path)
     for hook in hooks: hook.end(session)                        # only if nothing was raised
     for hook in hooks: hook.close()                             # always
 
@@ -114,10 +114,14 @@ class Session(Protocol):
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
         """Sets values by their names in a checkpoint; `learning_rate` is that of the optimizer."""
 
-    def save(self, *, keep: int) -> None:
-        """Saves a checkpoint of the present step and keeps the newest `keep`."""
+    @property
+    def is_saved_in_full(self) -> bool:
+        """The same, but a delta of the present step does not count."""
 
-    def begin_save(self) -> None:
+    def save(self, *, keep: int, full_every: int = 1) -> None:
+        """Saves a checkpoint of the present step and keeps the newest `keep` full ones; see `CheckpointSaver`."""
+
+    def begin_save(self, *, full_every: int = 1) -> None:
         """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
 
     def finish_save(self, *, keep: int, wait: bool = True) -> bool:
@@ -191,6 +195,9 @@ class Hook:
         It is called after `after_run`; in a fit, hooks that override it are called before the others.
         """
         return {}
+
+    def after_delta(self, path: Path) -> None:
+        """Called when a delta is complete, see `CheckpointSaver`; `tf.train.load_checkpoint(path)` reads it."""
 
     def end(self, session: Session) -> None:
         """Called once when training ends without an error."""

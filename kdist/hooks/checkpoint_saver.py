@@ -37,11 +37,15 @@ class CheckpointSaver(TimedHook):
     Args:
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
-        keep: how many checkpoints to keep; the oldest are deleted.
+        keep: how many full checkpoints to keep; the oldest are deleted, with their deltas.
         listeners: notified of every checkpoint.
         clock: returns seconds; replaced in tests.
         background: whether training continues while a checkpoint is written, except the first and the last one. Until
             it is written, each task needs memory for a copy of all that it holds. A save that is due earlier waits.
+        full_every: every so many checkpoints one is full; the others are deltas, which have of tables
+            (`kdist.layers.Embedding`, `DynamicEmbedding`) only the rows that changed, and `Hook.after_delta` gets their
+            paths. The first and the last checkpoint of a run are full, and one after values of tables were set or
+            restored; a run that a signal ends may end with a delta. Servers need 4 bytes more for each row.
 
     Raises:
         ConfigError: a value is out of range.
@@ -57,12 +61,15 @@ class CheckpointSaver(TimedHook):
         clock: Callable[[], float] = time.monotonic,
         *,
         background: bool = False,
+        full_every: int = 1,
     ) -> None:
         check_whole_number("hooks.checkpoint.keep", keep)
+        check_whole_number("hooks.checkpoint.full_every", full_every, required=True)
         if every_secs is None and every_steps is None:
             every_secs = 600.0
         super().__init__(every_steps, every_secs, "hooks.checkpoint", clock=clock)
         self._keep = keep
+        self.full_every = full_every
         self._background = background
         #: The step of a checkpoint that is being written in the background.
         self._begun_at = 0
@@ -85,7 +92,8 @@ class CheckpointSaver(TimedHook):
 
     def end(self, session: Session) -> None:
         self._trying(session, self._finish)
-        self._save(session)
+        # After a signal there may not be time for a full one.
+        self._save(session, self.full_every if session.interrupted else 1)
         for listener in self._listeners:
             listener.end(session, session.global_step)
 
@@ -108,18 +116,19 @@ class CheckpointSaver(TimedHook):
             if not session.should_stop():
                 warn(str(error).replace("\n  ", "; ") + "; training continues")
 
-    def _save(self, session: Session) -> None:
-        if session.is_saved:
+    def _save(self, session: Session, full_every: int | None = None) -> None:
+        full_every = full_every or self.full_every
+        if session.is_saved_in_full if full_every == 1 else session.is_saved:
             return
         step = self._before_save(session)
-        session.save(keep=self._keep)
+        session.save(keep=self._keep, full_every=full_every)
         self._after_save(session, step)
 
     def _begin(self, session: Session) -> None:
         self._finish(session)
         if not session.is_saved:
             self._begun_at = self._before_save(session)
-            session.begin_save()
+            session.begin_save(full_every=self.full_every)
 
     def _finish(self, session: Session, *, wait: bool = True) -> None:
         if session.finish_save(keep=self._keep, wait=wait):

@@ -21,7 +21,7 @@ from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.base import TrainingData
 from kdist.errors import CheckpointError, ConfigError
-from kdist.hooks import Hook
+from kdist.hooks import CheckpointSaver, Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
@@ -187,6 +187,7 @@ class FitRequest:
             steps_per_epoch=steps_per_epoch,
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
             data_begins_at=int(step_counter(main_optimizer(model))),
+            saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )
 
 

@@ -27,6 +27,11 @@ SEED = "seed"
 DATA_STATE = "data_state"
 #: What checkpoints have beside the values of the model.
 BESIDE = (SEED, DATA_STATE)
+#: The names, in deltas, of the step that a delta follows; and, before the name of a table, of its rows that have
+#: changed, and of ids that have lost their rows.
+FOLLOWS = "delta/follows"
+CHANGED_IDS = "delta/ids/"
+EVICTED = "delta/evicted/"
 
 
 def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:

@@ -16,15 +16,18 @@ from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
 from kdist.model.names import AVERAGE
 from kdist.model.table_groups import TableGroup
+from kdist.parameters.changes import EvictedRows
 from kdist.parameters.count_min_sketch import CountMinSketch
 from kdist.parameters.dynamic_keys import key_shifts, server_of
-from kdist.parameters.growing import growing_variable, open_shape, set_rows, set_value
+from kdist.parameters.growing import growing_variable, resize, set_rows
 from kdist.parameters.row_lock import RowLock
 
-#: The size of the other columns of a row.
-_BESIDE_BYTES = 28
+#: The size of the other columns of a row, in bytes.
+_BESIDE_BYTES = 32
 #: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
+#: The column that says in which interval between saves a row has changed last; only if anybody asks.
+CHANGED = "changed"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class DynamicTable:
         device: of the server.
         server, num_servers: which of how many it is.
         num_groups: how many groups of dynamic tables the server has.
+        interval: on the server, scalar int32: the present interval between saves, if anybody asks what changes in it.
 
     Attributes:
         layers: of the tables.
@@ -55,17 +59,26 @@ class DynamicTable:
             step of the last one, or of its creation, `last_steps`, int32.
         lock: of all rows.
         num_rows: int64: rows that are or were in use.
+        evicted: ids that have lost their rows; None if nobody asks.
     """
 
     #: What the rows of all groups on a server have room for at first, in bytes. Memory is taken when rows are written.
-    #: When a table outgrows it, its rows move to where there is more room, and TensorFlow keeps the old place for what
-    #: it allocates later. More at first would count as used where TensorFlow limits the memory of a process.
+    #: When a table outgrows it, its rows move to where there is room, and TensorFlow keeps the old place for later.
+    #: More at first would count as used where TensorFlow limits the memory of a process.
     reserved_bytes: ClassVar[int] = 1 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
 
-    def __init__(self, group: TableGroup, device: str, server: int, num_servers: int, num_groups: int = 1) -> None:
-        self.layers, self.device = group.dynamic, device
+    def __init__(
+        self,
+        group: TableGroup,
+        device: str,
+        server: int,
+        num_servers: int,
+        num_groups: int = 1,
+        interval: tf.Variable | None = None,
+    ) -> None:
+        self.layers, self.device, self._interval = group.dynamic, device, interval
         first = group.dynamic[0]
         self._initializer = first.row_initializer
         self._admission = first.admission or Admission()
@@ -97,7 +110,9 @@ class DynamicTable:
                 "last_steps": Column(self._growing((), tf.int32)),
                 "vectors": Column(self._growing(group.row_shape, dtype)),
             }
-
+            if interval is not None:
+                self.columns[CHANGED] = Column(self._growing((), tf.int32))
+        self.evicted = None if interval is None else EvictedRows(device, interval, self.sweep_rows)
         # Traced once, no matter how many steps a call unrolls.
         specs = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int64)
         self._insert = tf.function(self.insert, specs, autograph=False)
@@ -153,9 +168,10 @@ class DynamicTable:
         places = tf.where(rows >= 0)[:, 0]
         rows = tf.gather(rows, places)
         one, now = tf.ones_like(rows, tf.int32), tf.fill(tf.shape(rows), tf.cast(step, tf.int32))
-        counts, last_steps = (self.columns[name].variable for name in ("counts", "last_steps"))
+        counts = self.columns["counts"].variable
         updates.append(tf.raw_ops.ResourceScatterAdd(resource=counts.handle, indices=rows, updates=one))
-        updates.append(set_rows(last_steps, rows, now))
+        for name, value in {"last_steps": now, **self._marks(rows)}.items():
+            updates.append(set_rows(self.columns[name].variable, rows, value))
         return tf.IndexedSlices(tf.gather(gradient.values, places), rows)
 
     def insert(self, keys: tf.Tensor, tables: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -226,6 +242,15 @@ class DynamicTable:
             num_rows = self.num_rows.read_value()
             tf.while_loop(lambda start: start < num_rows, copy, [tf.zeros([], tf.int64)])
 
+    def remove(self, ids: tf.Tensor, table: tf.Tensor) -> None:
+        """Takes the rows of ids of a table, int64 `[n]`, from those that have one; traced."""
+        with self.lock.held([ids]) as updates:
+            rows = self._find(ids + self._shifts[table])
+            rows = tf.boolean_mask(rows, rows >= 0)
+            self._free_rows(
+                rows, tf.fill(tf.shape(rows), table), self.columns["ids"].variable.sparse_read(rows), updates
+            )
+
     def num_live(self) -> tf.Tensor:
         """How many rows are in use, scalar int64."""
         return self.num_rows.read_value() - self._num_free.read_value()
@@ -239,9 +264,8 @@ class DynamicTable:
         Returns:
             Scalar int64: how many rows were evicted.
         """
-        step = tf.cast(step, tf.int32)
+        step, num_rows = tf.cast(step, tf.int32), self.num_rows.read_value()
         oldest, excess = self._oldest(step)
-        num_rows = self.num_rows.read_value()
 
         def go_on(start: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
             return start < num_rows
@@ -302,37 +326,14 @@ class DynamicTable:
         present = self._capacity.read_value()
         capacity = tf.maximum(present + present // 2, needed)
         for variable in [self._free, *(column.variable for column in self.columns.values())]:
-            self._resize(variable, used, capacity)
+            resize(variable, used, capacity, self.sweep_rows)
         return self._capacity.assign(capacity)
-
-    def _resize(self, variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor) -> None:
-        """Moves the values of a variable, a few rows at a time, to where there is room for more."""
-        shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
-        moved = tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
-
-        def move(start: tf.Tensor, moved: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            stop = tf.minimum(start + self.sweep_rows, used)
-            rows = tf.range(start, stop)
-            # In place: a copy would need memory for rows that are not there yet.
-            values = variable.sparse_read(rows)
-            return stop, tf.raw_ops.InplaceUpdate(x=moved, i=tf.cast(rows, tf.int32), v=values)
-
-        zero = tf.zeros([], tf.int64)
-        _, moved = tf.while_loop(
-            lambda start, _: start < used,
-            move,
-            [zero, moved],
-            [zero.shape, open_shape(variable)],
-            parallel_iterations=1,
-        )
-        with tf.control_dependencies([moved]):
-            set_value(variable, moved)
 
     def _write(
         self, keys: tf.Tensor, rows: tf.Tensor, values: dict[str, tf.Tensor], updates: list[tf.Operation]
     ) -> None:
         """Writes rows: given columns, and the initial values of the others; then they can be found."""
-        written = []
+        written, values = [], {**values, **self._marks(rows)}
         for name, column in self.columns.items():
             of_rows = values.get(name)
             if of_rows is None:
@@ -380,14 +381,23 @@ class DynamicTable:
             is_old = is_live & ~goes & (ages >= oldest)
             is_old &= tf.cumsum(tf.cast(is_old, tf.int64)) <= excess
             chosen = tf.where(is_live & (goes | is_old))[:, 0]
-            tables, rows = tf.gather(tables, chosen), tf.gather(rows, chosen)
-            num_free, count = self._num_free.read_value(), tf.size(chosen, tf.int64)
-            removed = self._index.remove(tf.gather(ids, chosen) + tf.gather(self._shifts, tables))
-            with tf.control_dependencies([removed, num_free]):
-                nothing = tf.fill(tf.shape(tables), -1)
-                updates.append(set_rows(self.columns["tables"].variable, rows, nothing))
-                updates.append(set_rows(self._free, tf.range(num_free, num_free + count), rows))
-                updates.append(self._num_free.assign_add(count).op)
-            of_excess = tf.reduce_sum(tf.cast(is_old, tf.int64))
+            tables, ids = tf.gather(tables, chosen), tf.gather(ids, chosen)
+            self._free_rows(tf.gather(rows, chosen), tables, ids, updates)
+            if self.evicted is not None:
+                self.evicted.add(ids, tables, updates)
+            count, of_excess = tf.size(chosen, tf.int64), tf.reduce_sum(tf.cast(is_old, tf.int64))
         with tf.control_dependencies(updates):
             return tf.identity(count), tf.identity(of_excess)
+
+    def _free_rows(self, rows: tf.Tensor, tables: tf.Tensor, ids: tf.Tensor, updates: list[tf.Operation]) -> None:
+        """Takes rows from their ids, so that others can have them."""
+        num_free, count = self._num_free.read_value(), tf.size(rows, tf.int64)
+        removed = self._index.remove(ids + tf.gather(self._shifts, tables))
+        with tf.control_dependencies([removed, num_free]):
+            updates.append(set_rows(self.columns["tables"].variable, rows, tf.fill(tf.shape(tables), -1)))
+            updates.append(set_rows(self._free, tf.range(num_free, num_free + count), rows))
+            updates.append(self._num_free.assign_add(count).op)
+
+    def _marks(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The column that says that rows have changed, if there is one."""
+        return {} if self._interval is None else {CHANGED: tf.fill(tf.shape(rows), self._interval.read_value())}

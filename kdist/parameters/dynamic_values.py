@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
-import tensorflow as tf
 
-from kdist.parameters.dynamic_files import DynamicFiles, Rows, Saving
+from kdist.parameters.dynamic_files import DynamicFiles
 from kdist.parameters.dynamic_table import DynamicTable
+from kdist.parameters.row_files import Copies, Rows, Saving, chief_device
 
 
 class DynamicValues:
     """The rows of all dynamic tables.
 
     Args:
-        groups: for each group its tables on the servers, and the names of their vectors, without `parameters/`.
+        groups: for each group the names of its vectors, without `parameters/`, and its tables on the servers.
 
     Attributes:
         shapes: of the columns of all tables, by their names in checkpoints; None for the number of rows.
     """
 
-    def __init__(self, groups: Sequence[tuple[Sequence[DynamicTable], Sequence[str]]]) -> None:
-        with tf.device("CPU:0"):
-            # Its full name: each task has a CPU.
-            chief = tf.zeros([]).device
-        self._groups = [DynamicFiles(tables, names, chief) for tables, names in groups]
+    def __init__(self, groups: Sequence[tuple[Sequence[str], Sequence[DynamicTable]]]) -> None:
+        self._groups = [DynamicFiles(tables, names, chief_device()) for names, tables in groups]
         self.shapes = {name: shape for group in self._groups for name, shape in group.shapes.items()}
-        self._copied: tuple[list[list[Rows]], Callable[[], object], Callable[[], object]] | None = None
+        self._copies: list[Copies] = []
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -40,7 +37,7 @@ class DynamicValues:
     def travel_through_chief(self, whether: bool) -> None:
         """Lets this process read and write files, because the servers do not see them."""
         for group in self._groups:
-            group.through_chief = whether
+            group.files.through_chief = whether
 
     def saving(self, folder: str) -> Saving:
         """What writes the present rows; nothing may change them meanwhile."""
@@ -48,31 +45,23 @@ class DynamicValues:
 
     def copy(self) -> None:
         """Copies all rows on their servers."""
-        if self._copied is None:
-            made = [[rows.copied() for rows in group.rows] for group in self._groups]
-            fills, releases = (
-                [which for of_group in made for _, *both in of_group for which in [both[i]]] for i in (0, 1)
-            )
-            copies = [[rows for rows, _, _ in of_group] for of_group in made]
-            self._copied = copies, _all(fills), _all(releases)
-        self._copied[1]()
+        self._copies = self._copies or [Copies(group.tables) for group in self._groups]
+        for copies in self._copies:
+            copies.fill()
 
     def saving_of_copy(self, folder: str) -> Saving:
         """What writes the copies."""
-        assert self._copied is not None
-        return self._saving(folder, self._copied[0])
+        return self._saving(folder, [copies.rows for copies in self._copies])
 
     def release(self) -> None:
         """Gives the memory of the copies back."""
-        assert self._copied is not None
-        self._copied[2]()
+        for copies in self._copies:
+            copies.release()
 
     def not_finite(self, *, of_copy: bool = False) -> list[str]:
         """The names of what contains NaN or infinity."""
-        if of_copy:
-            assert self._copied is not None
-            return [n for group, rows in zip(self._groups, self._copied[0]) for n in group.not_finite(rows)]
-        return [name for group in self._groups for name in group.not_finite(group.rows)]
+        all_rows = [copies.rows for copies in self._copies] if of_copy else [group.rows for group in self._groups]
+        return [name for group, rows in zip(self._groups, all_rows) for name in group.files.not_finite(rows)]
 
     def restore(self, path: str) -> None:
         """Replaces all rows by those of a checkpoint."""
@@ -92,21 +81,14 @@ class DynamicValues:
     def count(self) -> None:
         """Tells the layers how many rows they have; those of a group, how many they have on average."""
         for group in self._groups:
-            total = sum(int(table.num_live().numpy()) for table in group.tables)
-            for layer in group.tables[0].layers:
+            total = sum(int(server.table.num_live().numpy()) for server in group.tables)
+            for layer in group.tables[0].table.layers:
                 layer.num_rows = -(-total // len(group.names))
 
     def _saving(self, folder: str, rows: Sequence[Sequence[Rows]]) -> Saving:
-        savings = [
-            group.saving(folder, f"rows-{number}", of_group)
-            for number, (group, of_group) in enumerate(zip(self._groups, rows))
-        ]
-        return Saving([f for s in savings for f in s.files], [call for s in savings for call in s.calls])
-
-
-def _all(functions: Sequence[Callable[[], None]]) -> Callable[[], object]:
-    def run() -> None:
-        for function in functions:
-            function()
-
-    return tf.function(run, autograph=False).get_concrete_function()
+        return Saving.all_of(
+            [
+                group.files.saving(folder, f"rows-{number}", of_group)
+                for number, (group, of_group) in enumerate(zip(self._groups, rows))
+            ]
+        )

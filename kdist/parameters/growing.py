@@ -43,3 +43,32 @@ def set_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Op
 def open_shape(variable: tf.Variable) -> tf.TensorShape:
     """The shape of any number of rows."""
     return tf.TensorShape([None, *variable.shape[1:]])
+
+
+def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
+    """Moves the values of a variable, a few rows at a time, to where there is room for more; traced.
+
+    Args:
+        used: how many rows have values, int64.
+        capacity: for how many there will be room, int64.
+    """
+    shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
+    moved = tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
+
+    def move(start: tf.Tensor, moved: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        stop = tf.minimum(start + rows_at_once, used)
+        rows = tf.range(start, stop)
+        # In place: a copy would need memory for rows that are not there yet.
+        values = variable.sparse_read(rows)
+        return stop, tf.raw_ops.InplaceUpdate(x=moved, i=tf.cast(rows, tf.int32), v=values)
+
+    zero = tf.zeros([], tf.int64)
+    _, moved = tf.while_loop(
+        lambda start, _: start < used,
+        move,
+        [zero, moved],
+        [zero.shape, open_shape(variable)],
+        parallel_iterations=1,
+    )
+    with tf.control_dependencies([moved]):
+        set_value(variable, moved)

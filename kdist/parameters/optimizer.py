@@ -26,6 +26,7 @@ from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import optimizer_state
 from kdist.model.updates import OptimizerGroup
+from kdist.parameters.changes import RowMarks
 from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.optimizer_kernels import BY_KERNEL
 from kdist.parameters.row_lock import RowLock
@@ -43,6 +44,7 @@ class ServerOptimizer:
         variables: the server's variables for them, or for some of their rows, in the same order.
         row_wise: for each, whether a sparse gradient updates only its own rows, whatever Keras does with the others.
         dynamic: those that have the rows of dynamic tables, by index; their gradients are of keys.
+        marks: those of which the rows that change are marked, by index.
         device: the device of the server.
         is_shared: whether several workers make updates at the same time.
     """
@@ -54,6 +56,7 @@ class ServerOptimizer:
         variables: Sequence[keras.Variable],
         row_wise: Sequence[bool],
         dynamic: Mapping[int, DynamicTable],
+        marks: Mapping[int, RowMarks],
         device: str,
         *,
         is_shared: bool,
@@ -61,7 +64,7 @@ class ServerOptimizer:
         self._variables = list(variables)
         with tf.device(device):
             self._by_rows = {
-                i: RowOptimizer(optimizer, originals[i], variable, dynamic.get(i), is_shared=is_shared)
+                i: RowOptimizer(optimizer, originals[i], variable, dynamic.get(i), marks.get(i), is_shared=is_shared)
                 for i, (variable, is_row_wise) in enumerate(zip(self._variables, row_wise))
                 if is_row_wise
             }
@@ -139,7 +142,8 @@ class RowOptimizer:
     The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
     the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
 
-    Args: those of `ServerOptimizer`, for one variable; `table` if it has the rows of a dynamic one.
+    Args: those of `ServerOptimizer`, for one variable; `table` if it has the rows of a dynamic one, which marks them
+        itself; `marks` if changed rows are marked.
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
@@ -152,10 +156,12 @@ class RowOptimizer:
         original: keras.Variable,
         variable: keras.Variable,
         table: DynamicTable | None,
+        marks: RowMarks | None = None,
         *,
         is_shared: bool,
     ) -> None:
         self.table = table
+        self._marks = marks
         self._lock = RowLock(is_shared=is_shared) if table is None else table.lock
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
@@ -183,6 +189,8 @@ class RowOptimizer:
         with self._lock.held([gradient.values, gradient.indices, step]) as updates:
             if self.table is not None:
                 gradient = self.table.updated(gradient, step, updates)
+            if self._marks is not None:
+                updates.append(self._marks.mark(gradient.indices))
             rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
             with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
                 scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}

@@ -19,6 +19,7 @@ from kdist._compat.keras import decays, set_path
 from kdist._compat.reserved import made_by
 from kdist.model.table_groups import TableGroup
 from kdist.model.updates import StepUpdates, Update
+from kdist.parameters.changes import Intervals, RowMarks
 from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.placement import Shard
@@ -213,8 +214,12 @@ class Blocks(Sequence[Block]):
         are_here = all(made_by(self._all_variables[self._shards[i].variable]) is None for i in shards)
         return not are_here or sum(map(self._num_bytes, shards)) > NamedValues.piece_bytes
 
-    def make_dynamic(self, devices: Sequence[str]) -> dict[int, DynamicTable]:
-        """The rows of the blocks of dynamic tables, none at first, on the devices of the servers."""
+    def make_dynamic(self, devices: Sequence[str], intervals: Intervals | None) -> dict[int, DynamicTable]:
+        """The rows of the blocks of dynamic tables, none at first, on the devices of the servers.
+
+        Args:
+            intervals: in which their changes are marked, if they are.
+        """
         groups = self._variables.table_groups
         num_dynamic = sum(bool(group.dynamic) for group in groups)
         found = {}
@@ -223,7 +228,18 @@ class Blocks(Sequence[Block]):
                 group = self._variables.table_group(self.variable_of(b))
                 assert group is not None
                 device = devices[block.server]
-                found[b] = DynamicTable(groups[group], device, block.server, len(devices), num_dynamic)
+                interval = None if intervals is None else intervals.of_servers[block.server]
+                found[b] = DynamicTable(groups[group], device, block.server, len(devices), num_dynamic, interval)
+        return found
+
+    def make_marks(self, devices: Sequence[str], intervals: Intervals | None) -> dict[int, RowMarks]:
+        """The marks of the rows of other tables that are updated by rows; none without intervals."""
+        found: dict[int, RowMarks] = {}
+        for b, block in enumerate(self._blocks):
+            if intervals is not None and block.is_row_wise and not block.is_dynamic:
+                with tf.device(devices[block.server]):
+                    num_rows = sum(self.shape_of(i)[0] for i in block.shards)
+                    found[b] = RowMarks(num_rows, intervals.of_servers[block.server])
         return found
 
     def make_variable(self, block: int, device: str) -> keras.Variable:

@@ -47,6 +47,11 @@ class PieceFiles:
         return list(dict.fromkeys(map(_host_of, self._groups)))
 
     @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables that hold pieces."""
+        return list({id(piece.variable): piece.variable for piece in self._pieces}.values())
+
+    @property
     def names(self) -> list[str]:
         """The names of the files."""
         return [f"{d}-{g}" for d, groups in enumerate(self._groups.values()) for g in range(len(groups))]

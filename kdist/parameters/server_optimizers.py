@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdist.model.updates import StepUpdates, Update
+from kdist.parameters.changes import RowMarks
 from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.named_values import Part
 from kdist.parameters.optimizer import ServerOptimizer
@@ -24,6 +25,7 @@ class ServerOptimizers:
         blocks: of all servers.
         variables: of each block.
         tables: the rows of dynamic tables, by block.
+        marks: of the rows of other tables that change, by block, if they are marked.
         names: of the parameters.
         devices: of the servers.
         is_shared: whether several workers make updates at the same time.
@@ -40,6 +42,7 @@ class ServerOptimizers:
         blocks: Blocks,
         variables: Sequence[keras.Variable],
         tables: Mapping[int, DynamicTable],
+        marks: Mapping[int, RowMarks],
         names: Sequence[str],
         devices: Sequence[str],
         *,
@@ -63,6 +66,7 @@ class ServerOptimizers:
                     [variables[b] for b in own],
                     [blocks[b].is_row_wise for b in own],
                     {i: tables[b] for i, b in enumerate(own) if b in tables},
+                    {i: marks[b] for i, b in enumerate(own) if b in marks},
                     device,
                     is_shared=is_shared,
                 )

@@ -13,7 +13,9 @@ import tensorflow as tf
 from kdist._compat.keras import set_value, step_counter
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
-from kdist.parameters.dynamic_table import DynamicTable
+from kdist.parameters.changes import Intervals
+from kdist.parameters.delta_files import DeltaFiles
+from kdist.parameters.delta_groups import dynamic_groups, fixed_groups
 from kdist.parameters.dynamic_values import DynamicValues
 from kdist.parameters.initial_values import set_initial_values
 from kdist.parameters.loss_scale import ServerLossScale
@@ -40,10 +42,12 @@ class ParameterStore:
         devices: one device per server; a single empty string stands for this process.
         plan: places the parameters, then the state, on `devices`, and names them.
         wire: the format of values and gradients in transit.
+        marks_changes: whether it is marked which rows of tables change, so that deltas can be saved.
 
     Attributes:
         values: all stored values but those of dynamic tables, by name, for checkpoints and models.
         dynamic: those of dynamic tables.
+        deltas: which rows have changed.
         files: saves and restores them.
         counters: of the updates.
     """
@@ -55,6 +59,8 @@ class ParameterStore:
         devices: Sequence[str],
         plan: PlacementPlan,
         wire: Wire | None = None,
+        *,
+        marks_changes: bool = False,
     ) -> None:
         self.devices = list(devices)
         self.shards = plan.shards
@@ -73,7 +79,9 @@ class ParameterStore:
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
-        tables = self.blocks.make_dynamic(self.devices)
+        intervals = Intervals(self.devices) if marks_changes else None
+        tables = self.blocks.make_dynamic(self.devices, intervals)
+        marks = self.blocks.make_marks(self.devices, intervals)
         for b, table in tables.items():
             set_value(self._variables[b], table.vectors)
         self._evicting = [table for table in tables.values() if table.evicts]
@@ -100,7 +108,7 @@ class ParameterStore:
             ]
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._optimizers = ServerOptimizers(
-            updates, self.blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
+            updates, self.blocks, self._variables, tables, marks, names, self.devices, is_shared=self.is_remote
         )
         parts |= self._optimizers.parts
         copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
@@ -118,7 +126,8 @@ class ParameterStore:
             for of_group in updates.groups
             for name, variable in of_group.state(model_variables.parameters, names).items()
         }
-        self.dynamic = self._dynamic_values(model_variables, names, tables)
+        dynamic = dynamic_groups(model_variables.table_groups, names, self.shards, self.blocks, tables)
+        self.dynamic = DynamicValues(dynamic)
         initial = {name: variable for name, variable in initial.items() if name not in self.dynamic.shapes}
         for name, variable in initial.items():
             if name not in parts:
@@ -126,7 +135,9 @@ class ParameterStore:
                 with tf.device(self.devices[0]):
                     parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
-        self.files = ValueFiles(self.values, self.dynamic)
+        fixed = fixed_groups(model_variables.table_groups, names, self.shards, self.blocks, self.devices, parts, marks)
+        self.deltas = DeltaFiles(fixed, dynamic, intervals)
+        self.files = ValueFiles(self.values, self.dynamic, self.deltas)
         self._stored_names, self._initial = stored_names, initial
 
     def fill(self) -> None:
@@ -163,10 +174,14 @@ class ParameterStore:
         if GLOBAL_STEP in values:
             self.align()
 
-    def restore(self, path: Path) -> None:
-        """Reads all values from a checkpoint but the learning rate, which stays; see `ValueFiles.restore`."""
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        """Reads all values from a checkpoint, and then from its deltas, but the learning rate, which stays; see
+        `ValueFiles.restore`.
+        """
         self.files.restore(path)
-        reader = tf.train.load_checkpoint(str(path))
+        for delta in deltas:
+            self.files.restore_delta(delta)
+        reader = tf.train.load_checkpoint(str([path, *deltas][-1]))
         self.write({name: reader.get_tensor(name) for name in self.values.copies if name != LEARNING_RATE})
 
     def learning_rate(self, step: tf.Tensor, group: int = 0) -> tf.Tensor:
@@ -306,17 +321,6 @@ class ParameterStore:
         """The value of a variable, from its shards."""
         parts = [by_shard[i] for i in self._shards_of[index]]
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-
-    def _dynamic_values(
-        self, variables: ModelVariables, names: Sequence[str], tables: Mapping[int, DynamicTable]
-    ) -> DynamicValues:
-        groups = []
-        for group in variables.table_groups:
-            if group.dynamic:
-                holders = [self.blocks.of_shard[shard] for shard in self._shards_of[group.tables[0]]]
-                of_servers = sorted((tables[b] for b in holders), key=lambda table: table.server)
-                groups.append((of_servers, [names[table] for table in group.tables]))
-        return DynamicValues(groups)
 
     def _apply_on(self, server: int, arrived: Changes, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""

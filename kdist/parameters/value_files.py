@@ -15,10 +15,13 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 from kdist.console.warn import warn
 from kdist.errors import NonFiniteError
-from kdist.parameters.dynamic_files import Saving
+from kdist.model.names import FOLLOWS
+from kdist.parameters.changes import Since
+from kdist.parameters.delta_files import DeltaFiles
 from kdist.parameters.dynamic_values import DynamicValues
 from kdist.parameters.named_values import NamedValues, Piece
 from kdist.parameters.piece_files import PieceFiles, is_finite
+from kdist.parameters.row_files import Saving, chief_device
 
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 
@@ -36,34 +39,44 @@ class ValueFiles:
     Args:
         values: what is saved.
         dynamic: rows that are saved, too.
+        deltas: which rows have changed.
     """
 
-    def __init__(self, values: NamedValues, dynamic: DynamicValues | None = None) -> None:
+    def __init__(
+        self, values: NamedValues, dynamic: DynamicValues | None = None, deltas: DeltaFiles | None = None
+    ) -> None:
         self._values = values
         self._dynamic = DynamicValues([]) if dynamic is None else dynamic
-        with tf.device("CPU:0"):
-            # Its full name: each task has a CPU.
-            self._chief = tf.zeros([]).device
+        self._deltas = DeltaFiles([], [], None) if deltas is None else deltas
+        self._chief = chief_device()
         # What is in one variable comes in its order, so that a group has a run of its elements.
         number = {id(variable): i for i, variable in enumerate(values.variables)}
         pieces = sorted(values.pieces(), key=lambda piece: (number[id(piece.variable)], piece.offset))
         self._present = self._files_of(pieces)
         # What several variables hold is written to all of them by the chief.
         self._restored = self._files_of([piece for piece in pieces if piece.name not in values.copies])
+        #: What a delta has as a whole.
+        of_deltas = [piece for piece in pieces if piece.name not in self._deltas.names]
+        self._whole = self._files_of(of_deltas)
+        self._whole_restored = self._files_of([piece for piece in of_deltas if piece.name not in values.copies])
         #: Whether it is known which tasks see the files of the chief.
         self._has_looked = False
 
-    def save(self, prefix: Path, others: Mapping[str, np.ndarray]) -> None:
+    def save(self, prefix: Path, others: Mapping[str, np.ndarray], since: Since | None = None) -> None:
         """Writes a checkpoint; nothing may change the values meanwhile.
 
         Args:
             prefix: of its files.
             others: values to add to it, by name.
+            since: only rows that have changed since then are written, and all other values: a delta.
 
         Raises:
             NonFiniteError: values contain NaN or infinity; nothing is written.
             tf.errors.OpError, OSError: it cannot be written.
         """
+        if since is not None:
+            self._begin_delta(prefix, others, since, self._whole)()
+            return
         if self._are_small:
             self._write_small(prefix, self._values.read(), others)
             return
@@ -71,13 +84,19 @@ class ValueFiles:
         folder = self._make_folder(prefix, others)
         self._write_large(prefix, folder, self._present, self._dynamic.saving(str(folder)))
 
-    def begin_save(self, prefix: Path, others: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def begin_save(
+        self, prefix: Path, others: Mapping[str, np.ndarray], since: Since | None = None
+    ) -> Callable[[], None]:
         """Copies the values where they are; until the copies are written, tasks need memory for both.
 
         Returns:
             Writes the copies as `save` writes the values; to be called once, in any thread, before anything else is
             copied.
         """
+        if since is not None:
+            copied, copy, release = self._copies_of_whole
+            copy()
+            return self._begin_delta(prefix, others, since, copied, release)
         if self._are_small:
             return partial(self._write_small, prefix, self._values.read(), others)
         folder = self._make_folder(prefix, others)
@@ -86,18 +105,44 @@ class ValueFiles:
         self._dynamic.copy()
         # Here, because another thread may not trace functions.
         not_finite, rows = self._dynamic.not_finite(of_copy=True), self._dynamic.saving_of_copy(str(folder))
+        return partial(self._write_copies, prefix, folder, copied, rows, not_finite, [release, self._dynamic.release])
 
-        def write() -> None:
-            try:
-                _refuse(copied.not_finite() + not_finite)
-                self._write_large(prefix, folder, copied, rows)
-            finally:
-                # If the tasks are gone, so are the copies.
-                with suppress(tf.errors.OpError):
+    def _begin_delta(
+        self,
+        prefix: Path,
+        others: Mapping[str, np.ndarray],
+        since: Since,
+        whole: PieceFiles,
+        release: Callable[[], object] = lambda: None,
+    ) -> Callable[[], None]:
+        """Copies the changed rows; returns what writes them, with values of which a delta has all.
+
+        Args:
+            release: gives the memory of `whole` back.
+        """
+        folder = self._make_folder(prefix, {**others, FOLLOWS: np.array(since.step, np.int64)})
+        self._deltas.copy(since.interval)
+        not_finite, rows = self._deltas.not_finite(), self._deltas.saving(str(folder))
+        return partial(self._write_copies, prefix, folder, whole, rows, not_finite, [release, self._deltas.release])
+
+    def _write_copies(
+        self,
+        prefix: Path,
+        folder: Path,
+        values: PieceFiles,
+        rows: Saving,
+        not_finite: Sequence[str],
+        releases: Sequence[Callable[[], object]],
+    ) -> None:
+        """Writes values and copied rows, of which some are known not to be finite, and gives their memory back."""
+        try:
+            _refuse(values.not_finite() + list(not_finite))
+            self._write_large(prefix, folder, values, rows)
+        finally:
+            # If the tasks are gone, so are the copies.
+            with suppress(tf.errors.OpError):
+                for release in releases:
                     release()
-                    self._dynamic.release()
-
-        return write
 
     def restore(self, path: Path) -> None:
         """Reads all values from a checkpoint but those that several variables hold.
@@ -114,6 +159,12 @@ class ValueFiles:
         self._restored.restore(str(path.absolute()))
         self._dynamic.restore(str(path.absolute()))
 
+    def restore_delta(self, path: Path) -> None:
+        """Reads a delta of what was restored last but what several variables hold; raises what `restore` raises."""
+        self._look_for(Path(f"{path}.index"))
+        self._whole_restored.restore(str(path.absolute()))
+        self._deltas.restore(str(path.absolute()))
+
     @property
     def _are_small(self) -> bool:
         sizes = (variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
@@ -125,13 +176,22 @@ class ValueFiles:
     @cached_property
     def _copies(self) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:
         """Copies of all variables, empty; what fills and what empties them."""
+        return self._copied(self._present)
+
+    @cached_property
+    def _copies_of_whole(self) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:
+        """The same of what a delta has as a whole."""
+        return self._copied(self._whole)
+
+    def _copied(self, files: PieceFiles) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:
+        variables = files.variables
         copies: dict[int, tf.Variable] = {}
-        for variable in self._values.variables:
+        for variable in variables:
             with tf.device(variable.device):
                 copies[id(variable)] = UninitializedVariable(False, shape=variable.shape, dtype=variable.dtype)
 
         def copy() -> None:
-            for variable in self._values.variables:
+            for variable in variables:
                 with tf.device(variable.device):
                     # What is read shares its memory with the variable.
                     value = tf.raw_ops.DeepCopy(x=variable.read_value_no_copy())
@@ -144,7 +204,7 @@ class ValueFiles:
                     nothing = tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.dtype), None)
                     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
 
-        copied = self._present.of_copies(copies)
+        copied = files.of_copies(copies)
         copied.prepare()
         functions = [tf.function(f, autograph=False).get_concrete_function() for f in (copy, release)]
         return copied, *functions
@@ -198,8 +258,10 @@ class ValueFiles:
             if found != content:
                 blind.append(":".join(_TASK.search(host).groups()))  # type: ignore[union-attr]
         self._has_looked = True
-        self._present.through_chief = self._restored.through_chief = bool(blind)
+        for files in (self._present, self._restored, self._whole, self._whole_restored):
+            files.through_chief = bool(blind)
         self._dynamic.travel_through_chief(bool(blind))
+        self._deltas.travel_through_chief(bool(blind))
         if blind:
             verb = "does" if len(blind) == 1 else "do"
             warn(f"{', '.join(blind)} {verb} not see {path.parent}: checkpoints travel through the chief")

@@ -2,6 +2,9 @@
 
 Every value is one named tensor, whatever strategy and however many servers wrote it, so that
 `tf.train.load_checkpoint(path).get_tensor("parameters/dense/kernel")` reads it without kdist.
+
+A delta is a checkpoint that has, of tables, only the rows that have changed since the checkpoint or delta which it
+follows. With the full checkpoint before them, deltas form a `Chain`; it ends where one is missing or damaged.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -20,14 +24,15 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.console.warn import warn
-from kdist.errors import CheckpointError, NonFiniteError, reason
-from kdist.model.names import BESIDE, DATA_STATE, SEED
+from kdist.errors import CheckpointError, NonFiniteError
+from kdist.model.names import DATA_STATE, FOLLOWS, SEED
+from kdist.parameters.changes import Since
+from kdist.run import checkpoint_content as content
+from kdist.run.chain import Chain, chains, replayed, way_to
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 
-_INDEX = re.compile(r"ckpt-(\d+)\.index")
-_SAVED = re.compile(r"unfinished-(\d+)\.index")
-# Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
-_DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
+_SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
+_FULL, _DELTA = "ckpt", "delta"
 
 
 class Stored(Protocol):
@@ -37,14 +42,14 @@ class Stored(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each value, by its name in checkpoints."""
 
-    def save(self, prefix: Path) -> None:
-        """Writes a checkpoint with all values; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`."""
+    def save(self, prefix: Path, since: Since | None = None) -> None:
+        """Writes a checkpoint, or a delta of one; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`."""
 
-    def begin_save(self, prefix: Path) -> Future[None]:
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
         """As `save`, but the values may change as soon as it returns; the future raises what `save` does."""
 
-    def restore(self, path: Path) -> None:
-        """Reads all values from a checkpoint; raises `tf.errors.OpError` if it is damaged."""
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        """Reads all values from a checkpoint and then from deltas; raises `tf.errors.OpError` if one is damaged."""
 
 
 class Checkpoints:
@@ -66,63 +71,76 @@ class Checkpoints:
         """Looks again at what another process has changed; in a folder, every method does."""
 
     def steps(self) -> list[int]:
-        """Global steps of the complete checkpoints, oldest first."""
-        return self._steps_of(_INDEX)
+        """Global steps of the complete checkpoints and deltas, oldest first."""
+        return sorted({*self._steps_of(_FULL), *self._steps_of(_DELTA)})
 
     def path(self, step: int) -> Path:
-        """The checkpoint of `step` as TensorFlow names it: the prefix of its files."""
-        return self.folder / f"ckpt-{step}"
+        """The full checkpoint of `step` as TensorFlow names it: the prefix of its files."""
+        return self.folder / f"{_FULL}-{step}"
+
+    def delta_path(self, step: int) -> Path:
+        """The delta of `step`: the prefix of its files."""
+        return self.folder / f"{_DELTA}-{step}"
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """The newest complete checkpoint, or delta."""
         steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+        return self._path_of(steps[-1]) if steps else None
 
-    def save(self, step: int, stored: Stored, *, keep: int | None = None) -> Path:
-        """Writes a checkpoint and deletes all but the newest `keep`; none if None.
+    def save(self, step: int, stored: Stored, *, keep: int | None = None, since: Since | None = None) -> Path:
+        """Writes a checkpoint and deletes all but the newest `keep` full ones with their deltas; none if None.
 
         It is written under another name and renamed, the index last: without its index it does not exist.
 
         Args:
             stored: what has the values.
+            since: what it follows if it is a delta.
 
         Raises:
             NonFiniteError: a value is NaN or infinite; nothing is written.
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
         """
+        target = self._target(step, since)
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            stored.save(self._unfinished(step))
-            self._complete(step, keep)
-        return self.path(step)
+            stored.save(self._unfinished(target), since)
+            self._complete(step, target, keep)
+        return target
 
-    def begin_save(self, step: int, stored: Stored) -> Future[None]:
+    def begin_save(self, step: int, stored: Stored, *, since: Since | None = None) -> Future[None]:
         """As `save`, but returns when the values may change; `finish_save` has to follow, and takes what it returns."""
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            return stored.begin_save(self._unfinished(step))
+            return stored.begin_save(self._unfinished(self._target(step, since)), since)
 
-    def finish_save(self, step: int, wait: Callable[[], None], *, keep: int | None = None) -> Path:
+    def finish_save(
+        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: Since | None = None
+    ) -> Path:
         """Completes what `begin_save` has begun; see `save`.
 
         Args:
             wait: waits until it is written.
         """
+        target = self._target(step, since)
         with self._explaining(step):
             wait()
-            self._complete(step, keep)
-        return self.path(step)
+            self._complete(step, target, keep)
+        return target
 
-    def _complete(self, step: int, keep: int | None) -> None:
+    def _complete(self, step: int, target: Path, keep: int | None) -> None:
         """Makes what was written a checkpoint."""
-        self._move_into_place(step)
+        self._move_into_place(target)
         # When an earlier save failed, other tasks may still have been writing.
         self._remove_left_behind()
-        for old in self.steps()[:-keep] if keep else []:
-            self._delete(old)
+        if target == self.path(step):
+            # Later deltas do not follow it: training has come back to an earlier checkpoint.
+            self._delete_deltas(later for later in self._steps_of(_DELTA, complete=False) if later >= step)
+        for old in self._chains()[:-keep] if keep else []:
+            self._delete_deltas(old.deltas)
+            self._delete(self.path(old.full))
         # Only TensorFlow's own tools need it.
         with suppress(OSError):
-            self._write_state([self.path(old).name for old in self.steps()])
+            self._write_state([self.path(old).name for old in self._steps_of(_FULL)])
 
     @contextmanager
     def _explaining(self, step: int) -> Iterator[None]:
@@ -139,109 +157,190 @@ class Checkpoints:
             # A full disk should not be filled by what could not be written.
             self._remove_left_behind()
             raise CheckpointError(
-                f"step {step} could not be saved to {self.place}: {_in_a_line(error)}\n"
+                f"step {step} could not be saved to {self.place}: {content.in_a_line(error)}\n"
                 f"  last good checkpoint: {self.newest() or 'none was saved'}"
             ) from error
 
     def keep_only(self, step: int) -> None:
         """Deletes every checkpoint but one."""
         with suppress(OSError):
-            for other in self.steps():
+            for other in self._steps_of(_FULL):
                 if other != step:
-                    self._delete(other)
+                    self._delete(self.path(other))
             self._write_state([self.path(step).name])
 
     def restore(self, stored: Stored) -> Path | None:
-        """Reads the newest undamaged checkpoint completely; warns about each damaged one.
+        """Reads the newest undamaged checkpoint completely, then its deltas; warns about each damaged one.
 
         Args:
             stored: gets the values.
 
         Returns:
-            The checkpoint; None if there is no checkpoint at all.
+            The checkpoint, or the last delta; None if there is no checkpoint at all.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest undamaged one is of another model.
         """
-        found = self._steps_of(CHECKPOINT_FILE)
-        for step in reversed(found):
-            path = self.path(step)
-            self._fetch(step)
+        found = self._chains(complete=False)
+        for chain in reversed(found):
+            path = self.path(chain.full)
+            self._fetch(path)
             try:
-                if differences := _differences(_shapes_in(path), stored.shapes):
+                if differences := content.differences(content.shapes_in(path), stored.shapes):
                     # If it is damaged, they mean nothing.
-                    for name in _shapes_in(path):
-                        tf.train.load_checkpoint(str(path)).get_tensor(name)
+                    content.check_all(path)
                     raise CheckpointError(
                         f"{path} is of another model or optimizer:\n{differences}"
                         "  use another run.dir, or run.resume=never to start anew"
                     )
-                stored.restore(path)
-                return path
-            except _DAMAGE_ERRORS as error:
-                why = type(error).__name__ if step in self.steps() else "its index is missing"
-                warn(f"{path} is damaged; skipped ({why})")
-        if found:
+                return self._restore_chain(stored, path, self._unbroken(chain))
+            except content.DAMAGE_ERRORS as error:
+                warn(f"{path} is damaged; skipped ({self._why(path, error)})")
+        if found or self._steps_of(_DELTA, complete=False):
             raise CheckpointError(
                 f"every checkpoint in {self.place} is damaged; move the folder away or set run.resume=never to start "
                 "anew"
             )
         return None
 
+    def _restore_chain(self, stored: Stored, path: Path, deltas: list[Path]) -> Path:
+        """Reads a checkpoint, and its deltas up to the first damaged one."""
+        while True:
+            try:
+                stored.restore(path, deltas)
+                return [path, *deltas][-1]
+            except content.DAMAGE_ERRORS:
+                good = list(itertools.takewhile(self._is_undamaged, deltas))
+                if len(good) == len(deltas):
+                    raise
+                deltas = good
+
+    def _unbroken(self, chain: Chain) -> list[Path]:
+        """The newest delta of a chain from which it goes back to the full checkpoint, after those before it.
+
+        A delta that did not arrive, of which the next one has all rows, too, is in no way.
+        """
+        follows, left_out = dict[int, int](), set[int]()
+        for step in chain.deltas:
+            try:
+                follows[step] = self._followed_by(step)
+            except content.DAMAGE_ERRORS as error:
+                self._warn_of_delta(self.delta_path(step), error)
+                left_out.add(step)
+        for step in reversed(list(follows)):
+            way = way_to(step, follows)
+            before = follows[way[0]]
+            if before == chain.full:
+                return list(map(self.delta_path, way))
+            if before not in left_out:
+                left_out.add(before)
+                path = self.delta_path(way[0])
+                warn(f"{path} follows step {before}, which is missing; it and later deltas are left out")
+        return []
+
+    def _followed_by(self, step: int) -> int:
+        """The step that the delta of a step follows; raises one of `DAMAGE_ERRORS` if it is damaged."""
+        path = self.delta_path(step)
+        self._fetch(path)
+        if (follows := int(tf.train.load_checkpoint(str(path)).get_tensor(FOLLOWS))) >= step:
+            raise ValueError(f"it follows step {follows}")
+        return follows
+
+    def _is_undamaged(self, delta: Path) -> bool:
+        """Whether all of a delta can be read; warns if not."""
+        try:
+            content.check_all(delta)
+            return True
+        except content.DAMAGE_ERRORS as error:
+            self._warn_of_delta(delta, error)
+            return False
+
+    def _warn_of_delta(self, path: Path, error: Exception) -> None:
+        warn(f"{path} is damaged; it and later deltas are left out ({self._why(path, error)})")
+
+    def _why(self, path: Path, error: Exception) -> str:
+        return type(error).__name__ if f"{path.name}{INDEX_SUFFIX}" in self._names() else "its index is missing"
+
     def read(self, step: int) -> dict[str, np.ndarray] | None:
-        """The values of the checkpoint of a step; None if it is missing or damaged."""
-        self._fetch(step)
-        with suppress(*_DAMAGE_ERRORS):
-            return _values_of(self.path(step))
+        """The values of the checkpoint, or delta, of a step; None if it, or one before it, is missing or damaged."""
+        chain = next((chain for chain in self._chains() if step in (chain.full, *chain.deltas)), None)
+        if chain is None:
+            return None
+        self._fetch(self.path(chain.full))
+        with suppress(*content.DAMAGE_ERRORS):
+            values = content.values_of(self.path(chain.full))
+            if step == chain.full:
+                return values
+            way = way_to(step, {later: self._followed_by(later) for later in chain.deltas if later <= step})
+            if self._followed_by(way[0]) == chain.full:
+                return reduce(replayed, map(content.values_of, map(self.delta_path, way)), values)
         return None
 
     def seed(self) -> int | None:
         """The seed of the run that saved the newest readable checkpoint; None without such a checkpoint."""
         for step in reversed(self.steps()):
-            self._fetch(step)
+            path = self._path_of(step)
+            self._fetch(path)
             # `restore` warns about damaged ones.
-            with suppress(*_DAMAGE_ERRORS):
-                return int(tf.train.load_checkpoint(str(self.path(step))).get_tensor(SEED))
+            with suppress(*content.DAMAGE_ERRORS):
+                return int(tf.train.load_checkpoint(str(path)).get_tensor(SEED))
         return None
 
     def data_state(self, step: int) -> str | None:
         """What was read, at a step, of data that keeps arriving; None if the checkpoint is missing or has none."""
         if step not in self.steps():
             return None
-        self._fetch(step)
-        reader = tf.train.load_checkpoint(str(self.path(step)))
+        self._fetch(path := self._path_of(step))
+        reader = tf.train.load_checkpoint(str(path))
         return reader.get_tensor(DATA_STATE).decode() if reader.has_tensor(DATA_STATE) else None
 
     def tidy(self) -> None:
         """Cleans up after a killed process: finishes a save that was complete, removes the rest."""
         # The next save reports a folder that is not writable.
         with suppress(OSError, CheckpointError):
-            for step in self._steps_of(_SAVED):
+            for match in filter(None, map(_SAVED.fullmatch, sorted(self._names()))):
                 # TensorFlow writes the index last.
-                self._move_into_place(step)
-        oldest = min(self.steps(), default=0)
-        for step in self._steps_of(CHECKPOINT_FILE):
-            # Old checkpoints are deleted index first. A newer one without an index is damaged.
-            if step < oldest:
-                with suppress(OSError):
-                    self._delete(step)
+                self._move_into_place((self.delta_path if match[1] else self.path)(int(match[2])))
+        full = self._steps_of(_FULL)
+        with suppress(OSError):
+            # Without a full checkpoint before them, or in its place, they are of no use.
+            deltas = self._steps_of(_DELTA, complete=False)
+            self._delete_deltas(d for d in deltas if d < min(full, default=0) or d in full)
+            for step in self._steps_of(_FULL, complete=False):
+                # Old checkpoints are deleted index first. A newer one without an index is damaged.
+                if step < min(full, default=0):
+                    self._delete(self.path(step))
         self._remove_left_behind()
 
     def set_aside(self) -> None:
         """Renames the folder, so that a run can start over and nothing is lost."""
-        if self._steps_of(CHECKPOINT_FILE):
+        if any(map(CHECKPOINT_FILE.fullmatch, self._names())):
             names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
             self._rename(next(name for name in names if not self._exists(name)))
 
-    def _steps_of(self, pattern: re.Pattern[str]) -> list[int]:
-        """The steps in the names of the files that match, oldest first."""
-        return sorted({int(match[1]) for name in self._names() if (match := pattern.fullmatch(name))})
+    def _chains(self, *, complete: bool = True) -> list[Chain]:
+        """All chains, oldest first; of complete checkpoints only, or also of what lacks its index."""
+        full, deltas = (self._steps_of(kind, complete=complete) for kind in (_FULL, _DELTA))
+        return chains(full, deltas)
+
+    def _steps_of(self, kind: str, *, complete: bool = True) -> list[int]:
+        """The steps of checkpoints, or of deltas, oldest first; complete ones, or also what lacks its index."""
+        matches = (CHECKPOINT_FILE.fullmatch(name) for name in self._names())
+        wanted = (m for m in matches if m and m[2] == kind and (m[0].endswith(INDEX_SUFFIX) or not complete))
+        return sorted({int(match[3]) for match in wanted})
+
+    def _path_of(self, step: int) -> Path:
+        """The checkpoint of a step if there is one; otherwise, the delta."""
+        return self.path(step) if step in self._steps_of(_FULL) else self.delta_path(step)
+
+    def _target(self, step: int, since: Since | None) -> Path:
+        return self.path(step) if since is None else self.delta_path(step)
 
     def _names(self) -> set[str]:
         """The names of all files."""
         return {path.name for path in self._files()}
 
-    def _fetch(self, step: int) -> None:
+    def _fetch(self, path: Path) -> None:
         """Brings a checkpoint into the folder; here, it is there."""
 
     def _exists(self, name: str) -> bool:
@@ -254,20 +353,20 @@ class Checkpoints:
     def _files(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
-    def _unfinished(self, step: int) -> Path:
-        return self.folder / f"unfinished-{step}"
+    def _unfinished(self, target: Path) -> Path:
+        return target.with_name(f"unfinished-{target.name.removeprefix(f'{_FULL}-')}")
 
-    def _move_into_place(self, step: int) -> None:
+    def _move_into_place(self, target: Path) -> None:
         """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
-        unfinished, target = self._unfinished(step), self.path(step)
+        unfinished = self._unfinished(target)
         Path(f"{target}{INDEX_SUFFIX}").unlink(missing_ok=True)
         # A process that was killed in between has moved the data.
         if data := self._data_of(unfinished):
             for stale in self._data_of(target):
-                if _part(stale).rpartition("-")[2] != _part(data[0]).rpartition("-")[2]:
+                if content.data_part(stale).rpartition("-")[2] != content.data_part(data[0]).rpartition("-")[2]:
                     stale.unlink()
         for path in data:
-            path.replace(f"{target}{_part(path)}")
+            path.replace(f"{target}{content.data_part(path)}")
         Path(f"{unfinished}{INDEX_SUFFIX}").replace(f"{target}{INDEX_SUFFIX}")
 
     def _remove_left_behind(self) -> None:
@@ -282,53 +381,17 @@ class Checkpoints:
         lines += [f"all_model_checkpoint_paths: {json.dumps(name)}\n" for name in kept]
         write_whole(self.folder / "checkpoint", "".join(lines))
 
-    def _delete(self, step: int) -> None:
+    def _delete_deltas(self, steps: Iterable[int]) -> None:
+        # The newest first: what is left is a chain.
+        for step in sorted(steps, reverse=True):
+            self._delete(self.delta_path(step))
+
+    def _delete(self, path: Path) -> None:
         # The index first: a half-deleted checkpoint no longer counts.
-        Path(f"{self.path(step)}{INDEX_SUFFIX}").unlink(missing_ok=True)
-        for path in self._data_of(self.path(step)):
-            path.unlink(missing_ok=True)
+        Path(f"{path}{INDEX_SUFFIX}").unlink(missing_ok=True)
+        for data in self._data_of(path):
+            data.unlink(missing_ok=True)
 
     def _data_of(self, prefix: Path) -> list[Path]:
         """The files with the data of a checkpoint; every task that wrote one has some."""
         return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
-
-
-def _values_of(path: Path) -> dict[str, np.ndarray]:
-    """All values of a model in a checkpoint."""
-    reader = tf.train.load_checkpoint(str(path))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name not in BESIDE}
-
-
-def _in_a_line(error: tf.errors.OpError | OSError) -> str:
-    text = error.strerror if isinstance(error, OSError) else reason(error)
-    return " ".join(str(text).split())
-
-
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all values of a model in a checkpoint, by name."""
-    shapes = tf.train.load_checkpoint(str(path)).get_variable_to_shape_map()
-    return {name: tuple(shape) for name, shape in shapes.items() if name not in BESIDE}
-
-
-def _differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Lines that say how the values of a checkpoint differ from those of the model; empty if they do not."""
-    differences = {
-        "missing": sorted(shapes.keys() - saved.keys()),
-        "unexpected": sorted(saved.keys() - shapes.keys()),
-        "of another shape": [
-            f"{name} {saved[name]} (the model has {shapes[name]})"
-            for name in sorted(shapes.keys() & saved.keys())
-            if not _fits(saved[name], shapes[name])
-        ],
-    }
-    return "".join(f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names)
-
-
-def _fits(saved: Sequence[int], shape: Sequence[int | None]) -> bool:
-    """Whether a saved value has a shape, in which None stands for any number."""
-    return len(saved) == len(shape) and all(wanted in (None, size) for size, wanted in zip(saved, shape))
-
-
-def _part(path: Path) -> str:
-    """The suffix of a file with data: `.data-00000-of-00002`."""
-    return path.name[path.name.index(".data-") :]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 OWNER_ONLY = 0o700
 INDEX_SUFFIX = ".index"
-CHECKPOINT_FILE = re.compile(r"ckpt-(\d+)\.(?:index|data-\d+-of-\d+)")
+#: A file of a checkpoint or a delta: its name without a suffix, its kind, its global step.
+CHECKPOINT_FILE = re.compile(r"((ckpt|delta)-(\d+))\.(?:index|data-\d+-of-\d+)")
 #: Files that an unfinished save leaves behind: kdist's and TensorFlow's.
 LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.checkpoint")
 

@@ -196,7 +196,7 @@ class Mirror:
             if name.endswith(UNFINISHED_SUFFIX):
                 self.delete([path])
             if (match := CHECKPOINT_FILE.fullmatch(path.name)) and self._name(
-                path.with_name(f"ckpt-{match[1]}{INDEX_SUFFIX}")
+                path.with_name(f"{match[1]}{INDEX_SUFFIX}")
             ) not in self._sizes:
                 self.delete([path])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from kdist.cluster.bounded import in_thread
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError
+from kdist.parameters.changes import Since
 from kdist.run.checkpoint import Checkpoints, Stored
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX
 from kdist.run.mirror import Mirror
@@ -60,9 +61,9 @@ class MirroredCheckpoints(Checkpoints):
         if self.folder.exists():
             super()._rename(name)
 
-    def _fetch(self, step: int) -> None:
+    def _fetch(self, path: Path) -> None:
         """Downloads a checkpoint that is not here."""
-        index, *data = self._objects(step)
+        index, *data = self._objects(path)
         if index.exists() or index.name not in self._mirror.names_in(self.folder):
             return
         try:
@@ -70,45 +71,45 @@ class MirroredCheckpoints(Checkpoints):
         except StorageError as error:
             raise CheckpointError(f"{self.place}/{index.stem} cannot be downloaded: {error}") from None
 
-    def begin_save(self, step: int, stored: Stored) -> Future[None]:
-        written = super().begin_save(step, stored)
+    def begin_save(self, step: int, stored: Stored, *, since: Since | None = None) -> Future[None]:
+        written = super().begin_save(step, stored, since=since)
 
         def upload() -> None:
             written.result()
-            self._move_into_place(step)
+            self._move_into_place(self._target(step, since))
 
         return in_thread(upload)
 
-    def _move_into_place(self, step: int) -> None:
-        if not Path(f"{self._unfinished(step)}{INDEX_SUFFIX}").exists():
+    def _move_into_place(self, target: Path) -> None:
+        if not Path(f"{self._unfinished(target)}{INDEX_SUFFIX}").exists():
             # A thread has uploaded it.
             return
-        super()._move_into_place(step)
-        index, *stale = self._objects(step)
-        data = self._data_of(self.path(step))
+        super()._move_into_place(target)
+        index, *stale = self._objects(target)
+        data = self._data_of(target)
         try:
             self._mirror.delete([index, *stale])
             self._mirror.upload([*data, index])
         except StorageError as error:
             raise CheckpointError(
-                f"step {step} could not be uploaded: {error}\n  it stays in {self.path(step)}\n"
+                f"step {target.name.rpartition('-')[2]} could not be uploaded: {error}\n  it stays in {target}\n"
                 f"  if the run ends, copy its files to {self.place}, or the same run.dir resumes from an earlier step"
             ) from None
 
-    def _delete(self, step: int) -> None:
+    def _delete(self, path: Path) -> None:
         try:
-            self._mirror.delete(self._objects(step))
+            self._mirror.delete(self._objects(path))
         except StorageError as error:
             # The next save tries again.
-            warn(f"{self.place}/{self.path(step).name} could not be deleted: {error}")
-        super()._delete(step)
+            warn(f"{self.place}/{path.name} could not be deleted: {error}")
+        super()._delete(path)
 
-    def _objects(self, step: int) -> list[Path]:
+    def _objects(self, path: Path) -> list[Path]:
         """The index of a checkpoint, and its files with data that are at the URL."""
-        index = Path(f"{self.path(step)}{INDEX_SUFFIX}")
+        index = Path(f"{path}{INDEX_SUFFIX}")
         names = [
             name
             for name in self._mirror.names_in(self.folder)
-            if (match := CHECKPOINT_FILE.fullmatch(name)) and int(match[1]) == step and name != index.name
+            if (match := CHECKPOINT_FILE.fullmatch(name)) and match[1] == path.name and name != index.name
         ]
         return [index, *(self.folder / name for name in sorted(names))]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import numpy as np
 
 from kdist.errors import CheckpointError, ClusterError
 from kdist.model.names import GLOBAL_STEP
+from kdist.parameters.changes import Since
 from kdist.run.run_lock import check_not_taken_over
 
 if TYPE_CHECKING:
@@ -20,60 +22,99 @@ if TYPE_CHECKING:
     from kdist.strategies.base import Strategy
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint that is to be written.
+
+    Attributes:
+        step: of its values.
+        since: what it follows if it is a delta.
+        ends: what a delta that follows it has to know; None if there can be none.
+        written: raises what was wrong.
+    """
+
+    step: int
+    since: Since | None
+    ends: Since | None
+    written: Future[None] = field(default_factory=Future)
+
+
 class Saves:
     """Saves the present step, at once or in the background, and knows what is saved.
 
     Args:
         checkpoints: where checkpoints go.
-        has_saved: called with the step and the path of each complete checkpoint.
+        has_saved: called with the step and the path of each complete checkpoint, and whether it is a delta.
 
     Attributes:
         newest: the step of the newest complete checkpoint that this session has saved or restored.
         diverged: whether the parameters are worthless, so that there is nothing to save.
     """
 
-    def __init__(self, checkpoints: Checkpoints, has_saved: Callable[[int, Path], None]) -> None:
+    def __init__(self, checkpoints: Checkpoints, has_saved: Callable[[int, Path, bool], None]) -> None:
         self.newest: int | None = None
         self.diverged = False
         self._checkpoints = checkpoints
         self._has_saved = has_saved
-        self._begun: tuple[int, Future[None]] | None = None
+        self._begun: _Begun | None = None
+        #: What the next delta would follow; None if the next checkpoint has to be a full one.
+        self._since: Since | None = None
+        #: How many deltas came after the full checkpoint.
+        self._num_deltas = 0
 
-    def is_saved(self, strategy: Strategy) -> bool:
-        """Whether there is nothing to save."""
-        return self.diverged or self.newest == strategy.global_step()
+    def is_saved(self, strategy: Strategy, *, in_full: bool = False) -> bool:
+        """Whether there is nothing to save, also if a delta of the present step would not do."""
+        has_step = self.newest == strategy.global_step() and not (in_full and self._num_deltas)
+        return self.diverged or has_step
 
-    def save(self, strategy: Strategy, *, keep: int) -> None:
-        """Saves the present step, unless it is saved."""
+    def save(self, strategy: Strategy, *, keep: int, full_every: int = 1) -> None:
+        """Saves the present step, unless it is saved.
+
+        Args:
+            full_every: every so many checkpoints one is full, and the others are deltas.
+        """
         self.finish(strategy, keep=keep)
-        if not self.is_saved(strategy):
-            step = self._step_of(strategy)
-            self._complete(step, self._checkpoints.save(step, strategy, keep=keep))
+        if not self.is_saved(strategy, in_full=full_every == 1):
+            begun = self._begin(strategy, full_every)
+            self._complete(begun, self._checkpoints.save(begun.step, strategy, keep=keep, since=begun.since))
 
-    def begin(self, strategy: Strategy) -> None:
+    def begin(self, strategy: Strategy, *, full_every: int = 1) -> None:
         """Copies the values of the present step; they are written while training continues."""
         self.finish(strategy, keep=None)
-        step = self._step_of(strategy)
-        self._begun = step, self._checkpoints.begin_save(step, strategy)
+        begun = self._begin(strategy, full_every)
+        written = self._checkpoints.begin_save(begun.step, strategy, since=begun.since)
+        self._begun = replace(begun, written=written)
 
     def finish(self, strategy: Strategy, *, keep: int | None, wait: bool = True) -> bool:
         """Completes the checkpoint that is being written, once it is; returns whether it is complete now.
 
         Args:
-            keep: how many checkpoints to keep; all of them if None.
+            keep: how many full checkpoints to keep; all of them if None.
             wait: whether to wait for it.
         """
-        if self._begun is None or not (wait or self._begun[1].done()):
+        if self._begun is None or not (wait or self._begun.written.done()):
             return False
-        (step, written), self._begun = self._begun, None
-        wait_for_it = partial(strategy.wait_for, written)
-        self._complete(step, self._checkpoints.finish_save(step, wait_for_it, keep=keep))
+        begun, self._begun = self._begun, None
+        wait_for_it = partial(strategy.wait_for, begun.written)
+        self._complete(begun, self._checkpoints.finish_save(begun.step, wait_for_it, keep=keep, since=begun.since))
         return True
+
+    def restored(self, step: int | None) -> None:
+        """The values are those of a checkpoint of a step; None: of no step. The next one has to be a full one."""
+        self.newest, self._since, self._num_deltas = step, None, 0
+
+    def written(self, names: Iterable[str], strategy: Strategy) -> None:
+        """Values were set; if they are of tables, the next checkpoint has to be a full one."""
+        if any(name in strategy.by_rows for name in names):
+            self._since = None
+            if self._begun is not None:
+                self._begun = replace(self._begun, ends=None)
 
     def restore_values(self, strategy: Strategy, others: Checkpoints) -> None:
         """Gives the present step the values of the newest of other checkpoints; it has to be saved again."""
         self.finish(strategy, keep=None)
-        step, self.newest = strategy.global_step(), None
+        step = strategy.global_step()
+        self.restored(None)
         if others.restore(strategy) is None:
             raise CheckpointError(f"there is no checkpoint in {others.place}, where the values were")
         strategy.write({GLOBAL_STEP: np.array(step, np.int64)})
@@ -84,11 +125,17 @@ class Saves:
             self.finish(strategy, keep=None, wait=cluster_is_there)
         self._begun = None
 
-    def _step_of(self, strategy: Strategy) -> int:
+    def _begin(self, strategy: Strategy, full_every: int) -> _Begun:
         check_not_taken_over(self._checkpoints.folder.parent)
         # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
-        return strategy.global_step()
+        step = strategy.global_step()
+        # If a full one fails, the next one has to be full, too: servers forget what they have evicted.
+        self._since = self._since if self._num_deltas + 1 < full_every else None
+        ended = strategy.next_interval(None if self._since is None else self._since.interval)
+        return _Begun(step, self._since, None if ended is None else Since(step, ended))
 
-    def _complete(self, step: int, path: Path) -> None:
-        self.newest = step
-        self._has_saved(step, path)
+    def _complete(self, begun: _Begun, path: Path) -> None:
+        is_delta = begun.since is not None
+        self.newest, self._since = begun.step, begun.ends
+        self._num_deltas = self._num_deltas + 1 if is_delta else 0
+        self._has_saved(begun.step, path, is_delta)

@@ -59,10 +59,10 @@ class AllReduce(StoreBackedStrategy):
         for other in self._stores[1:]:
             other.write(values)
 
-    def restore(self, path: Path) -> None:
-        super().restore(path)
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        super().restore(path, deltas)
         for other in self._stores[1:]:
-            other.restore(path)
+            other.restore(path, deltas)
 
     def stop(self) -> None:
         self._iterators.clear()

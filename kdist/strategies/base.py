@@ -19,6 +19,7 @@ from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup
+from kdist.parameters.changes import Since
 from kdist.parameters.placement import PlacementPlan
 from kdist.strategies.traced_calls import StepLogs
 
@@ -83,6 +84,7 @@ class TrainingSpec:
         stays_on_servers: whether the model, built, is too large for the chief.
         steps_per_epoch: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
+        saves_deltas: whether it is marked which rows of tables change, so that checkpoints can be deltas.
     """
 
     model: keras.Model
@@ -97,6 +99,7 @@ class TrainingSpec:
     stays_on_servers: Callable[[], bool] = lambda: False
     steps_per_epoch: int | None = None
     data_begins_at: int = 0
+    saves_deltas: bool = False
 
     @property
     def first_step(self) -> int:
@@ -210,14 +213,31 @@ class Strategy(abc.ABC):
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name."""
 
+    @property
+    def by_rows(self) -> frozenset[str]:
+        """The names of the values of which a delta has only the rows that have changed."""
+        return frozenset()
+
+    def next_interval(self, since: int | None) -> int | None:
+        """Begins the next interval between saves; waits until nothing is in flight.
+
+        Args:
+            since: the interval after which the next delta has what changed; None if there is no such delta.
+
+        Returns:
+            The number of the interval that it ends, for `Since`; None if every checkpoint is to be a full one.
+        """
+        return None
+
     @abc.abstractmethod
-    def save(self, prefix: Path) -> None:
+    def save(self, prefix: Path, since: Since | None = None) -> None:
         """Writes everything that training changes, and the seed, as a TensorFlow checkpoint.
 
         Waits until nothing is in flight, as `restore` does.
 
         Args:
             prefix: of its files.
+            since: of tables, only the rows that have changed since then are written: a delta.
 
         Raises:
             NonFiniteError: a value is NaN or infinite; nothing is written.
@@ -225,7 +245,7 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin_save(self, prefix: Path) -> Future[None]:
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
         """As `save`, of the present values, which may change as soon as it returns.
 
         Returns:
@@ -245,11 +265,14 @@ class Strategy(abc.ABC):
         """Sets parameters to their moving averages, if the optimizer keeps any, as Keras does at the end of `fit`."""
 
     @abc.abstractmethod
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         """Reads everything that training changes from a checkpoint, except for the learning rate.
 
+        Args:
+            deltas: what is read on top of it, in this order.
+
         Raises:
-            tf.errors.OpError: the checkpoint is damaged; some values may have been read.
+            tf.errors.OpError: the checkpoint, or a delta, is damaged; some values may have been read.
         """
 
     def check_values(self, values: Mapping[str, np.ndarray]) -> None:

@@ -7,7 +7,7 @@ by a small all-reduce, what comes next, so that all of them take part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from pathlib import Path
@@ -114,8 +114,8 @@ class MultiWorkerMirrored(AllReduce):
         super().write(values)
         self._share_with_all()
 
-    def restore(self, path: Path) -> None:
-        super().restore(path)
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        super().restore(path, deltas)
         self._share_with_all()
 
     def stop(self) -> None:

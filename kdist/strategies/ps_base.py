@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from kdist.dispatch.health import Supervisor, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_lost
 from kdist.errors import ClusterError, TaskError
 from kdist.model.train_step import overrides_train_step
+from kdist.parameters.changes import Since
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.transport import Wire
@@ -177,11 +178,17 @@ class PsStrategy(StoreBackedStrategy):
         self.drain()
         self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))
 
-    def save(self, prefix: Path) -> None:
-        self._on_files(lambda: super(PsStrategy, self).save(prefix), "save")
+    def next_interval(self, since: int | None) -> int | None:
+        self.drain()
+        return self._watched(lambda: super(PsStrategy, self).next_interval(since), "next_interval")
 
-    def begin_save(self, prefix: Path) -> Future[None]:
-        write = self._on_files(lambda: self._at_rest().files.begin_save(prefix, self._beside), "begin_save")
+    def save(self, prefix: Path, since: Since | None = None) -> None:
+        self._on_files(lambda: super(PsStrategy, self).save(prefix, since), ("save", since is None))
+
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+        write = self._on_files(
+            lambda: self._at_rest().files.begin_save(prefix, self._beside, since), ("begin_save", since is None)
+        )
         self._save_begun = self._running().start(write, "finish_save")
         return self._save_begun
 
@@ -197,10 +204,10 @@ class PsStrategy(StoreBackedStrategy):
         self.drain()
         self._watched(super().use_averages, "use_averages")
 
-    def restore(self, path: Path) -> None:
-        self._on_files(lambda: super(PsStrategy, self).restore(path), "restore")
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        self._on_files(lambda: super(PsStrategy, self).restore(path, deltas), ("restore", bool(deltas)))
 
-    def _on_files(self, function: Callable[[], T], kind: str) -> T:
+    def _on_files(self, function: Callable[[], T], kind: Hashable) -> T:
         """As `_watched`, but what is wrong with a file is not an error of a task."""
         self.drain()
         with self._of_files():

@@ -29,6 +29,7 @@ from kdist.model.loss_weights import LossWeights
 from kdist.model.names import DATA_STATE, GLOBAL_STEP, SEED, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
+from kdist.parameters.changes import Since
 from kdist.parameters.histograms import Histograms
 from kdist.parameters.packing import ModelVariables
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place, wrong_id
@@ -152,11 +153,18 @@ class StoreBackedStrategy(Strategy):
         if GLOBAL_STEP in values:
             self._continue_at(int(values[GLOBAL_STEP]))
 
-    def save(self, prefix: Path) -> None:
-        self._at_rest().files.save(prefix, self._beside)
+    @property
+    def by_rows(self) -> frozenset[str]:
+        return self._store.deltas.names
 
-    def begin_save(self, prefix: Path) -> Future[None]:
-        return in_thread(self._at_rest().files.begin_save(prefix, self._beside))
+    def next_interval(self, since: int | None) -> int | None:
+        return self._at_rest().deltas.next_interval(since)
+
+    def save(self, prefix: Path, since: Since | None = None) -> None:
+        self._at_rest().files.save(prefix, self._beside, since)
+
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+        return in_thread(self._at_rest().files.begin_save(prefix, self._beside, since))
 
     @property
     def _beside(self) -> dict[str, np.ndarray]:
@@ -175,8 +183,8 @@ class StoreBackedStrategy(Strategy):
     def use_averages(self) -> None:
         self._at_rest().use_averages()
 
-    def restore(self, path: Path) -> None:
-        self._at_rest().restore(path)
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        self._at_rest().restore(path, deltas)
         self._continue_at(self._store.counters.global_step())
 
     def _continue_at(self, step: int) -> None:
@@ -284,7 +292,7 @@ class PreparedTraining:
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
         )
-        store = ParameterStore(variables, step.updates, devices, plan, wire)
+        store = ParameterStore(variables, step.updates, devices, plan, wire, marks_changes=self.spec.saves_deltas)
         call(store.fill)
         return store
 

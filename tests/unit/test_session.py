@@ -8,6 +8,7 @@ from fakes import CountingStrategy, FakeCheckpoints, FakeClock, Recorder, make_s
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
 from kdist.hooks import CheckpointSaver, Hook, LoggingTensor, NanTensor, StepCounter, StopAtStep, SummarySaver
+from kdist.hooks.base import RunContext, RunValues
 
 
 def test_hooks_are_called_in_the_order_of_the_contract() -> None:
@@ -103,6 +104,111 @@ def test_does_not_save_a_step_twice() -> None:
     assert resumed.checkpoints.saved == []
 
 
+class Chained(FakeCheckpoints):
+    """Notes the names of what is saved."""
+
+    def __init__(self, *failing: int) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._failing = list(failing)
+
+    def save(self, step: int, stored: Any, *, keep: int, since: Any = None) -> Path:
+        if step in self._failing:
+            raise CheckpointError(f"step {step} could not be saved")
+        path = super().save(step, stored, keep=keep, since=since)
+        self.names.append(path.name if since is None else f"{path.name} after {since.step}")
+        return path
+
+
+class GotDeltas(Hook):
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def after_delta(self, path: Path) -> None:
+        self.paths.append(path.name)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_between_full_checkpoints_there_are_deltas_and_the_last_one_is_full(background: bool) -> None:
+    got = GotDeltas()
+    saver = CheckpointSaver(every_steps=10, full_every=3, background=background)
+    session = run_all(make_session([saver, got, StopAtStep(last_step=50)], checkpoints=Chained()))
+    assert session.checkpoints.names == [
+        "ckpt-0",
+        "delta-10 after 0",
+        "delta-20 after 10",
+        "ckpt-30",
+        "delta-40 after 30",
+        "delta-50 after 40",
+        "ckpt-50",
+    ]
+    assert got.paths == ["delta-10", "delta-20", "delta-40", "delta-50"]
+    # Servers keep what the next delta needs, and no more.
+    assert session.strategy.intervals == [None, 1, 2, None, 4, 5, None]
+
+
+def test_the_first_checkpoint_of_a_resumed_run_is_full() -> None:
+    hooks: list[Hook] = [CheckpointSaver(every_steps=10, full_every=9), StopAtStep(last_step=40)]
+    checkpoints = Chained()
+    checkpoints.restorable = 20
+    run_all(make_session(hooks, checkpoints=checkpoints))
+    assert checkpoints.names == ["ckpt-30", "delta-40 after 30", "ckpt-40"]
+
+
+def test_a_delta_that_fails_is_caught_up_and_a_full_one_that_fails_is_repeated() -> None:
+    hooks: list[Hook] = [CheckpointSaver(every_steps=10, full_every=3), StopAtStep(last_step=70)]
+    with pytest.warns(UserWarning, match="could not be saved"):
+        session = run_all(make_session(hooks, checkpoints=Chained(10, 40)))
+    assert session.checkpoints.names == [
+        "ckpt-0",
+        "delta-20 after 0",
+        "delta-30 after 20",
+        "ckpt-50",
+        "delta-60 after 50",
+        "delta-70 after 60",
+        "ckpt-70",
+    ]
+
+
+@pytest.mark.parametrize(("name", "follows"), [("parameters/table", "ckpt-30"), ("learning_rate", "delta-30 after 20")])
+def test_after_rows_of_tables_were_set_the_next_checkpoint_is_full(name: str, follows: str) -> None:
+    class Writes(Hook):
+        def after_run(self, context: RunContext, values: RunValues) -> None:
+            if values.global_step == 25:
+                context.session.write({name: 0.5})
+
+        def due_in(self, step: int) -> int:
+            return 25 - step % 25
+
+    hooks: list[Hook] = [Writes(), CheckpointSaver(every_steps=10, full_every=9), StopAtStep(last_step=30)]
+    strategy = CountingStrategy()
+    strategy.check_values = lambda values: None  # type: ignore[method-assign]
+    session = run_all(make_session(hooks, strategy, checkpoints=Chained()))
+    assert session.checkpoints.names[3] == follows
+
+
+def test_a_checkpoint_that_the_user_saves_is_full_and_what_a_signal_leaves_may_be_a_delta() -> None:
+    class Saves(Hook):
+        def after_run(self, context: RunContext, values: RunValues) -> None:
+            if values.global_step == 15:
+                context.session.save(keep=5)
+            if values.global_step == 25:
+                context.session.interrupt("SIGTERM")  # type: ignore[attr-defined]
+
+        def due_in(self, step: int) -> int:
+            return 5 - step % 5
+
+    hooks: list[Hook] = [Saves(), CheckpointSaver(every_steps=10, full_every=9), StopAtStep(last_step=99)]
+    session = run_all(make_session(hooks, checkpoints=Chained()))
+    assert session.checkpoints.names == [
+        "ckpt-0",
+        "delta-10 after 0",
+        "ckpt-15",
+        "delta-20 after 15",
+        "delta-25 after 20",
+    ]
+
+
 class FullDisk(FakeCheckpoints):
     """Checkpoints that cannot save some steps."""
 
@@ -110,7 +216,7 @@ class FullDisk(FakeCheckpoints):
         super().__init__()
         self._steps = steps
 
-    def save(self, step: int, values: Mapping[str, Any], *, keep: int) -> Path:
+    def save(self, step: int, values: Mapping[str, Any], *, keep: int, since: Any = None) -> Path:
         if step in self._steps:
             raise CheckpointError(f"step {step} could not be saved to D: no space\n  last good checkpoint: ckpt-1")
         return super().save(step, values, keep=keep)

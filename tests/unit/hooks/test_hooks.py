@@ -35,6 +35,7 @@ from kdist.hooks import (
     SummarySaver,
 )
 from kdist.hooks.base import RunContext, RunValues
+from kdist.parameters.changes import Since
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.base import Strategy
 
@@ -181,7 +182,7 @@ class LateStrategy(CountingStrategy):
 
     written: Future[None]
 
-    def begin_save(self, prefix: Path) -> Future[None]:
+    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
         self.written = Future()
         return self.written
 

@@ -24,7 +24,7 @@ DIM = 3
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DynamicTable, "reserved_bytes", 4 * (4 * DIM * 4 + 28))
+    monkeypatch.setattr(DynamicTable, "reserved_bytes", 4 * (4 * DIM * 4 + 32))
     monkeypatch.setattr(DynamicTable, "sweep_rows", 8)
 
 

@@ -20,6 +20,7 @@ from helpers import wait_until
 
 from kdist.cluster.bounded import in_thread
 from kdist.errors import CheckpointError, ConfigError, KdistError
+from kdist.parameters.changes import Since
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
@@ -90,15 +91,15 @@ class Values:
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def save(self, prefix: Path) -> None:
+    def save(self, prefix: Path, since: Any = None) -> None:
         for part in (0, 1):
             Path(f"{prefix}.data-0000{part}-of-00002").write_text(f"data of {self._step}")
         Path(f"{prefix}.index").write_text(f"index of {self._step}")
 
-    def begin_save(self, prefix: Path) -> Future[None]:
+    def begin_save(self, prefix: Path, since: Any = None) -> Future[None]:
         return in_thread(lambda: self.save(prefix))
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, deltas: Any = ()) -> None:
         raise NotImplementedError
 
 
@@ -421,6 +422,37 @@ def test_a_save_in_the_background_is_uploaded_there(storage: type[FaultyStorage]
             checkpoints_of(of).finish_save(4, written.result, keep=1)
         storage.fault = None
         assert objects().items() >= files_of(3).items()
+
+
+def test_deltas_are_uploaded_fetched_and_deleted_as_checkpoints_are(
+    storage: type[FaultyStorage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> set[str]:
+        return {name.partition("/")[2] for name in objects() if name.endswith(".index")}
+
+    with mirror() as entered:
+        checkpoints = checkpoints_of(entered)
+        save(entered, 10)
+        checkpoints.save(20, Values(20), since=Since(10, 1))
+        written = checkpoints.begin_save(30, Values(30), since=Since(20, 2))
+        written.result()
+        assert names() == {"ckpt-10.index", "delta-20.index", "delta-30.index"}
+        assert checkpoints.finish_save(30, written.result, since=Since(20, 2)) == checkpoints.delta_path(30)
+    move_to_another_machine(monkeypatch, tmp_path)
+    with mirror() as entered:
+        checkpoints = checkpoints_of(entered)
+        assert checkpoints.newest() == checkpoints.delta_path(30)
+        assert not checkpoints.folder.exists()
+        checkpoints._fetch(checkpoints.delta_path(30))
+        assert {path.name for path in checkpoints.folder.iterdir()} == {
+            *(f"delta-30.data-0000{part}-of-00002" for part in (0, 1)),
+            "delta-30.index",
+        }
+        storage.operations.clear()
+        save(entered, 40, keep=1)
+        deleted = [n for operation, n in storage.operations if operation == "rm_file" and n.endswith(".index")]
+        assert deleted == [f"checkpoints/{name}.index" for name in ("delta-30", "delta-20", "ckpt-10")]
+        assert names() == {"ckpt-40.index"}
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning_and_goes_later(storage: type[FaultyStorage]) -> None:
