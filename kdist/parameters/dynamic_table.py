@@ -62,9 +62,8 @@ class DynamicTable:
         evicted: ids that have lost their rows; None if nobody asks.
     """
 
-    #: What the rows of all groups on a server have room for at first, in bytes. Memory is taken when rows are written.
-    #: When a table outgrows it, its rows move to where there is room, and TensorFlow keeps the old place for later.
-    #: More at first would count as used where TensorFlow limits the memory of a process.
+    #: What the rows of all groups on a server have room for at first, in bytes; they take memory when they are written.
+    #: Rows that outgrow it move, and TensorFlow keeps the old place for later; more would count as used at once.
     reserved_bytes: ClassVar[int] = 1 << 30
     #: Rows that a sweep looks at while it holds the lock.
     sweep_rows: ClassVar[int] = 1 << 14
@@ -152,7 +151,9 @@ class DynamicTable:
         rows = self._find(keys)
         if inserts:
             rows = tf.cond(
-                tf.reduce_any(rows < 0), lambda: self._insert(keys, self._tables_of(counts, keys), step), lambda: rows
+                tf.reduce_any(rows < 0),
+                lambda: self._insert(keys, tf.repeat(tf.range(self.num_tables), counts), step),
+                lambda: rows,
             )
         vectors = self.vectors.sparse_read(tf.maximum(rows, 0))
         return tf.where(rows[:, tf.newaxis] < 0, tf.zeros([], vectors.dtype), vectors)
@@ -285,11 +286,6 @@ class DynamicTable:
     def _growing(self, row_shape: tuple[int, ...], dtype: tf.DType) -> tf.Variable:
         return growing_variable(row_shape, dtype, self._capacity_at_first)
 
-    def _tables_of(self, counts: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-        if self.num_tables == 1:
-            return tf.zeros_like(keys, tf.int32)
-        return tf.repeat(tf.range(self.num_tables), counts)
-
     def _admitted(self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
         """Which keys are new and get a row: bool `[n]`."""
         admission = self._admission
@@ -323,8 +319,7 @@ class DynamicTable:
     def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
         """Makes room for at least `needed` rows, of which `used` have values."""
         # By less than 2, so that what is given up is, together, soon large enough to be used again.
-        present = self._capacity.read_value()
-        capacity = tf.maximum(present + present // 2, needed)
+        capacity = tf.maximum(self._capacity.read_value() * 3 // 2, needed)
         for variable in [self._free, *(column.variable for column in self.columns.values())]:
             resize(variable, used, capacity, self.sweep_rows)
         return self._capacity.assign(capacity)

@@ -72,6 +72,7 @@ def test_criteo_generates_clicks(tmp_path: Path) -> None:
     assert any(f"| progressive_auc {metrics['train']['progressive_auc']:.4f} |" in line for line in lines)
 
 
+@pytest.mark.long
 def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()

@@ -327,6 +327,7 @@ class LooksAt(keras.callbacks.Callback):
         self.model.layers[self.layer].get_weights()
 
 
+@pytest.mark.long
 def test_callbacks_see_what_of_a_large_model_is_here(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(NamedValues, "_read_large", lambda values, *arguments: read.append(arguments))
@@ -346,6 +347,7 @@ def test_callbacks_see_what_of_a_large_model_is_here(run_dir: Path, monkeypatch:
         trainer.fit(x, y, 16, epochs=3, verbose=0, callbacks=LooksAt(0))
 
 
+@pytest.mark.long
 def test_moving_averages_are_what_is_evaluated_of_a_model_that_stayed(run_dir: Path) -> None:
     def build_with_averages() -> keras.Model:
         model = build()
@@ -415,6 +417,7 @@ class WholeWhenEvaluated(keras.Model):
         return self.head(rows)
 
 
+@pytest.mark.long
 def test_an_evaluation_that_needs_a_whole_table_gets_it(run_dir: Path) -> None:
     def build_it() -> keras.Model:
         keras.utils.set_random_seed(4)

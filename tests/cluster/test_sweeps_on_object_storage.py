@@ -55,6 +55,7 @@ def test_a_sweep_is_in_the_bucket_and_known_on_another_machine(
     assert not list(tmp_path.glob("s3*"))
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_goes_on_where_it_was_on_another_machine(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
