@@ -126,16 +126,18 @@ class _DownloadedCheckpoints(Checkpoints):
         return f"{self._storage.url}/{self.folder.name}"
 
     def read(self, step: int) -> dict[str, np.ndarray] | None:
-        names = [name for name in self._names() if (found := CHECKPOINT_FILE.fullmatch(name)) and int(found[1]) == step]
         try:
-            for name in names:
-                self._storage.download(f"{self.folder.name}/{name}", self.folder / name)
             return super().read(step)
         except NotThereError:
             # Deleted meanwhile.
             return None
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _fetch(self, path: Path) -> None:
+        for name in self._names():
+            if (found := CHECKPOINT_FILE.fullmatch(name)) and found[1] == path.name:
+                self._storage.download(f"{self.folder.name}/{name}", self.folder / name)
 
     def _names(self) -> set[str]:
         start = f"{self.folder.name}/"

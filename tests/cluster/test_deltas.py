@@ -65,6 +65,7 @@ def assert_same_bits(ours: dict[str, np.ndarray] | None, theirs: dict[str, np.nd
         np.testing.assert_array_equal(value, theirs[name], err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "background", "other"), [("sync_replicas", False, "local"), ("parameter_server", True, "3ps1w")]
 )

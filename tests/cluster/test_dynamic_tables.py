@@ -54,6 +54,7 @@ def rows_of(model: keras.Model) -> list[np.ndarray]:
     return [array for layer in of_layers for array in (layer.ids, layer.rows)]
 
 
+@pytest.mark.long
 def test_synchronous_training_has_the_same_rows_on_any_number_of_servers(run_dir: Path) -> None:
     def train(cluster: str, steps: int, folder: Path, **options: Any) -> kdist.Trainer:
         trainer = kdist.Trainer(
@@ -102,14 +103,14 @@ class Sum(keras.Model):
         return keras.ops.sum(self.table(ids), (1, 2))[:, None]
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
 def test_workers_that_bring_the_same_new_ids_give_each_one_row_and_lose_no_update(strategy: str, run_dir: Path) -> None:
     def make() -> keras.Model:
         model = Sum()
         model.compile(keras.optimizers.SGD(0.5), loss=lambda y, y_pred: keras.ops.sum(y_pred) / 8.0)
         return model
 
-    steps = 600 if strategy == "parameter_server" else 200
+    steps = 300 if strategy == "parameter_server" else 200
     kdist.Trainer(make, "2ps3w", strategy, run_dir=run_dir, steps_per_call=8).fit(collisions, steps=steps, verbose=0)
     reader = tf.train.load_checkpoint(str(run_dir / "checkpoints" / f"ckpt-{steps}"))
     ids = reader.get_tensor("parameters/table/embeddings_ids")
@@ -126,6 +127,7 @@ def test_workers_that_bring_the_same_new_ids_give_each_one_row_and_lose_no_updat
     np.testing.assert_allclose(reader.get_tensor("parameters/table/embeddings"), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_servers_evict_while_workers_train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweeper, "pause_secs", 0.05)
 
