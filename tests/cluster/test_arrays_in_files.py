@@ -140,6 +140,7 @@ class MappedFiles(kdist.hooks.Hook):
         (session.run_dir / "mapped").write_text(str(str(self.path) in Path("/proc/self/maps").read_text()))
 
 
+@pytest.mark.long
 def test_workers_in_processes_of_their_own_map_an_npz_file(run_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     # The half of each worker is too large for one piece.

@@ -211,6 +211,7 @@ def build_wide() -> keras.Model:
     return model
 
 
+@pytest.mark.long
 def test_servers_make_all_large_variables_whatever_their_initializers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_starting_over_sets_checkpoints_in_the_bucket_aside() -> None:
     assert not files_of(20) & names()
 
 
+@pytest.mark.long
 def test_the_command_line(tmp_path: Path) -> None:
     part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
     arguments = ["+recipe=mnist", "cluster=local", part, "run.dir=gs://bucket/mnist"]

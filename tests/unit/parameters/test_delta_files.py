@@ -128,7 +128,10 @@ def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray])
         np.testing.assert_array_equal(value, theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize(("optimizer", "num_servers"), [(keras.optimizers.Adagrad, 3), (keras.optimizers.Adam, 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "num_servers"),
+    [(keras.optimizers.Adagrad, 3), pytest.param(keras.optimizers.Adam, 1, marks=pytest.mark.long)],
+)
 def test_a_full_checkpoint_and_its_deltas_have_the_bits_of_a_full_one(
     optimizer: type[keras.optimizers.Optimizer], num_servers: int, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_full_checkpoint_and_its_deltas_have_the_bits_of_a_full_one(
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_a_delta_of_one_percent_of_the_rows_has_less_than_three_percent_of_the_bytes(tmp_path: Path) -> None:
     rows = 20_000
     servers = Servers(tmp_path, rows=rows, optimizer=keras.optimizers.Adam, batch=rows // 100)
@@ -222,6 +226,7 @@ def test_changed_rows_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert servers.checkpoints.steps() == [1]
 
 
+@pytest.mark.long
 def test_servers_that_do_not_see_the_files_send_them_through_the_chief(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
