@@ -101,6 +101,11 @@ def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
     return variable.made_by if isinstance(variable, Reserved) else None
 
 
+def is_building() -> bool:
+    """Whether a model is being built for parameter servers, for which its values do not matter."""
+    return _is_building.get()
+
+
 def hand_over(variable: keras.Variable, why: Exception) -> None:
     """From now on the values of a reserved variable are elsewhere: `why` is raised if they are read."""
     if made_by(variable) is not None:

@@ -70,7 +70,6 @@ class Export(Hook):
             # An interrupted run continues later, and exports then.
             return
         model = session.spec.model
-        session.strategy.count_rows()
         if session.spec.stays_on_servers():
             warn(
                 f"Export: model {model.name} is larger than run.export_max_bytes and stays in its checkpoints; a run "

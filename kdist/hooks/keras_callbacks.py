@@ -18,7 +18,14 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.model.names import GLOBAL_STEP, STATE_RESETS
-from kdist.model.state import layer_states, names_here, read_from_model, stateful_layers, write_to_model
+from kdist.model.state import (
+    layer_states,
+    names_here,
+    read_from_model,
+    rows_cannot_be_sent,
+    stateful_layers,
+    write_to_model,
+)
 
 CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 
@@ -78,13 +85,14 @@ class Callbacks:
         """Training starts at `epoch`.
 
         Raises:
-            ConfigError: a callback keeps weights, and the model stays on its servers.
+            ConfigError: a callback keeps weights, and the model stays on its servers, or has more than weights.
         """
-        if self._keeps_weights and session.spec.stays_on_servers():
+        has_rows = rows_cannot_be_sent(self._model)
+        if self._keeps_weights and (has_rows or session.spec.stays_on_servers()):
+            why = "has a DynamicEmbedding, whose rows are no weights" if has_rows else "is larger than export_max_bytes"
             raise ConfigError(
                 f"callbacks: EarlyStopping(restore_best_weights=True) keeps weights in this process, and model "
-                f"{self._model.name} is larger than run.export_max_bytes; "
-                "kdist.hooks.EarlyStopping(restore_best=True) keeps them in a checkpoint"
+                f"{self._model.name} {why}; kdist.hooks.EarlyStopping(restore_best=True) keeps them in a checkpoint"
             )
         self._model.stop_training = False
         self.pull(session)

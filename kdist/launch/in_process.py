@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -57,6 +58,7 @@ class LocalFit:
         self._model = request.source.model
         self._history = keras.callbacks.History()
         self._result = Result()
+        self._session: TrainSession | None = None
         self._resume = request.resume
         self._overflowed_steps: int | None = None
 
@@ -69,7 +71,7 @@ class LocalFit:
     def session(self) -> Iterator[TrainSession]:
         """The session, started; when it has ended, `outcome` is complete."""
         request, model = self._request, self._model
-        session = self._make_session()
+        session = self._session = self._make_session()
         print_line = session.print_line
         self._print_begin(session)
         started = time.monotonic()
@@ -104,8 +106,7 @@ class LocalFit:
 
     def _take_values(self, session: Session) -> None:
         """Gives the model the trained values; those that it cannot take are in a checkpoint."""
-        session.strategy.count_rows()
-        if self._request.keeps_model_on_servers:
+        if self._stays_on_servers():
             if not any(isinstance(hook, CheckpointSaver) for hook in self._hooks):
                 session.save(keep=1)
             return
@@ -116,6 +117,12 @@ class LocalFit:
                 self._overflowed_steps = int(values[DROPPED_STEPS])
 
         session.read_into(take)
+
+    def _stays_on_servers(self) -> bool:
+        """Whether the model is too large for this process, with the rows that its dynamic tables have by now."""
+        if self._session is not None and self._session.is_started:
+            self._session.strategy.count_rows()
+        return self._request.keeps_model_on_servers
 
     def _finish_model(self, session: TrainSession) -> None:
         """Writes `model.keras`."""
@@ -146,9 +153,7 @@ class LocalFit:
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         callbacks = Callbacks([*others, self._history], model, epochs=arguments.epochs, steps=steps_per_epoch)
-        self._validate = validate = Validator(
-            model, arguments.validation, callbacks, lambda: request.keeps_model_on_servers
-        )
+        self._validate = validate = Validator(model, arguments.validation, callbacks, self._stays_on_servers)
         has_evaluator = request.strategy.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:
             why = "with an evaluator the chief validates at the end only" if has_evaluator else "give validation_data"
@@ -169,7 +174,10 @@ class LocalFit:
         arrivals = [] if data.splits is None else [Arrivals(data.splits)]
         return TrainSession(
             request.strategy.make,
-            request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch),
+            replace(
+                request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch),
+                stays_on_servers=self._stays_on_servers,
+            ),
             [*arrivals, *self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
             summaries=request.files.summaries(),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.reserved import is_building
 from kdist.layers.initial_rows import RowInitializer
 from kdist.layers.pooled_lookup import PooledLookup
+
+T = TypeVar("T")
 
 KeyDtype = Literal["int64", "string"]
 
@@ -38,8 +42,8 @@ class Admission:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_count < 2**31:
-            raise ValueError(f"admission: min_count={self.min_count}: must be from 1 to 2147483647")
+        if not isinstance(self.min_count, int) or not 1 <= self.min_count < 2**31:
+            raise ValueError(f"admission: min_count={self.min_count}: must be a whole number from 1 to 2147483647")
         if not 0 < self.probability <= 1:
             raise ValueError(f"admission: probability={self.probability}: must be more than 0 and at most 1")
 
@@ -70,8 +74,9 @@ class Eviction:
         if not given:
             raise ValueError("eviction: must have at least one of unseen_steps, min_norm and max_rows")
         for name, value in given.items():
-            if not value > 0:
-                raise ValueError(f"eviction: {name}={value}: must be more than 0")
+            if not value > 0 or (name != "min_norm" and not isinstance(value, int)):
+                kind = "more than 0" if name == "min_norm" else "a whole number, and more than 0"
+                raise ValueError(f"eviction: {name}={value}: must be {kind}")
 
 
 @keras.saving.register_keras_serializable("kdist")
@@ -84,10 +89,10 @@ class DynamicEmbedding(PooledLookup):
     those that are not admitted yet, and in evaluation, prediction and an exported model all that training has not seen.
 
     After `fit` the layer has the rows that were trained, sorted by id, and looks them up by itself, in plain Keras,
-    too; only `kdist.Trainer` trains them. Checkpoints have ids and rows as tensors, `parameters/<layer>/ids`, int64
-    `[n]`, and `parameters/<layer>/embeddings`, `[n, dim]`, in the same order.
+    too; only `kdist.Trainer` trains them. Checkpoints have ids and rows as tensors, in the same order:
+    `parameters/<layer>/embeddings_ids`, int64 `[n]`, and `parameters/<layer>/embeddings`, `[n, dim]`.
 
-    An id takes about 66 bytes on its server, beside its row and the slots.
+    An id takes about 70 bytes on its server, beside its row and the slots.
 
     Call arguments: those of `kdist.layers.Embedding`; ids are any integers of 64 bits, or strings.
 
@@ -106,6 +111,7 @@ class DynamicEmbedding(PooledLookup):
 
     Raises:
         ValueError: a value is not allowed; ids are strings and should be integers, or the reverse.
+        TypeError: `admission` or `eviction` is something else.
     """
 
     def __init__(
@@ -127,12 +133,13 @@ class DynamicEmbedding(PooledLookup):
         self.key_dtype = key_dtype
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
         self.row_initializer = RowInitializer(self.embeddings_initializer)
-        self.admission = Admission(**admission) if isinstance(admission, Mapping) else admission
-        self.eviction = Eviction(**eviction) if isinstance(eviction, Mapping) else eviction
+        self.admission = _options(Admission, "admission", admission)
+        self.eviction = _options(Eviction, "eviction", eviction)
         self.mask_zero = self.supports_masking = mask_zero
         #: How many ids have a row: here, or, as far as is known, on the servers that train it.
         self.num_rows = 0
         self._averages: np.ndarray | None = None
+        self._elsewhere: Exception | None = None
         self.autocast = False
 
     def build(self, input_shape: Any = None) -> None:
@@ -182,10 +189,14 @@ class DynamicEmbedding(PooledLookup):
         ids = ids[order]
         if (ids[1:] == ids[:-1]).any():
             raise ValueError(f"layer {self.name}: id {ids[1:][ids[1:] == ids[:-1]][0]} has more than one row")
-        self._averages = None if averages is None else averages[order]
+        self._elsewhere, self._averages = None, None if averages is None else averages[order]
         self.num_rows = len(ids)
         self._ids.assign(np.append(ids.astype(np.int64), _LAST))
         self._rows.assign(tf.concat([tf.cast(rows[order], self._rows.dtype), self._rows[-1:]], 0))
+
+    def hand_over(self, why: Exception) -> None:
+        """From now on the rows are elsewhere, until they are set: `why` is raised if they are looked up here."""
+        self._elsewhere = why
 
     def use_averages(self) -> None:
         """Sets the rows to their moving averages, if there are any."""
@@ -204,6 +215,8 @@ class DynamicEmbedding(PooledLookup):
         return tf.equal(ids, "" if self.key_dtype == "string" else 0)
 
     def look_up(self, ids: tf.Tensor) -> tf.Tensor:
+        if self._elsewhere is not None and not is_building():
+            raise copy.copy(self._elsewhere)
         keys = self.as_keys(ids)
         places = tf.reshape(tf.searchsorted(self._ids, tf.reshape(keys, [-1])), tf.shape(keys))
         is_there = tf.equal(tf.gather(self._ids, places), keys)
@@ -231,3 +244,12 @@ class DynamicEmbedding(PooledLookup):
             "mask_zero": self.mask_zero,
         }
         return {**super().get_config(), **own}
+
+
+def _options(kind: type[T], name: str, given: T | Mapping[str, Any] | None) -> T | None:
+    """Options as they are given, or from their attributes."""
+    if given is None or isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name}={given!r}: must be kdist.layers.{kind.__name__}, its attributes in a dict, or None")
+    return kind(**given)

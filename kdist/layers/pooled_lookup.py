@@ -44,6 +44,8 @@ class PooledLookup(keras.layers.Layer):
         self._check(inputs, weights)
         if isinstance(inputs, tf.SparseTensor):
             inputs, weights = as_rows(inputs, weights)
+        if weights is not None:
+            weights = tf.ragged.map_flat_values(tf.debugging.check_numerics, weights, f"layer {self.name}: the weights")
         vectors = tf.ragged.map_flat_values(self.look_up, inputs)
         if self.combiner is None:
             return vectors

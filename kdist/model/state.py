@@ -127,10 +127,12 @@ def rows_cannot_be_sent(model: keras.Model) -> bool:
 
 def _dynamic_layers(model: keras.Model) -> dict[str, DynamicEmbedding]:
     """Its layers with rows instead of variables, by the names of the variables that stand for their vectors."""
+    layers = [layer for layer in layers_of(model) if isinstance(layer, DynamicEmbedding) and layer.built]
+    if not layers:
+        return {}
     trainable, others = variables_of(model)
     variables = [*trainable, *others]
     names = {id(variable): name for variable, name in zip(variables, variable_names(model, variables))}
-    layers = [layer for layer in layers_of(model) if isinstance(layer, DynamicEmbedding) and layer.built]
     return {names[id(table_of(layer))]: layer for layer in layers}
 
 
@@ -151,8 +153,8 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
         named |= group.state(trainable, names[: len(trainable)])
     if scaling is not None:
         named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}
-    of_dynamic = tuple(f"{kind}/{name}" for name in _dynamic_layers(model) for kind in ("parameters", "slots"))
-    stored = (
-        {name: variable for name, variable in named.items() if not name.startswith(of_dynamic)} if of_dynamic else named
-    )
-    return {**stored, GLOBAL_STEP: step_counter(optimizer)}
+    for dynamic in _dynamic_layers(model):
+        # What stands for its rows has none.
+        of_rows = f"parameters/{dynamic}", f"slots/{dynamic}"
+        named = {n: v for n, v in named.items() if n not in of_rows and n.rpartition("/")[0] not in of_rows}
+    return {**named, GLOBAL_STEP: step_counter(optimizer)}

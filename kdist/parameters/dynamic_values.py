@@ -8,6 +8,7 @@ import numpy as np
 
 from kdist.parameters.dynamic_files import DynamicFiles
 from kdist.parameters.dynamic_table import DynamicTable
+from kdist.parameters.initial_values import on_servers
 from kdist.parameters.row_files import Copies, Rows, Saving, chief_device
 
 
@@ -72,6 +73,12 @@ class DynamicValues:
         """Gives rows to the ids that the layers of the model have, as new ones in that step."""
         for group in self._groups:
             group.fill(step)
+
+    def hand_over(self) -> None:
+        """From now on the layers of the model do not look up rows of their own."""
+        for group in self._groups:
+            for layer in group.tables[0].table.layers:
+                layer.hand_over(on_servers(layer.path))
 
     def read(self, wanted: Collection[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Columns by their names in checkpoints, table by table; all if None."""

@@ -12,7 +12,7 @@ from kdist._compat.tensorflow import UninitializedVariable
 def growing_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int = 0) -> tf.Variable:
     """A variable with room for rows, on the device of the caller; they take no memory before they are written.
 
-    Its `shape` says that it has one row: a worker dies of a handle with an open dimension (TensorFlow 2.16 to 2.21).
+    Its `shape` says that it has one row: a worker dies of a handle with an open dimension (TensorFlow 2.21).
     """
     variable = UninitializedVariable(False, shape=[1, *row_shape], dtype=dtype)
 

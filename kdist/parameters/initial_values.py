@@ -68,13 +68,15 @@ def set_initial_values(
     for index, devices in others.items():
         _set_whole(names[index], originals[index], devices[0], values)
     for variable in [*originals, *slots.values()]:
-        hand_over(
-            variable,
-            ConfigError(
-                f"the values of {variable.path} are on the parameter servers and in checkpoints; the model gets them "
-                "at the end of fit, if it takes no more than export_max_bytes"
-            ),
-        )
+        hand_over(variable, on_servers(variable.path))
+
+
+def on_servers(path: str) -> ConfigError:
+    """Why values of a model cannot be read in this process."""
+    return ConfigError(
+        f"the values of {path} are on the parameter servers and in checkpoints; the model gets them at the end of fit, "
+        "if it takes no more than export_max_bytes"
+    )
 
 
 def _set_whole(name: str, original: keras.Variable, device: str, values: NamedValues) -> None:

@@ -28,6 +28,7 @@ from kdist.model.optimizer import optimizer_state
 from kdist.model.updates import OptimizerGroup
 from kdist.parameters.changes import RowMarks
 from kdist.parameters.dynamic_table import DynamicTable
+from kdist.parameters.growing import set_rows
 from kdist.parameters.optimizer_kernels import BY_KERNEL
 from kdist.parameters.row_lock import RowLock
 
@@ -199,8 +200,7 @@ class RowOptimizer:
                     scope.state_mapping[id(rate)] = own_rate.value.read_value()
                 self._pure.apply([gradient.values], [self._stand_in])
             for stand_in, real in self._pairs:
-                handle, new = real.value.handle, scope.get_current_value(stand_in)
-                updates.append(tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=gradient.indices, updates=new))
+                updates.append(set_rows(real.value, gradient.indices, scope.get_current_value(stand_in)))
 
 
 def check_slots_only(group: OptimizerGroup, trainable: Sequence[keras.Variable]) -> None:

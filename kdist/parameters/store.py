@@ -146,6 +146,8 @@ class ParameterStore:
             self.blocks, self.shards, self._variables, self._originals, self._stored_names, self._initial, self.values
         )
         self.dynamic.fill(self.counters.global_step())
+        if self.is_remote:
+            self.dynamic.hand_over()
 
     @cached_property
     def sweep(self) -> Callable[[], object] | None:

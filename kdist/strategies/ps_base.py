@@ -197,8 +197,9 @@ class PsStrategy(StoreBackedStrategy):
             return self._running().wait_for(outcome)
 
     def count_rows(self) -> None:
-        self.drain()
-        self._watched(super().count_rows, "count_rows")
+        if self._store.dynamic:
+            self.drain()
+            self._watched(super().count_rows, "count_rows")
 
     def use_averages(self) -> None:
         self.drain()

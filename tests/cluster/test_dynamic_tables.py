@@ -153,3 +153,42 @@ def test_servers_evict_while_workers_train(run_dir: Path, monkeypatch: pytest.Mo
         assert 150 < len(np.unique(ids)) == len(ids) <= 200
         # Most of those that are left came lately: without eviction, the first 200 ids would have stayed.
         assert np.median(reader.get_tensor(f"state/table_{seed}/embeddings_last_steps")) > 200
+
+
+@pytest.mark.long
+def test_rows_that_became_too_large_stay_on_the_servers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def make(cluster: str, **options: Any) -> kdist.Trainer:
+        return kdist.Trainer(lambda: build(lambda: keras.optimizers.Adagrad(0.1)), cluster, run_dir=run_dir, **options)
+
+    # Without rows, the model is smaller.
+    trainer = make("2ps1w", export_max_bytes=1000)
+    history = trainer.fit(*data(), batch_size=16, steps=8, verbose=2, shuffle=False, validation_data=data())
+    assert "more than run.export_max_bytes" in capsys.readouterr().out
+    assert not (run_dir / "model.keras").exists()
+    with pytest.raises(kdist.ConfigError, match="table_11 are on the parameter servers and in checkpoints"):
+        trainer.model(list(map(tf.constant, data()[0])))
+    with pytest.raises(kdist.ConfigError, match="more than export_max_bytes=1000, so its trained values are in"):
+        trainer.evaluate(*data())
+    x, y = data()
+    on_workers = trainer.evaluate([x[0], x[1].numpy()], y, on_workers=True)
+    assert on_workers["loss"] == pytest.approx(history.history["val_loss"][-1], rel=1e-5)
+    trainer.fit(*data(), batch_size=16, steps=12, verbose=0, shuffle=False)
+    brought = make("1ps1w")
+    brought.fit(*data(), batch_size=16, steps=16, verbose=0, shuffle=False)
+    expected = kdist.Trainer(
+        lambda: build(lambda: keras.optimizers.Adagrad(0.1)), run_dir=run_dir.with_name("expected")
+    )
+    expected.fit(*data(), batch_size=16, steps=16, verbose=0, shuffle=False)
+    for ours, theirs in zip(rows_of(brought.model), rows_of(expected.model), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_model_with_rows_is_trained_from_them_on_servers(run_dir: Path) -> None:
+    model = build(lambda: keras.optimizers.SGD(0.0))
+    rows = np.random.default_rng(0).normal(size=(50, DIM)).astype(np.float32)
+    model.get_layer("table_12").set_rows(np.arange(50) * 7919, rows)
+    kdist.Trainer(model, "2ps1w", run_dir=run_dir).fit(*data(), batch_size=16, steps=4, verbose=0)
+    layer = model.get_layer("table_12")
+    assert len(layer.ids) > 50
+    np.testing.assert_array_equal(layer.rows[np.isin(layer.ids, np.arange(50) * 7919)], rows)

@@ -177,10 +177,12 @@ def test_saved_and_exported_models_have_the_rows(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Admission(min_count=0), "min_count=0: must be from 1"),
+        (lambda: Admission(min_count=0), "min_count=0: must be a whole number from 1"),
         (lambda: Admission(probability=0.0), "probability=0.0: must be more than 0"),
         (Eviction, "at least one of unseen_steps"),
-        (lambda: Eviction(max_rows=0), "max_rows=0: must be more than 0"),
+        (lambda: Eviction(max_rows=1.5), "max_rows=1.5: must be a whole number, and more than 0"),
+        (lambda: DynamicEmbedding(DIM, admission="always"), "admission='always': must be kdist.layers.Admission"),
+        (lambda: Eviction(max_rows=0), "max_rows=0: must be a whole number, and more than 0"),
         (lambda: DynamicEmbedding(DIM, "int32"), "key_dtype='int32': must be 'int64' or 'string'"),
         (lambda: DynamicEmbedding(0), "output_dim=0: must be a whole number"),
         (lambda: DynamicEmbedding(DIM, embeddings_initializer="glorot_uniform"), "GlorotUniform depends on how many"),
@@ -191,7 +193,7 @@ def test_saved_and_exported_models_have_the_rows(run_dir: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make()
 
 
@@ -238,3 +240,27 @@ def test_rows_cannot_be_written_from_a_session(run_dir: Path) -> None:
         assert len(found["parameters/ids/embeddings"]) == len(found["parameters/ids/embeddings_ids"]) > 0
         with pytest.raises(kdist.ConfigError, match="rows come from ids alone"):
             session.write({"parameters/ids/embeddings": np.zeros((1, DIM))})
+
+
+def test_options_may_be_dicts() -> None:
+    layer = DynamicEmbedding(DIM, admission={"min_count": 3}, eviction={"max_rows": 5})
+    assert (layer.admission, layer.eviction) == (Admission(min_count=3), Eviction(max_rows=5))
+
+
+def test_a_callback_that_keeps_weights_only_is_refused(run_dir: Path) -> None:
+    keeps = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    with pytest.raises(kdist.ConfigError, match="has a DynamicEmbedding, whose rows are no weights; kdist.hooks"):
+        kdist.Trainer(dynamic(), run_dir=run_dir).fit(ids_of(data()[0]), data()[1], verbose=0, callbacks=[keeps])
+
+
+def test_the_best_rows_come_back(run_dir: Path) -> None:
+    x, y = data()
+    stop = kdist.hooks.EarlyStopping("loss", patience=0, restore_best=True)
+    # What is learned of these examples makes others worse.
+    others = ids_of(x), -y
+    trainer = kdist.Trainer(dynamic(keras.optimizers.SGD(0.5)), run_dir=run_dir, hooks=[stop])
+    history = trainer.fit(ids_of(x), y, batch_size=16, epochs=6, verbose=0, validation_data=others)
+    validated = history.history["val_loss"]
+    assert len(validated) == 2
+    assert validated[0] < validated[1]
+    assert trainer.model.evaluate(*others, verbose=0) == pytest.approx(validated[0], rel=1e-5)

@@ -259,3 +259,15 @@ def test_a_pooling_layer_stays_kdists_in_a_saved_model(run_dir: Path) -> None:
     assert layer.combiner == "mean"
     x = next(iter(dataset(ragged)))[0]
     np.testing.assert_array_equal(loaded(x), trainer.model(x))
+
+
+@pytest.mark.parametrize("kind", ["padded", "ragged", "sparse"])
+def test_weights_that_are_no_numbers_are_named(kind: str) -> None:
+    layer = Embedding(ROWS, DIM, combiner="mean", name="table")
+    ids, weights = tf.constant([[1, 2]]), tf.constant([[1.0, np.nan]])
+    if kind == "ragged":
+        ids, weights = tf.RaggedTensor.from_tensor(ids), tf.RaggedTensor.from_tensor(weights)
+    elif kind == "sparse":
+        ids, weights = tf.sparse.from_dense(ids), tf.sparse.from_dense(weights)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="layer table: the weights"):
+        layer(ids, weights)
