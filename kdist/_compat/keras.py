@@ -330,11 +330,6 @@ def set_value(variable: keras.Variable, value: tf.Variable) -> None:
     variable._value = value
 
 
-def forget_model(callback: keras.callbacks.Callback) -> None:
-    """Takes the model away from a copy of a callback that travels to another process."""
-    callback._model = None
-
-
 class PureUpdates:
     """Gives an optimizer for TensorFlow the updates that all backends share, which a `StatelessScope` collects."""
 

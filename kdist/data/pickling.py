@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -17,6 +17,13 @@ from kdist.errors import ConfigError, KdistError
 
 
 class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], str | None]) -> None:
+        super().__init__(file)
+        self._name_of = name_of
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._name_of(obj)
+
     def reducer_override(self, obj: Any) -> Any:
         import keras
         import tensorflow as tf
@@ -74,15 +81,18 @@ def check_lambdas(model: Any) -> None:
                 )
 
 
-def pickled(program: Any) -> bytes:
+def pickled(program: Any, name_of: Callable[[Any], str | None] = lambda _: None) -> bytes:
     """The object as bytes.
+
+    Args:
+        name_of: the name of an object that does not travel, because the other process has its own; None for others.
 
     Raises:
         ConfigError: something in it cannot be sent to another process.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(program)
+        _Pickler(buffer, name_of).dump(program)
     except KdistError:
         raise
     except Exception as error:
@@ -92,6 +102,19 @@ def pickled(program: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpickled(packed: bytes) -> Any:
-    """Undoes `pickled`. Runs code: only for what this run's own chief sent."""
-    return pickle.loads(packed)
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, objects: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._objects = objects
+
+    def persistent_load(self, pid: str) -> Any:
+        return self._objects[pid]
+
+
+def unpickled(packed: bytes, objects: Mapping[str, Any] | None = None) -> Any:
+    """Undoes `pickled`. Runs code: only for what this run's own processes sent.
+
+    Args:
+        objects: those of this process, by the names that `name_of` gave them there.
+    """
+    return _Unpickler(io.BytesIO(packed), objects or {}).load()

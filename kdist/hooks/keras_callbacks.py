@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-import cloudpickle
 import keras
 import numpy as np
 from keras.callbacks import Callback
 
-from kdist._compat.keras import forget_model, overrides
+from kdist._compat.keras import overrides
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.nan_tensor import NanTensor
@@ -29,12 +26,22 @@ from kdist.model.state import (
 
 CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 
+
+class EpochLogs(Callback):
+    """The logs of the last epoch, with what the callbacks before it have added: Keras gives them a copy."""
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        del epoch
+        self.logs = dict(logs or {})
+
+
 #: Keras callbacks that only use logs, so that the values need not be sent to the chief.
 _LOGS_ONLY = (
     keras.callbacks.History,
     keras.callbacks.CSVLogger,
     keras.callbacks.ProgbarLogger,
     keras.callbacks.RemoteMonitor,
+    EpochLogs,
 )
 #: Those that set the learning rate, and look at nothing else.
 _RATE_ONLY = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
@@ -206,35 +213,6 @@ def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list
         return others, list(hooks)
     stop = NanTensor(fail_on_nan_loss=False)
     return others, [stop, *(hook for hook in hooks if not isinstance(hook, NanTensor))]
-
-
-def without_model(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Copies for another process, which has its own model."""
-    copies = [copy.copy(callback) for callback in callbacks]
-    for callback in copies:
-        forget_model(callback)
-    return copies
-
-
-def states_of(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
-    """The state of callbacks, as far as it can be sent to another process."""
-    return [{n: v for n, v in vars(c).items() if n != "_model" and _can_travel(v)} for c in callbacks]
-
-
-def set_states(callbacks: Sequence[Callback], states: Sequence[Mapping[str, Any]], model: keras.Model) -> None:
-    """Sets the state of callbacks from that of their copies in another process."""
-    for callback, state in zip(callbacks, states):
-        vars(callback).update(state)
-        callback.set_model(model)
-
-
-def _can_travel(value: Any) -> bool:
-    if isinstance(value, (keras.Model, keras.optimizers.Optimizer)) or callable(value):
-        return False
-    with suppress(Exception):
-        cloudpickle.dumps(value)
-        return True
-    return False
 
 
 def _needs_logs_only(callback: Callback) -> bool:

@@ -33,10 +33,17 @@ from kdist.version import __version__
 
 
 class InProcess(Launcher):
-    """Runs the training loop in this process."""
+    """Runs the training loop in this process.
+
+    Args:
+        make_callbacks: `Callbacks`, or something that stands in for it.
+    """
+
+    def __init__(self, make_callbacks: Callable[..., Callbacks] = Callbacks) -> None:
+        self._make_callbacks = make_callbacks
 
     def launch(self, request: FitRequest) -> FitOutcome:
-        fit = LocalFit(request)
+        fit = LocalFit(request, self._make_callbacks)
         try:
             with fit.session() as session:
                 while not session.should_stop():
@@ -51,9 +58,11 @@ class LocalFit:
 
     Args:
         request: what to train; its model gets the trained values.
+        make_callbacks: see `InProcess`.
     """
 
-    def __init__(self, request: FitRequest) -> None:
+    def __init__(self, request: FitRequest, make_callbacks: Callable[..., Callbacks] = Callbacks) -> None:
+        self._make_callbacks = make_callbacks
         self._request = request
         self._model = request.source.model
         self._history = keras.callbacks.History()
@@ -152,7 +161,8 @@ class LocalFit:
         others, hooks = as_hooks(arguments.callbacks, request.hooks)
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
-        callbacks = Callbacks([*others, self._history], model, epochs=arguments.epochs, steps=steps_per_epoch)
+        listed = [*others, self._history]
+        callbacks = self._make_callbacks(listed, model, epochs=arguments.epochs, steps=steps_per_epoch)
         self._validate = validate = Validator(model, arguments.validation, callbacks, self._stays_on_servers)
         has_evaluator = request.strategy.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:

@@ -1,7 +1,8 @@
 """`Subprocesses`: runs a fit in processes of its own, for strategies whose workers run the program themselves.
 
-The request travels to each process by cloudpickle, in a file. Worker 0 is the chief: what it prints appears here, and
-its outcome (history, values, result) comes back in a file. `kdist.launch.worker_main` is the process.
+The request travels to each process by cloudpickle, in a file. Worker 0 is the chief: what it prints appears here, it
+calls the user's hooks and callbacks here, and its outcome (history, values, result) comes back in a file.
+`kdist.launch.worker_main` is the process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,9 +38,12 @@ from kdist.console import lines, live
 from kdist.console.warn import warn
 from kdist.data.pickling import pickled, unpickled
 from kdist.errors import ClusterError
-from kdist.hooks.keras_callbacks import set_states, without_model
+from kdist.hooks.keras_callbacks import as_hooks
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
+from kdist.launch.conversation import Conversation
 from kdist.launch.signals import ForwardedSignals
+from kdist.launch.stand_ins import METRICS, SESSION
+from kdist.launch.users_hooks import SessionElsewhere, UsersHooks
 from kdist.launch.worker_messages import (
     WARNING,
     WorkerOptions,
@@ -46,6 +52,7 @@ from kdist.launch.worker_messages import (
     set_values,
     values_of,
 )
+from kdist.model.metrics import MetricReader
 from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies.store_backed import prepare
@@ -68,10 +75,22 @@ class Subprocesses(Launcher):
         self._num_cpus = num_cpus
 
     def launch(self, request: FitRequest) -> FitOutcome:
-        strategy, model, files = request.strategy, request.source.model, request.files
         data = request.training_data()
         # Builds the model, and finds what is wrong with it and the data before anything starts.
-        prepare(request.training_spec(data), 1).check_fixed_tables(strategy.name)
+        prepared = prepare(request.training_spec(data), 1)
+        prepared.check_fixed_tables(request.strategy.name)
+        callbacks, hooks = as_hooks(request.arguments.callbacks, request.hooks)
+        metrics = MetricReader(request.source.model, prepared.replica_step.returned)
+        users_hooks = UsersHooks(hooks, callbacks, prepared.spec, metrics)
+        arguments = replace(request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=())
+        try:
+            return self._run(replace(request, arguments=arguments, hooks=()), users_hooks)
+        finally:
+            users_hooks.close()
+
+    def _run(self, request: FitRequest, users_hooks: UsersHooks) -> FitOutcome:
+        """Runs a request without hooks and callbacks; they are in `users_hooks`."""
+        strategy, model, files = request.strategy, request.source.model, request.files
         processes = WorkerProcesses(
             num_workers=max(1, strategy.shape.num_workers),
             log_dir=files.logs,
@@ -82,16 +101,12 @@ class Subprocesses(Launcher):
             stop_signals=request.stop_signals,
             print_line=lines.print_line,
         )
-        callbacks = without_model(request.arguments.callbacks)
-        arguments = replace(
-            request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=callbacks
-        )
         # The command line's lock, and restarts, are here.
-        fit = replace(request, arguments=arguments, max_restarts=0)
+        fit = replace(request, max_restarts=0)
         started, restarts = time.time(), 0
         while True:
             try:
-                outcome = processes.run(WorkerRequest(fit, values_of(model)))
+                outcome = processes.run(WorkerRequest(fit, users_hooks.stand_ins(), values_of(model)), users_hooks)
                 break
             except ClusterError as error:
                 newest = _checkpoint_to_resume(files, fit.resume, started)
@@ -100,13 +115,14 @@ class Subprocesses(Launcher):
                 restarts, fit = restarts + 1, replace(fit, resume="auto")
                 warn(lines.again_line(error, newest, restarts, request.max_restarts))
             except BaseException as error:  # noqa: BLE001 - in the outcome, and raised by the caller
-                return FitOutcome(Result(), request.resume, error=error)
+                return FitOutcome(Result(), request.resume, error=users_hooks.error or error)
         set_values(model, outcome.values)
         result = replace(outcome.result or Result(), restarts={"worker": 0, "cluster": restarts})
         if restarts:
             files.write_result(result)
         history = keras.callbacks.History()
-        set_states([history, *request.arguments.callbacks], [outcome.history or {}, *outcome.callbacks], model)
+        vars(history).update(outcome.history)
+        history.set_model(model)
         return FitOutcome(result, resume=None, history=history)
 
     @staticmethod
@@ -156,8 +172,8 @@ class WorkerProcesses:
     stop_signals: Sequence[str]
     print_line: Any = print
 
-    def run(self, request: Any) -> WorkerOutcome:
-        """Runs a `WorkerRequest` to its end.
+    def run(self, request: WorkerRequest, users_hooks: UsersHooks) -> WorkerOutcome:
+        """Runs a request to its end; the chief calls the user's hooks and callbacks here.
 
         Returns:
             The chief's outcome.
@@ -171,7 +187,10 @@ class WorkerProcesses:
             (Path(folder) / "request").write_bytes(pickled(request))
             with ExitStack() as at_end:
                 live_pipe = at_end.enter_context(live.LivePipe())
-                processes = self._launch(folder, live_pipe)
+                here, there = (at_end.enter_context(end) for end in Pipe())
+                processes = self._launch(folder, live_pipe, there)
+                # As the chief has the only other copy, it has ended when the pipe is at its end.
+                there.close()
                 live_pipe.show()
                 # The relay closes it: closing it here as well would wait for what the chief left behind.
                 printed, processes[0].stdout = processes[0].stdout, None
@@ -181,12 +200,12 @@ class WorkerProcesses:
                 at_end.callback(relay.join, _STOP_SECS)
                 at_end.callback(end_children, processes, _STOP_SECS)
                 with ForwardedSignals(processes[0], self.stop_signals):
-                    outcome = self._wait(processes, Path(folder))
+                    outcome = self._wait(processes, Path(folder), here, users_hooks)
             if outcome.error is not None:
                 raise outcome.error
             return outcome
 
-    def _launch(self, folder: str, live_pipe: live.LivePipe) -> list[subprocess.Popen[str]]:
+    def _launch(self, folder: str, live_pipe: live.LivePipe, pipe_of_chief: Connection) -> list[subprocess.Popen[str]]:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         ports = free_ports(self.num_workers) if self.num_workers > 1 else []
         workers = [f"127.0.0.1:{port}" for port in ports]
@@ -203,6 +222,7 @@ class WorkerProcesses:
                 folder,
                 path=sys.path,
                 live_line=live_pipe.descriptor if index == 0 else None,
+                conversation=pipe_of_chief.fileno() if index == 0 else None,
             )
             try:
                 processes.append(self._start(options))
@@ -218,45 +238,63 @@ class WorkerProcesses:
                 stdout=subprocess.PIPE if options.index == 0 else log,
                 stderr=log,
                 env=task_environment(Task("worker", options.index), self.devices),
-                pass_fds=[] if options.live_line is None else [options.live_line],
+                pass_fds=[fd for fd in (options.live_line, options.conversation) if fd is not None],
                 text=True,
                 errors="replace",
             )
 
-    def _wait(self, processes: Sequence[subprocess.Popen[str]], folder: Path) -> WorkerOutcome:
-        """Waits for the chief, and for the others until they have joined."""
-        deadline = time.monotonic() + self.start_timeout
-        stopped = Stopped()
+    def _wait(
+        self, processes: Sequence[subprocess.Popen[str]], folder: Path, pipe: Connection, users_hooks: UsersHooks
+    ) -> WorkerOutcome:
+        """Answers the chief until it has ended, and watches all of them."""
+        deadline, stopped = time.monotonic() + self.start_timeout, Stopped()
+
+        def check() -> None:
+            self._check(processes, folder, deadline, stopped)
+
+        objects: dict[str, Any] = {}
+        shared = {SessionElsewhere: SESSION, MetricReader: METRICS}
+        conversation = Conversation(pipe, users_hooks.answer, shared, objects, check)
+        objects |= users_hooks.objects(conversation.call)
         while (code := processes[0].poll()) is None:
-            for index, process in enumerate(processes):
-                if process.poll() not in (None, 0):
-                    # The chief may have more to say about it.
-                    processes[0].terminate()
-                    return self._outcome_of(index, process.wait(), folder)
-            missing = [i for i in range(len(processes)) if not (folder / f"started-{i}").exists()]
-            if not missing:
-                # It may be large, and a signal that ends everything at once would leave it behind.
-                (folder / "request").unlink(missing_ok=True)
-            if missing and time.monotonic() > deadline:
-                names = ", ".join(str(Task("worker", i)) for i in missing)
-                raise ClusterError(
-                    f"{names} did not respond within {self.start_timeout:g} s (cluster.start_timeout)"
-                    + log_tail(self._log(missing[0]))
-                )
-            # A chief that is stopped finds out nothing, and others wait for it.
-            pids = [process.pid for process in processes]
-            for pid in stopped.longer_than(self.step_timeout, pids):
-                raise ClusterError(
-                    f"{Task('worker', pids.index(pid))} has been stopped for {self.step_timeout:g} s "
-                    "(cluster.step_timeout)"
-                )
-            time.sleep(_POLL_SECS)
+            check()
+            conversation.answer_for(_POLL_SECS)
         # A chief that fails because another worker was killed knows less about it than this process.
         for index, process in enumerate(processes[1:], start=1):
             ended = process.poll()
             if code != 0 and ended is not None and ended < 0:
                 return self._outcome_of(index, ended, folder)
         return self._outcome_of(0, code, folder)
+
+    def _check(
+        self, processes: Sequence[subprocess.Popen[str]], folder: Path, deadline: float, stopped: Stopped
+    ) -> None:
+        """Checks processes whose chief runs.
+
+        Raises:
+            ClusterError: another one has ended, has not started by the deadline, or one is stopped.
+        """
+        for index, process in enumerate(processes):
+            if process.poll() not in (None, 0) and processes[0].poll() is None:
+                # The chief may have more to say about it.
+                processes[0].terminate()
+                raise self._outcome_of(index, process.wait(), folder).error or ClusterError(str(Task("worker", index)))
+        missing = [i for i in range(len(processes)) if not (folder / f"started-{i}").exists()]
+        if not missing:
+            # It may be large, and a signal that ends everything at once would leave it behind.
+            (folder / "request").unlink(missing_ok=True)
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(Task("worker", i)) for i in missing)
+            raise ClusterError(
+                f"{names} did not respond within {self.start_timeout:g} s (cluster.start_timeout)"
+                + log_tail(self._log(missing[0]))
+            )
+        # A chief that is stopped finds out nothing, and others wait for it.
+        pids = [process.pid for process in processes]
+        for pid in stopped.longer_than(self.step_timeout, pids):
+            raise ClusterError(
+                f"{Task('worker', pids.index(pid))} has been stopped for {self.step_timeout:g} s (cluster.step_timeout)"
+            )
 
     def _outcome_of(self, index: int, code: int, folder: Path) -> WorkerOutcome:
         """The outcome that a process has left, or what is known about one that was lost."""

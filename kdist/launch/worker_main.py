@@ -15,8 +15,10 @@ import sys
 import traceback
 import warnings
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -71,9 +73,12 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
     with quick_import():
         import tensorflow as tf
 
-        from kdist.hooks.keras_callbacks import states_of
+        from kdist.launch.conversation import Conversation
         from kdist.launch.external_task import ExternalTask
         from kdist.launch.in_process import InProcess
+        from kdist.launch.stand_ins import METRICS, SESSION, CallbacksElsewhere, UsersHook, answer, hook_for
+        from kdist.model.metrics import MetricReader
+        from kdist.session import TrainSession
         from kdist.strategies.mirrored import make_logical_cpus
         from kdist.strategies.multi_worker_mirrored import join
         from kdist.strategies.store_backed import prepare
@@ -100,13 +105,19 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
     if membership is not None and not membership.is_chief:
         ExternalTask(membership).launch(fit)
         return WorkerOutcome()
-    outcome = InProcess().launch(fit)
+    assert options.conversation is not None
+    objects: dict[str, Any] = {}
+    shared = {TrainSession: SESSION, MetricReader: METRICS}
+    with_user = Conversation(Connection(options.conversation), partial(answer, objects), shared, objects)
+    hooks = [hook_for(hook, with_user) if isinstance(hook, UsersHook) else hook for hook in request.hooks]
+    callbacks = partial(CallbacksElsewhere, conversation=with_user, objects=objects)
+    outcome = InProcess(callbacks).launch(replace(fit, hooks=hooks))
     if outcome.error is not None:
         raise outcome.error
+    history = outcome.history
     return WorkerOutcome(
         result=outcome.result,
-        history=states_of([outcome.history])[0],
-        callbacks=states_of(fit.arguments.callbacks),
+        history={"epoch": history.epoch, "history": history.history, "params": history.params},
         values=values_of(model),
     )
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import keras
     import numpy as np
 
+    from kdist.hooks import Hook
     from kdist.launch.base import FitRequest
+    from kdist.launch.stand_ins import UsersHook
     from kdist.run.result import Result
 
 #: Begins a line of the chief that is a warning.
@@ -30,6 +32,7 @@ class WorkerOptions:
         folder: holds the request; gets `started-<index>` and `outcome-<index>`.
         path: Python's import path.
         live_line: descriptor of a pipe to a terminal that shows the chief's live line; None without one.
+        conversation: descriptor of the chief's pipe to the hooks of the process that started it; None for the others.
     """
 
     index: int
@@ -41,6 +44,7 @@ class WorkerOptions:
     folder: str
     path: list[str]
     live_line: int | None
+    conversation: int | None
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class WorkerRequest:
     """What a worker process is to do.
 
     Attributes:
-        fit: the request, with data that can travel and callbacks without their model.
+        fit: the request, with data that can travel, without hooks and callbacks.
+        hooks: those that travel, and descriptions of those that stay with the user; in their order.
         values: of the model and its optimizer, at the start.
     """
 
     fit: FitRequest
+    hooks: Sequence[Hook | UsersHook]
     values: list[np.ndarray]
 
 
@@ -63,14 +69,13 @@ class WorkerOutcome:
     Attributes:
         error: what it raised; None if it ended well. The rest is the chief's, and only if it ended well.
         result: of the fit.
-        history, callbacks: what they have recorded; see `kdist.hooks.keras_callbacks.states_of`.
+        history: the attributes of a Keras `History`, by name.
         values: of the trained model and its optimizer.
     """
 
     error: BaseException | None = None
     result: Result | None = None
-    history: dict[str, Any] | None = None
-    callbacks: Sequence[dict[str, Any]] = ()
+    history: Mapping[str, Any] = field(default_factory=dict)
     values: Sequence[np.ndarray] = ()
 
 

@@ -1,6 +1,8 @@
 """Under every strategy, what Keras callbacks change in the chief's model reaches the tasks."""
 
 import csv
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import keras
 import models
 import numpy as np
 import pytest
-from helpers import toy_batches, toy_data
+from helpers import tags_of, toy_batches, toy_data
 
 import kdist
 
@@ -153,3 +155,96 @@ def test_without_an_end_validations_checkpoints_and_exports_go_on_until_a_hook_e
     assert history["progressive_accuracy"] == history["accuracy"]
     assert history["progressive_loss"] == pytest.approx(history["loss"])
     assert f"| progressive_accuracy {history['accuracy'][0]:.4f}" in printed
+
+
+class Diary(kdist.hooks.Hook):
+    """Writes down what it sees, in a file that only this process has open, and reads and writes values."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w")
+        self.process = os.getpid()
+        self.steps: list[int] = []
+        self.events: list[str] = []
+        self.validated: list[Any] = []
+
+    def begin(self, session: Any) -> None:
+        self.events.append("begin")
+
+    def after_create_session(self, session: Any) -> None:
+        self.events.append("created")
+        self.file.write(f"{session.global_step} {os.getpid() == self.process}\n")
+
+    def after_run(self, context: Any, values: Any) -> None:
+        self.steps.append(values.global_step)
+        assert values.totals.logs["loss"] == pytest.approx(values.totals.loss)
+        context.session.summaries.scalars("train", {"diary": 1.0}, values.global_step)
+        if values.global_step == 8:
+            context.session.write({"learning_rate": 0.0})
+
+    def after_validation(self, session: Any, logs: Any) -> None:
+        self.validated.append((session.global_step, sorted(logs), session.learning_rate() == 0.0))
+
+    def due_in(self, step: int) -> int:
+        return 8 - step % 8
+
+    def end(self, session: Any) -> None:
+        self.events.append("end")
+        self.weights = session.read()
+        session.print_line("the diary is full")
+
+    def close(self) -> None:
+        self.events.append("close")
+        self.file.close()
+
+
+class Keeper(callbacks.Callback):
+    """Counts its events; adds to the logs of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.events: list[str] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.events.append("train")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.events.append(f"epoch {epoch}")
+        logs["process"] = os.getpid()
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.events.append(f"test {batch}")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.events.append("end")
+
+
+@pytest.mark.parametrize("strategy", ["single", "mirrored"])
+def test_hooks_and_callbacks_of_the_user_run_in_the_process_of_the_user(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = toy_data(256)
+    options = {"devices": 2} if strategy == "mirrored" else {}
+    diary, keeper = Diary(tmp_path / "diary"), Keeper()
+    final = kdist.hooks.FinalOps(lambda session: (os.getpid(), session.global_step))
+    trainer = kdist.Trainer(models.mlp, "local", strategy, run_dir=tmp_path / "run", hooks=[diary, final], **options)
+    history = trainer.fit(
+        x,
+        y,
+        batch_size=8 if strategy == "mirrored" else 16,
+        epochs=2,
+        validation_data=(x[:64], y[:64]),
+        validation_batch_size=32,
+        callbacks=[keeper],
+    )
+    assert (tmp_path / "diary").read_text() == "0 True\n"
+    assert any(name.endswith("kernel") for name in diary.weights)
+    assert diary.events == ["begin", "created", "end", "close"]
+    # Summaries and the log have a first step of their own.
+    assert diary.steps[-4:] == [8, 16, 24, 32]
+    assert diary.validated == [(16, ["accuracy", "loss"], True), (32, ["accuracy", "loss"], True)]
+    assert keeper.events == ["train", *["test 0", "test 1", "epoch 0"], *["test 0", "test 1", "epoch 1"], "end"]
+    assert history.history["process"] == [os.getpid()] * 2
+    assert final.final_ops_values == (os.getpid(), 32)
+    assert "diary" in tags_of(tmp_path / "run" / "tb" / "train")
+    assert "the diary is full" in capsys.readouterr().out

@@ -171,13 +171,6 @@ def test_a_stand_in_has_the_path_of_another_variable_and_any_number_of_rows() ->
     assert tuple(stand_in.shape) == (None, 2)
 
 
-def test_a_callback_forgets_its_model() -> None:
-    callback = keras.callbacks.Callback()
-    callback.set_model(built_model())
-    compat.forget_model(callback)
-    assert callback.model is None
-
-
 def test_updates_can_be_collected_by_a_scope() -> None:
     class Pure(compat.PureUpdates, keras.optimizers.SGD):  # type: ignore[misc]
         pass
