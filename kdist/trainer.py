@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import keras
 import numpy as np
 
 from kdist.cluster import isolate
-from kdist.cluster.resolve import common_seed, membership_of, shape_of
+from kdist.cluster.resolve import common_seed, membership_of, shape_of, with_given
 from kdist.cluster.spec import Membership
 from kdist.config.checks import STOP_SIGNALS, check_seed, check_stop_signals, checked_steps_per_call
 from kdist.config.hparams import plain
@@ -31,6 +30,7 @@ from kdist.launch.select import launcher_for
 from kdist.model.source import ModelSource
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy
 from kdist.run.mirror import Mirror
+from kdist.run.origin import Origin
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
@@ -74,6 +74,7 @@ class Trainer:
         membership: the role of this process in a cluster whose tasks were started one by one; None: derived from
             `cluster`.
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
+        origin: what `result.json` says of where the run comes from; None: these arguments, and this process.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
             `on_lost_worker` and `worker_timeout` (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype`
@@ -108,9 +109,10 @@ class Trainer:
         lock_run_dir: bool = True,
         membership: Membership | None = None,
         hparams: Mapping[str, Any] | None = None,
+        origin: Origin | None = None,
         **strategy_options: Any,
     ) -> None:
-        cluster = _with_given(
+        cluster = with_given(
             ClusterConfig(cluster) if isinstance(cluster, str) else cluster,
             start_timeout=start_timeout,
             step_timeout=step_timeout,
@@ -136,6 +138,7 @@ class Trainer:
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams or {})
+        self._origin = origin
         self._source = ModelSource(build_model, self.strategy_name, on_servers=self._strategy.shape.num_ps > 0)
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._max_restarts = max_restarts
@@ -314,6 +317,7 @@ class Trainer:
             self._grace_secs,
             self._stop_signals,
             self.hparams,
+            self._origin or Origin.here_and_now(),
         )
 
     def _take(self, outcome: FitOutcome) -> None:
@@ -393,8 +397,3 @@ class Trainer:
             return None
         training = None if self._left_on_servers is None else self._left_on_servers.bring_back
         return WorkerPool(strategy.make, strategy.shape.num_workers, self.files.logs, self._grace_secs, training)
-
-
-def _with_given(cluster: ClusterConfig, **given: Any) -> ClusterConfig:
-    """The cluster, changed by the arguments that were given to the trainer in addition."""
-    return replace(cluster, **{name: value for name, value in given.items() if value is not None})

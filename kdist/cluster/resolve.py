@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.address_check import check_private
@@ -21,6 +21,11 @@ _ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
 _JOBS = ("ps", "worker", "chief")
 _ROLES = (*_JOBS, EVALUATOR.job)
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
+
+
+def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
+    """The config, changed by what was given in addition; None is not given."""
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:

@@ -66,6 +66,7 @@ class Callbacks:
         looks_at_model: whether a callback may read the model, or change it.
         wants_batches: whether a callback acts on every batch; then training returns to the chief after every step.
         acts_on_test_batches: whether a callback acts on every batch of a validation; then the chief validates.
+        logs_learning_rate: whether a callback adds the learning rate to the logs of epochs.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Callbacks:
         lookers = [callback for callback in callbacks if not _needs_logs_only(callback)]
         self.looks_at_model = bool(lookers)
         self._keeps_weights = any(type(callback) is keras.callbacks.EarlyStopping for callback in lookers)
+        self.logs_learning_rate = any(isinstance(callback, _RATE_ONLY) for callback in lookers)
         self._sets_rate_only = all(type(callback) in _RATE_ONLY for callback in lookers)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
         self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)

