@@ -15,6 +15,7 @@ from kdist.hooks.final_ops import FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
 from kdist.hooks.histogram_saver import HistogramSaver
 from kdist.hooks.logging_tensor import LoggingTensor
+from kdist.hooks.mlflow_tracker import MlflowTracker
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
 from kdist.hooks.progress import Progress
@@ -23,6 +24,8 @@ from kdist.hooks.step_counter import StepCounter
 from kdist.hooks.stop_at_step import StopAtStep
 from kdist.hooks.summary_saver import SummarySaver
 from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.tracker import Tracker
+from kdist.hooks.wandb_tracker import WandbTracker
 
 __all__ = [
     "BestCheckpoint",
@@ -36,6 +39,7 @@ __all__ = [
     "HistogramSaver",
     "Hook",
     "LoggingTensor",
+    "MlflowTracker",
     "NanTensor",
     "Profiler",
     "Progress",
@@ -47,6 +51,8 @@ __all__ = [
     "StepCounter",
     "StopAtStep",
     "SummarySaver",
+    "Tracker",
+    "WandbTracker",
     "default_hooks",
     "with_defaults",
 ]

@@ -15,6 +15,8 @@ A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHoo
     for hook in hooks: hook.end(session)                        # only if nothing was raised
     for hook in hooks: hook.close()                             # always
 
+A fit calls `before_fit` of all hooks before that, and `after_fit` after it.
+
 An exception that a hook raises ends the session: later hooks are not called for that event, `end` is skipped, and every
 hook is closed.
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from kdist.model.logs import Logs
     from kdist.model.metrics import MetricTotals
     from kdist.run.checkpoint import Checkpoints
+    from kdist.run.result import Result
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
 
@@ -177,6 +180,9 @@ class Hook:
         """
         return not type(self).__module__.startswith("kdist.")
 
+    def before_fit(self, run_dir: Path, result: Result) -> None:
+        """Called first of all, with what is known of the result: config, strategy, cluster, seed."""
+
     def begin(self, session: Session) -> None:
         """Called once, before anything is restored."""
 
@@ -219,6 +225,9 @@ class Hook:
 
     def close(self) -> None:
         """Called once at any end, also after an error; releases what the hook holds."""
+
+    def after_fit(self, result: Result) -> None:
+        """Called last of all, when `result.json` and `model.keras` are written, also after an error."""
 
     def due_in(self, step: int) -> int | None:
         """How many steps may pass after `step` before the hook must be called; None: any number."""

@@ -226,6 +226,8 @@ def _needs_logs_only(callback: Callback) -> bool:
 def _acts_on_batches(callback: Callback) -> bool:
     # Keras callbacks that could act on every batch are told not to by these arguments.
     acts_on_epochs = "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
+    # MLflow's.
+    acts_on_epochs |= getattr(callback, "log_every_epoch", None) is True
     return not acts_on_epochs and _overrides(callback, _BATCH_EVENTS)
 
 

@@ -88,6 +88,8 @@ class LocalFit:
         started = time.monotonic()
         signals = StopSignals(session, request.grace_secs, request.stop_signals)
         try:
+            for hook in session.hooks:
+                hook.before_fit(request.files.path, request.result(status="running"))
             with signals, session:
                 request.files.write_plan(session.strategy.plan)
                 if request.arguments.tells_all:
@@ -286,6 +288,8 @@ class LocalFit:
             name = "/".join(request.files.path.absolute().parts[-2:])
             summaries.hparams(name, self._hparams, metrics, began=began, ok=status == "done")
             summaries.close()
+        for hook in session.hooks:
+            hook.after_fit(self._result)
         if error is None:
             request.files.upload()
 

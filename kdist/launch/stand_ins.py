@@ -19,8 +19,10 @@ from kdist.launch.conversation import Conversation
 
 #: Names of objects that both processes have.
 SESSION, METRICS = "session", "metrics"
-#: The methods of hooks that are called from here; the user's process closes its hooks itself.
-_EVENTS = [name for name, method in vars(Hook).items() if inspect.isfunction(method) and name != "close"]
+#: What the user's process calls itself, once, however often processes are started.
+_ONCE = ("before_fit", "close", "after_fit")
+#: The methods of hooks that are called from here.
+_EVENTS = [name for name, method in vars(Hook).items() if inspect.isfunction(method) and name not in _ONCE]
 #: What other parts of kdist want to know of a hook, if it has it.
 _ATTRIBUTES = ("needs_validation", "follows_fit", "full_every")
 
@@ -54,7 +56,8 @@ def hook_for(described: UsersHook, conversation: Conversation) -> Hook:
     def calling(event: str) -> Callable[..., Any]:
         return lambda _stand_in, *arguments: conversation.call("hook", described.index, event, *arguments)
 
-    methods = {event: calling(event) if event in described.events else getattr(Hook, event) for event in _EVENTS}
+    methods = {event: getattr(Hook, event) for event in (*_EVENTS, *_ONCE)}
+    methods |= {event: calling(event) for event in described.events}
     kind = type(f"Users{described.kind.__name__}", (described.kind,), {**methods, **described.attributes})
     # What a hook of that kind is made of is in the user's process.
     stand_in: Hook = object.__new__(kind)

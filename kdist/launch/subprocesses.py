@@ -83,10 +83,13 @@ class Subprocesses(Launcher):
         metrics = MetricReader(request.source.model, prepared.replica_step.returned)
         users_hooks = UsersHooks(hooks, callbacks, prepared.spec, metrics)
         arguments = replace(request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=())
+        users_hooks.before_fit(request.files.path, request.result(status="running"))
         try:
-            return self._run(replace(request, arguments=arguments, hooks=()), users_hooks)
+            outcome = self._run(replace(request, arguments=arguments, hooks=()), users_hooks)
         finally:
             users_hooks.close()
+        users_hooks.after_fit(outcome.result)
+        return outcome
 
     def _run(self, request: FitRequest, users_hooks: UsersHooks) -> FitOutcome:
         """Runs a request without hooks and callbacks; they are in `users_hooks`."""
@@ -105,8 +108,11 @@ class Subprocesses(Launcher):
         fit = replace(request, max_restarts=0)
         started, restarts = time.time(), 0
         while True:
+            outcome = WorkerOutcome()
             try:
                 outcome = processes.run(WorkerRequest(fit, users_hooks.stand_ins(), values_of(model)), users_hooks)
+                if outcome.error is not None:
+                    raise outcome.error
                 break
             except ClusterError as error:
                 newest = _checkpoint_to_resume(files, fit.resume, started)
@@ -115,7 +121,7 @@ class Subprocesses(Launcher):
                 restarts, fit = restarts + 1, replace(fit, resume="auto")
                 warn(lines.again_line(error, newest, restarts, request.max_restarts))
             except BaseException as error:  # noqa: BLE001 - in the outcome, and raised by the caller
-                return FitOutcome(Result(), request.resume, error=users_hooks.error or error)
+                return FitOutcome(outcome.result or Result(), request.resume, error=users_hooks.error or error)
         set_values(model, outcome.values)
         result = replace(outcome.result or Result(), restarts={"worker": 0, "cluster": restarts})
         if restarts:
@@ -175,12 +181,11 @@ class WorkerProcesses:
         """Runs a request to its end; the chief calls the user's hooks and callbacks here.
 
         Returns:
-            The chief's outcome.
+            The chief's outcome, or that of another worker that has failed.
 
         Raises:
             ConfigError: something in the request cannot be sent to another process.
             ClusterError: a process was lost, is stopped or did not start in time.
-            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when the chief had saved.
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             (Path(folder) / "request").write_bytes(pickled(request))
@@ -200,8 +205,6 @@ class WorkerProcesses:
                 at_end.callback(end_children, processes, _STOP_SECS)
                 with ForwardedSignals(processes[0], self.stop_signals):
                     outcome = self._wait(processes, Path(folder), here, users_hooks)
-            if outcome.error is not None:
-                raise outcome.error
             return outcome
 
     def _launch(self, folder: str, live_pipe: live.LivePipe, pipe_of_chief: Connection) -> list[subprocess.Popen[str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import keras
@@ -20,6 +21,7 @@ from kdist.hooks.base import Hook, Session
 from kdist.hooks.keras_callbacks import Callbacks, EpochLogs
 from kdist.launch.stand_ins import METRICS, SESSION, UsersHook
 from kdist.model.metrics import MetricReader
+from kdist.run.result import Result
 from kdist.strategies.base import TrainingSpec
 
 
@@ -45,13 +47,15 @@ class UsersHooks:
     ) -> None:
         self.error: BaseException | None = None
         self._hooks = hooks
+        self._staying = [hook for hook in hooks if hook.stays_with_user]
         self._epoch_logs = EpochLogs()
         self._given_callbacks = [*callbacks, self._epoch_logs]
         self._spec = spec
         self._metrics = metrics
         self._callbacks: Callbacks | None = None
-        #: Hooks and callbacks that have begun. After a restart, training resumes for them.
+        #: After a restart of the processes, training resumes for hooks and callbacks that have begun.
         self._begun: set[int] = set()
+        self._callbacks_have_begun = False
 
     def stand_ins(self) -> list[Hook | UsersHook]:
         """The hooks that are to travel, and descriptions of those that stay."""
@@ -86,8 +90,8 @@ class UsersHooks:
         """Calls a method of all callbacks; returns the logs of an epoch that ended, to which they may have added."""
         assert self._callbacks is not None
         if event == "begin":
-            event = "begin_again" if -1 in self._begun else "begin"
-            self._begun.add(-1)
+            event = "begin_again" if self._callbacks_have_begun else "begin"
+            self._callbacks_have_begun = True
         result = getattr(self._callbacks, event)(*arguments)
         return self._epoch_logs.logs if event == "end_epoch" else result
 
@@ -109,12 +113,21 @@ class UsersHooks:
             self._callbacks.pull(session)
         getattr(self._callbacks.list, event)(*arguments)
 
+    def before_fit(self, run_dir: Path, result: Result) -> None:
+        """Calls `before_fit` of the hooks."""
+        for hook in self._staying:
+            hook.before_fit(run_dir, result)
+
     def close(self) -> None:
         """Closes the hooks, the last one first."""
         with ExitStack() as closing:
-            for hook in self._hooks:
-                if hook.stays_with_user:
-                    closing.callback(hook.close)
+            for hook in self._staying:
+                closing.callback(hook.close)
+
+    def after_fit(self, result: Result) -> None:
+        """Calls `after_fit` of the hooks."""
+        for hook in self._staying:
+            hook.after_fit(result)
 
 
 class SessionElsewhere:

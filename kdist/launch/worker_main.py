@@ -59,8 +59,11 @@ def main(options: WorkerOptions) -> NoReturn:
     try:
         outcome = _run(options, folder)
     except BaseException as error:  # noqa: BLE001 - raised in the process that started this one
-        traceback.print_exc()
-        outcome = WorkerOutcome(signals.asked_to_exit() or _sendable(error, str(Task("worker", options.index))))
+        outcome = WorkerOutcome(error)
+    if (error := outcome.error) is not None:
+        traceback.print_exception(error)
+        error = signals.asked_to_exit() or _sendable(error, str(Task("worker", options.index)))
+        outcome = replace(outcome, error=error)
     with written_whole(folder / f"outcome-{options.index}") as path:
         path.write_bytes(cloudpickle.dumps(outcome))
     sys.stdout.flush()
@@ -113,7 +116,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
     callbacks = partial(CallbacksElsewhere, conversation=with_user, objects=objects)
     outcome = InProcess(callbacks).launch(replace(fit, hooks=hooks))
     if outcome.error is not None:
-        raise outcome.error
+        return WorkerOutcome(outcome.error, outcome.result)
     history = outcome.history
     return WorkerOutcome(
         result=outcome.result,

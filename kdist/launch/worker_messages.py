@@ -67,8 +67,8 @@ class WorkerOutcome:
     """What a worker process leaves behind.
 
     Attributes:
-        error: what it raised; None if it ended well. The rest is the chief's, and only if it ended well.
-        result: of the fit.
+        error: what it raised; None if it ended well.
+        result: of the fit; the chief's. So is the rest, if it ended well.
         history: the attributes of a Keras `History`, by name.
         values: of the trained model and its optimizer.
     """
