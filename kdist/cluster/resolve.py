@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.address_check import check_private
@@ -180,3 +180,8 @@ def _spec(addresses: Mapping[str, Sequence[str]], keys: _Keys) -> ClusterSpec:
     if not workers:
         raise ConfigError(f"{keys.cluster}worker: there is no worker")
     return ClusterSpec(ps, workers, chiefs[0] if chiefs else None)
+
+
+def with_given(cluster: ClusterConfig, **given: Any) -> ClusterConfig:
+    """The cluster, changed by the values that are not None."""
+    return replace(cluster, **{name: value for name, value in given.items() if value is not None})

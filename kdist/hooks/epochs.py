@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.errors import ConfigError
+from kdist.console.warn import warn
+from kdist.errors import ConfigError, TaskError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
 if TYPE_CHECKING:
+    from kdist.data.splits import Passes
     from kdist.hooks.keras_callbacks import Callbacks
     from kdist.model.metrics import MetricTotals
     from kdist.run.best_values import BestValues
+
+#: Why a session ends after its last pass.
+_EPOCHS = "epochs"
 
 
 @dataclass(eq=False)
@@ -24,7 +29,9 @@ class EpochRecorder(Hook):
     Args:
         history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
         callbacks: called at the events of training; includes the history.
-        steps_per_epoch: steps per epoch; None makes the whole run one epoch.
+        steps_per_epoch: steps per epoch; without it, and without `passes`, the whole run is one epoch.
+        passes: each is an epoch.
+        epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
         best: gets the validation values.
@@ -36,6 +43,8 @@ class EpochRecorder(Hook):
     callbacks: Callbacks
     _: KW_ONLY
     steps_per_epoch: int | None
+    passes: Passes | None = None
+    epochs: int | None = None
     first_step: int = 0
     first_epoch: int = 0
     validate: Callable[[Session], Mapping[str, float]] | None
@@ -51,6 +60,9 @@ class EpochRecorder(Hook):
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
+        self._num_empty_passes = 0
+        if self.passes is not None and self._is_past_last(self._epoch):
+            session.request_stop(_EPOCHS)
         if not self._has_begun:
             self._has_begun = True
             self.callbacks.begin(session, self._epoch)
@@ -73,6 +85,28 @@ class EpochRecorder(Hook):
             self._epoch = self._epoch_at(step)
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
+
+    def while_waiting(self, session: Session) -> None:
+        """Ends an epoch if the reason is that its pass has ended."""
+        if self.passes is None or not self.passes.pass_has_ended():
+            return
+        # In a run that was resumed at the end of a pass there was nothing left of it.
+        self._num_empty_passes = self._num_empty_passes + 1 if self._totals is None else 0
+        if self._num_empty_passes > 1:
+            raise TaskError("a worker", ValueError("the dataset has not a single batch"))
+        is_last = self._is_past_last(self._epoch + 1)
+        if not is_last and self.passes.is_only_pass:
+            warn(
+                f"the data can be read once, and ended in epoch {self._epoch + 1} of {self.epochs} at step "
+                f"{session.global_step}; training ends with it"
+            )
+            session.request_stop("the end of the data")
+        elif is_last:
+            session.request_stop(_EPOCHS)
+        self._finish_epoch(session, validate=self._is_validation_epoch())
+        if not session.should_stop():
+            self.passes.begin_pass()
+            self._epoch += 1
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         # Its own, or that of values that another hook has restored.
@@ -99,7 +133,12 @@ class EpochRecorder(Hook):
         looks_at_values = self.validate is not None or self.callbacks.looks_at_model
         return self.due_in(step) if looks_at_values else None
 
+    def _is_past_last(self, epoch: int) -> bool:
+        return self.epochs is not None and epoch >= self.epochs
+
     def _epoch_at(self, step: int) -> int:
+        if self.passes is not None:
+            return self.first_epoch + self.passes.pass_number
         if not self.steps_per_epoch:
             return self.first_epoch
         return self.first_epoch + (step - self.first_step) // self.steps_per_epoch
@@ -147,11 +186,17 @@ class EpochRecorder(Hook):
 
 
 def last_step_of(
-    steps: int | None, epochs: int | None, steps_per_epoch: int | None, first_step: int, first_epoch: int
+    steps: int | None,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    first_step: int,
+    first_epoch: int,
+    *,
+    by_passes: bool = False,
 ) -> int | None:
     """The global step at which `fit` stops: `steps`, or the end of the epoch before `epochs`.
 
-    None if that is not known: without `steps`, a single epoch of data of unknown length does not end.
+    None if that is not known: an epoch is a pass over data of unknown length, or the only one does not end.
 
     Raises:
         ConfigError: nothing is left to do, or several epochs have an unknown length.
@@ -161,7 +206,7 @@ def last_step_of(
     if epochs <= first_epoch:
         raise ConfigError(f"epochs={epochs}: must be more than initial_epoch={first_epoch}")
     if steps_per_epoch is None:
-        if epochs - first_epoch == 1:
+        if epochs - first_epoch == 1 or by_passes:
             return None
         raise ConfigError(
             f"epochs={epochs}: the length of the data is not known; give steps (train.steps) or steps_per_epoch"

@@ -11,15 +11,17 @@ import abc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
-from kdist.data.base import TrainingData
+from kdist.data.base import Readers, TrainingData
 from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.launch.fit_arguments import FitArguments
@@ -87,6 +89,7 @@ class FitRequest:
         grace_secs: seconds to save and exit after a stop signal.
         stop_signals: names of the signals at which the run saves and exits.
         hparams: of the run, for TensorBoard.
+        num_fits: of the same trainer before, whose values the model has.
     """
 
     source: ModelSource
@@ -103,6 +106,7 @@ class FitRequest:
     grace_secs: float
     stop_signals: Sequence[str]
     hparams: Mapping[str, Any]
+    num_fits: int = 0
 
     @property
     def keeps_model_on_servers(self) -> bool:
@@ -115,7 +119,7 @@ class FitRequest:
         Raises:
             CheckpointError: there is none any more.
         """
-        strategy.start(self.training_spec(self.training_data()))
+        strategy.start(self.training_spec(self.training_data))
         checkpoints = self.files.checkpoints()
         if checkpoints.restore(strategy) is None:
             raise CheckpointError(f"there is no checkpoint in {checkpoints.place}, where the trained values were")
@@ -131,21 +135,38 @@ class FitRequest:
             "same run_dir and a larger export_max_bytes brings them here"
         )
 
+    @cached_property
     def training_data(self) -> TrainingData:
         """What the workers read.
 
         Raises:
             ConfigError: the data cannot be used, or not with this strategy.
+            TaskError: the user's code failed to make its first batches.
         """
-        data = self.arguments.training_data(self.seed)
+        seed = self.seed
+        if self.num_fits:
+            # Otherwise every fit would shuffle in the same way.
+            seed = int(np.random.SeedSequence([seed, self.num_fits]).generate_state(1)[0])
+        data = self.arguments.training_data(seed, self._readers())
         if data.splits is not None:
-            self._check_takes_splits()
+            self._check_takes_splits(arrive=data.splits.arrive)
         return data
 
-    def _check_takes_splits(self) -> None:
-        """Refuses what needs to know ahead whether there is a batch: with data that keeps arriving nobody does."""
-        name, what = self.strategy.name, "data that keeps arriving"
-        if name in registry.ALL_REDUCE:
+    def _readers(self) -> Readers:
+        strategy = self.strategy
+        return Readers(
+            number=max(1, strategy.shape.num_workers),
+            at_once=strategy.make().batches_per_step if strategy.name == "mirrored" else 1,
+            run_the_program=strategy.name == "multi_worker_mirrored",
+            by_passes=self.arguments.ends_by_epochs,
+            timeout=strategy.cluster.step_timeout,
+        )
+
+    def _check_takes_splits(self, *, arrive: bool) -> None:
+        """Refuses what needs to know ahead whether there is a batch: with data that may end nobody does."""
+        name = self.strategy.name
+        what = "data that keeps arriving" if arrive else "data of one process, or of unknown length,"
+        if name in registry.ALL_REDUCE and arrive:
             raise ConfigError(
                 f"strategy={name}: in every step every replica needs a batch, and with {what} one may have none while "
                 "others have; use parameter servers (cluster=2ps2w), or strategy=single"
@@ -157,14 +178,17 @@ class FitRequest:
                 f"strategy.local_steps={self.strategy.config.local_steps}: with {what} a step is one batch; use 1"
             )
 
-    def steps_per_epoch(self, data: TrainingData) -> int | None:
+    def steps_per_epoch(self, data: TrainingData, replicas: int | None = None) -> int | None:
         """Global steps of an epoch; None if neither the arguments nor the data say how many.
 
-        All-reduce workers must have joined each other: only then is the number of replicas known.
+        Args:
+            replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
         if self.arguments.steps_per_epoch is not None or data.steps_per_epoch is None:
             return self.arguments.steps_per_epoch
-        return math.ceil(data.steps_per_epoch / self.strategy.make().batches_per_step)
+        joins = self.strategy.name == "multi_worker_mirrored"
+        batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
+        return math.ceil(data.steps_per_epoch / batches_per_step)
 
     def training_spec(
         self, data: TrainingData, *, last_step: int | None = None, steps_per_epoch: int | None = None

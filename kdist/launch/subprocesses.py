@@ -69,7 +69,7 @@ class Subprocesses(Launcher):
 
     def launch(self, request: FitRequest) -> FitOutcome:
         strategy, model, files = request.strategy, request.source.model, request.files
-        data = request.training_data()
+        data = request.training_data
         # Builds the model, and finds what is wrong with it and the data before anything starts.
         prepare(request.training_spec(data), 1).check_fixed_tables(strategy.name)
         processes = WorkerProcesses(

@@ -95,7 +95,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
     signals.exit_at_once = os._exit
     fit = replace(request.fit, strategy=replace(request.fit.strategy, membership=membership))
     model = fit.source.model
-    prepare(fit.training_spec(fit.training_data()), 1)
+    prepare(fit.training_spec(fit.training_data), 1)
     set_values(model, request.values)
     if membership is not None and not membership.is_chief:
         ExternalTask(membership).launch(fit)

@@ -20,7 +20,7 @@ from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
-from kdist.data.splits import SplitQueue
+from kdist.data.splits import Splits
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
@@ -173,8 +173,8 @@ class StoreBackedStrategy(Strategy):
         return beside if self._splits is None else {**beside, DATA_STATE: np.array(self._splits.state(), object)}
 
     @property
-    def _splits(self) -> SplitQueue | None:
-        """What workers read one after the other, if the data keeps arriving."""
+    def _splits(self) -> Splits | None:
+        """What workers read one after the other, if the data may end."""
         return self._prepared.spec.data.splits
 
     def count_rows(self) -> None:

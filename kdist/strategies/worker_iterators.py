@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdist.cluster.spec import Task
 from kdist.data.split_data import naming, why_unreadable
-from kdist.data.splits import SplitQueue
+from kdist.data.splits import Splits
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.worker_threads import may_be_lost
 
@@ -40,7 +40,7 @@ class WorkerIterators:
                 self._iterators[worker] = iter(self._make_dataset(worker))
         return self._iterators[worker]
 
-    def read(self, worker: int, splits: SplitQueue | None, call: Callable[[Any], T]) -> T:
+    def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T]) -> T:
         """Calls a function with the iterator of a worker, which continues with its next split at the end of one.
 
         Args:
@@ -65,9 +65,8 @@ class WorkerIterators:
                 split = splits.split_of(worker)
                 if split is None or may_be_lost(error):
                     raise
-                if (reason := why_unreadable(error, split)) is None:
+                if (reason := why_unreadable(error, split)) is None or not splits.skip(worker, reason):
                     raise naming(error, split) from error
-                splits.skip(worker, reason)
             else:
                 splits.advance(worker)
                 return result
