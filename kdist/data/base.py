@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -65,8 +66,11 @@ class TrainingData(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        """The dataset of one worker's batches: endless, or of one split; called inside a `tf.function`."""
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
+        """What one worker reads, a dataset of batches, endless or of one split; or its split is this one batch.
+
+        Called inside a `tf.function`.
+        """
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         """What `dataset` takes as `arguments`."""

@@ -15,7 +15,7 @@ from kdist.data.feed_queue import FeedQueue
 
 
 class FedData(TrainingData):
-    """What a `BatchSource` makes. A worker's dataset is a single batch, which was sent to it.
+    """What a `BatchSource` makes; a worker is sent one batch at a time.
 
     Args:
         source: makes the batches.
@@ -52,5 +52,6 @@ class FedData(TrainingData):
     def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
         return list(self._queue.assign(worker_index).tensors)
 
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors(tf.nest.pack_sequence_as(self._spec, arguments, expand_composites=True))
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
+        # A dataset of one batch would take ten times as long to make.
+        return tf.nest.pack_sequence_as(self._spec, arguments, expand_composites=True)

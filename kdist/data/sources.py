@@ -272,7 +272,7 @@ class _ClassWeighted(TrainingData):
     def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
         return self._data.arguments(worker_index, num_workers)
 
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
         def add_weight(*batch: Any) -> Any:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             if y is None or sample_weight is not None or tf.nest.is_nested(y):
@@ -285,7 +285,10 @@ class _ClassWeighted(TrainingData):
             weights = tf.gather(self._weights, tf.where(known, classes, 0))
             return x, y, tf.where(known, weights, 1.0)
 
-        return self._data.dataset(context, *arguments).map(add_weight)
+        batches = self._data.dataset(context, *arguments)
+        if isinstance(batches, tf.data.Dataset):
+            return batches.map(add_weight)
+        return add_weight(*batches) if isinstance(batches, tuple) else add_weight(batches)
 
 
 def _is_iterable_only(x: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
-from kdist.data.worker_dataset import iterator_spec
+from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
@@ -78,7 +78,7 @@ class AllReduce(StoreBackedStrategy):
     def _call(self, num_steps: int) -> StepLogs:
         """Runs steps on all replicas; every process has to call it."""
         if not self._iterators or self._splits is not None:
-            self._iterators = [iter(dataset) for dataset in self._datasets()]
+            self._iterators = [iterator_over(made) for made in self._datasets()]
         try:
             packed = self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
@@ -93,7 +93,7 @@ class AllReduce(StoreBackedStrategy):
         """Those of this process."""
         return range(self._first_replica, self._first_replica + len(self._stores))
 
-    def _datasets(self) -> Iterator[tf.data.Dataset]:
+    def _datasets(self) -> Iterator[Any]:
         """The data of each replica of this process."""
         step = self._store.counters.global_step()
         for replica in self._replicas:

@@ -365,7 +365,7 @@ class SyncReplicas(PsStrategy):
         apply = self._gradients.apply(len(contributions))
         return int(self._watched(lambda: apply(contributions).numpy(), ("apply", len(contributions))))
 
-    def _dataset(self, worker: int) -> tf.data.Dataset:
+    def _dataset(self, worker: int) -> Any:
         where = worker, self._step or 0, self.batches_per_step
         return self._prepared.make_dataset(self._make_dataset, *where)
 

@@ -11,7 +11,7 @@ import models
 import numpy as np
 import pytest
 import python_data
-from helpers import result_of
+from helpers import result_of, tags_of
 from python_data import BATCH, Batches, X, Y, batch
 
 import kdist
@@ -121,6 +121,16 @@ def test_an_error_in_the_users_code_names_the_data_and_the_place(run_dir: Path) 
         fit(Batches(fails_at=4), run_dir)
     assert isinstance(raised.value.__cause__, LookupError)
     assert result_of(run_dir)["error"] == str(raised.value)
+
+
+@pytest.mark.parametrize("make", [Batches, python_data.filtered])
+def test_histograms_of_gradients_take_no_batch_away(make: Any, run_dir: Path) -> None:
+    hook = kdist.hooks.HistogramSaver(every_steps=1)
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[hook])
+    trainer.fit(make(), epochs=2, verbose=0)
+    num_examples = sum(len(y) for _, y in (make() if make is python_data.filtered else python_data.generator()))
+    assert trainer.result.examples == 2 * num_examples
+    assert "gradients/dense/kernel" in "".join(tags_of(run_dir / "tb" / "train"))
 
 
 def changing() -> Iterator[Any]:
