@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kdist.data.base import DataContext
     from kdist.data.kafka import kafka_topic
     from kdist.data.npz import load_npz
+    from kdist.runs.load import load_runs
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
 
@@ -38,6 +39,7 @@ _LAZY = {
     "arriving_files": "kdist.data.arriving_files",
     "kafka_topic": "kdist.data.kafka",
     "load_npz": "kdist.data.npz",
+    "load_runs": "kdist.runs.load",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "kafka_topic",
     "layers",
     "load_npz",
+    "load_runs",
     "trust",
 ]
 

@@ -29,14 +29,14 @@ from kdist.launch.in_process import LocalFit
 from kdist.launch.reached import reached
 from kdist.launch.select import launcher_for
 from kdist.model.source import ModelSource
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy
+from kdist.parameters.placement import PlacementPlan
 from kdist.run.mirror import Mirror
+from kdist.run.origin import Origin
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.multi_worker_mirrored import join
-from kdist.strategies.store_backed import prepare
 
 
 class Trainer:
@@ -74,6 +74,7 @@ class Trainer:
         membership: the role of this process in a cluster whose tasks were started one by one; None: derived from
             `cluster`.
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
+        origin: what `result.json` says of where the run comes from; None: these arguments, and this process.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
             `on_lost_worker` and `worker_timeout` (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype`
@@ -108,6 +109,7 @@ class Trainer:
         lock_run_dir: bool = True,
         membership: Membership | None = None,
         hparams: Mapping[str, Any] | None = None,
+        origin: Origin | None = None,
         **strategy_options: Any,
     ) -> None:
         cluster = with_given(
@@ -136,6 +138,7 @@ class Trainer:
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams or {})
+        self._origin = origin
         self._source = ModelSource(build_model, self.strategy_name, on_servers=self._strategy.shape.num_ps > 0)
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._max_restarts = max_restarts
@@ -317,6 +320,7 @@ class Trainer:
             self._grace_secs,
             self._stop_signals,
             self.hparams,
+            self._origin or Origin.here_and_now(),
             self._num_fits,
         )
 
@@ -332,12 +336,7 @@ class Trainer:
         Raises:
             ConfigError: the cluster has no parameter servers.
         """
-        shape = self._strategy.shape
-        if not shape.num_ps:
-            raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
-        request = self._request(FitArguments(x, y, batch_size=batch_size))
-        prepared = prepare(request.training_spec(request.training_data), shape.num_workers)
-        plan = prepared.plan(shape.num_ps, PlacementPolicy.of(self._strategy.config))
+        plan = self._request(FitArguments(x, y, batch_size=batch_size)).plan()
         with self._one_chief():
             self.files.write_plan(plan)
         return plan

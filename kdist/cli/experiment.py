@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import time
 from dataclasses import asdict
 from functools import partial
@@ -11,26 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._compat.quick_import import quick_import
 from kdist.cli.hydra_plugins import overrides_of_job
+from kdist.cluster.resolve import membership_of, shape_of
 from kdist.config import targets
 from kdist.config.build import build_model, data_arguments, parts_of
 from kdist.config.hparams import CHOSEN, hparams_of
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
+from kdist.strategies import registry
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kdist.run.mirror import Mirror
+    from kdist.run.origin import Origin
     from kdist.strategies.base import Strategy
 
 
-def run_experiment(config: Config, run_dir: Path | Mirror | str | None, *, is_chief: bool = True) -> None:
+def run_experiment(
+    config: Config, run_dir: Path | Mirror | str | None, origin: Origin | None = None, *, is_chief: bool = True
+) -> None:
     """Trains as configured, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
         run_dir: the run dir, locked by the caller if it is the chief, or its mirror, entered by the caller; None in a
             process that needs none.
+        origin: what its result says of where the run comes from.
         is_chief: whether this process writes the result of the run.
     """
     with quick_import():
@@ -71,6 +78,7 @@ def run_experiment(config: Config, run_dir: Path | Mirror | str | None, *, is_ch
             storage_timeout=config.run.storage_timeout,
             use_default_hooks=False,
             lock_run_dir=False,
+            origin=origin,
             hparams=hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams]),
             **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},
         )
@@ -96,8 +104,16 @@ def run_experiment(config: Config, run_dir: Path | Mirror | str | None, *, is_ch
         if run_dir is not None and not is_said:
             files = RunDir(run_dir, config.run.name)
             if not files.has_result_since(started):
-                shape = config.cluster.shape
-                files.write_result(Result(strategy=config.strategy.name, cluster=shape, error=describe(error)))
+                shape = shape_of(config.cluster, membership_of(config.cluster, os.environ))
+                files.write_result(
+                    Result(
+                        strategy=registry.resolve(config.strategy, shape),
+                        cluster=str(shape),
+                        error=describe(error),
+                        seed=config.run.seed,
+                        **({} if origin is None else vars(origin)),
+                    )
+                )
         raise
 
 

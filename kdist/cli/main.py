@@ -305,12 +305,18 @@ def _job(
             # The tasks that this process will start import TensorFlow while it does so itself.
             end.enter_context(prepared(log_path(log.parent, shape.tasks[0])))
         from kdist.cli.experiment import run_experiment
+        from kdist.cli.hydra_plugins import overrides_of_job
+        from kdist.config.recorded import recorded
         from kdist.console import live
+        from kdist.run.origin import Origin
 
+        known = recorded(config)
+        known["run"]["dir"] = checked.run.dir
+        origin = Origin.here_and_now(known, overrides_of_job())
         signals.exit_at_once = live.exit_at_once
         place = lock if isinstance(lock, Mirror) else run_dir
         try:
-            run_experiment(checked, place)
+            run_experiment(checked, place, origin)
         except ClusterError as error:
             from kdist.run.run_dir import RunDir
 

@@ -1,4 +1,4 @@
-"""Sweeps: which trials in a sweep's folder are done, their results, and how they compare, as a table.
+"""Sweeps: which trials in a sweep's folder are done, and how they compare, as a table.
 
 A sweep is one folder with one numbered folder per trial. There, `trial.json` records the overrides of the trial and how
 it ended, beside the `result.json` of its run. A sweep that is run again needs nothing else.
@@ -12,17 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli.sweep_folder import RECORD, SweepFolder
+from kdist.cli.sweep_folder import SweepFolder
+from kdist.config.hparams import by_key, is_of_training
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import content_of
+from kdist.runs.folder import TRIAL
+from kdist.runs.groups import Group, best_first, grouped, listed, status_of, table
+from kdist.runs.load import SEED, Row, runs_in
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 #: Objectives besides validation metrics: keys of `result.json`, and which of their values are better.
 _OF_RESULT = {"steps_per_second": "max", "examples_per_second": "max", "seconds": "min"}
-#: Overrides that do not affect what is trained.
-_NOT_OF_TRAINING = ("run.", "hydra.", "sweep.")
+#: The column of objectives.
+OBJECTIVE = "objective"
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,13 @@ class Trial:
 
     def write(self, sweep: SweepFolder) -> None:
         record = {name: getattr(self, name) for name in ("overrides", "status", "error", "exit_code")}
-        sweep.write(f"{self.name}/{RECORD}", (json.dumps(record, indent=2) + "\n").encode())
+        sweep.write(f"{self.name}/{TRIAL}", (json.dumps(record, indent=2) + "\n").encode())
 
     @classmethod
     def read(cls, sweep: SweepFolder, name: str) -> Trial | None:
         """The trial of that name; None if there is none."""
         try:
-            record = json.loads(sweep.read(f"{name}/{RECORD}") or b"")
+            record = json.loads(sweep.read(f"{name}/{TRIAL}") or b"")
         except ValueError:
             return None
         return cls(name, **record, result=content_of(sweep.read(f"{name}/result.json") or b""))
@@ -78,8 +82,7 @@ def begin_trial(sweep: SweepFolder, name: str, overrides: Sequence[str]) -> Tria
     Raises:
         ConfigError: another trial has this name.
     """
-    parts = (override.lstrip("+~").partition("=") for override in overrides)
-    own = {key: value for key, _, value in parts if not key.startswith(_NOT_OF_TRAINING)}
+    own = {key: text for key, text in by_key(overrides).items() if is_of_training(key)}
     trial = Trial.read(sweep, name)
     if trial is not None and trial.overrides != own:
         held, wanted = (" ".join(f"{k}={v}" for k, v in o.items()) or "no overrides" for o in (trial.overrides, own))
@@ -199,8 +202,9 @@ class Sweep:
         trials: by number.
         failed: those that failed.
         swept: the keys in which trials differ; all of a sweep of one trial.
-        objectives: of the trials that are done, by number.
+        rows: of `kdist.load_runs`, by number, with their objectives in the column `OBJECTIVE`.
         metric: the name by which trials are compared.
+        mode: whether its smaller or its larger values are better.
     """
 
     def __init__(self, folder: SweepFolder, metric: str | None = None, mode: str | None = None) -> None:
@@ -208,54 +212,43 @@ class Sweep:
         read = [Trial.read(folder, name) for name in folder.trials() if name.isdecimal()]
         self.trials = sorted((trial for trial in read if trial is not None), key=lambda trial: trial.number)
         self.failed = [trial for trial in self.trials if trial.status == "failed"]
-        keys = dict.fromkeys(key for trial in self.trials for key in trial.overrides)
-        values = {key: {trial.overrides.get(key) for trial in self.trials} for key in keys}
-        self.swept = [key for key in keys if len(self.trials) == 1 or len(values[key]) > 1]
-        self.objectives = {
-            trial.number: found
+        runs = runs_in(folder, [trial.name for trial in self.trials])
+        differing = runs.varied() if len(self.trials) > 1 else ["cluster", "strategy", *runs.keys]
+        # Which strategy `auto` is may follow from the cluster.
+        self.swept = [key for key in differing if any(key in trial.overrides for trial in self.trials)]
+        found = {
+            trial.name: objective(trial.result, metric, mode)
             for trial in self.trials
-            if trial.status == "done" and trial.result and (found := objective(trial.result, metric, mode))
+            if trial.status == "done" and trial.result
         }
-        self.metric = next((found.name for found in self.objectives.values()), "objective")
+        one = next((each for each in found.values() if each is not None), Objective(OBJECTIVE, 0.0, "min"))
+        self.metric, self.mode = one.name, one.mode
+        values = {name: each.value for name, each in found.items() if each is not None}
+        self.rows: list[Row] = [{**row, OBJECTIVE: values.get(row["run"])} for row in runs.rows]
+        self._errors = runs.errors
 
-    def best_first(self) -> list[Trial]:
-        """The trials, unfinished ones last."""
-
-        def place(trial: Trial) -> tuple[bool, float]:
-            found = self.objectives.get(trial.number)
-            return (True, 0.0) if found is None else (False, -found.value if found.mode == "max" else found.value)
-
-        return sorted(self.trials, key=place)
+    def groups(self) -> list[Group]:
+        """Trials that differ in their seed only, best first, and those without a result last."""
+        groups = grouped(self.rows, [key for key in self.swept if key != SEED])
+        return best_first(groups, OBJECTIVE, {OBJECTIVE: self.mode})
 
     def table(self) -> list[str]:
-        """One line per trial, best first; then the failed ones with their errors."""
-        heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
+        """One line per group, with mean and standard deviation over its seeds; then the errors of failed trials."""
         rows = [
             [
-                str(trial.number),
-                *(trial.overrides.get(key, "") for key in self.swept),
-                _number(found.value if (found := self.objectives.get(trial.number)) else None, ".4g"),
-                _number(trial.result.get("steps_per_second"), ".1f"),
-                _number(staleness_of(trial), ".2f"),
-                # The sweep has ended, so a trial that is still marked as running was killed.
-                "not done" if trial.status == "running" else trial.status,
+                listed(int(row["run"]) for row in group.rows),
+                *(listed(row[key] for row in group.rows) for key in self.swept),
+                *(
+                    "" if (found := group.spread(column)) is None else found.text(form)
+                    for column, form in ((OBJECTIVE, ".4g"), ("steps_per_second", ".1f"), ("staleness", ".2f"))
+                ),
+                status_of(group.rows),
             ]
-            for trial in self.best_first()
+            for group in self.groups()
         ]
-        widths = [max(map(len, column)) for column in zip(heads, *rows)]
-        lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows]]
-        lines.insert(1, "-+-".join("-" * width for width in widths))
-        errors = {trial.number: trial.error.splitlines()[0] if trial.error else "unknown" for trial in self.failed}
-        return lines + [f"trial {number} failed: {error}" for number, error in errors.items()]
+        heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
+        return table(heads, rows) + [f"trial {name} failed: {error}" for name, error in self._errors.items()]
 
     def write(self) -> None:
         """Writes the table to `sweep.txt`."""
         self.folder.write("sweep.txt", ("\n".join(self.table()) + "\n").encode())
-
-
-def staleness_of(trial: Trial) -> float | None:
-    return trial.result.get("gradients", {}).get("staleness_mean")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

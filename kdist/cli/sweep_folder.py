@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from kdist.run.files import make_private, relative, written_whole
-from kdist.run.object_storage import ObjectStorage, StorageError, checked_url, is_url, working_folder
-
-_KEY = "hydra.sweep.dir"
-RECORD = "trial.json"
+from kdist.run.files import make_private, written_whole
+from kdist.run.object_storage import ObjectStorage, is_url, working_folder
+from kdist.runs.folder import TRIAL, OnDisk, OnStorage, RunsFolder, connected
 
 
-class SweepFolder(Protocol):
-    """Reads and writes what is known of trials, and what a sweep leaves; converts to the folder's name.
+class SweepFolder(RunsFolder, Protocol):
+    """Reads and writes what is known of trials, and what a sweep leaves.
 
     On object storage, every method raises `StorageError`: the storage failed for `run.storage_timeout`, or refused.
 
@@ -26,9 +23,6 @@ class SweepFolder(Protocol):
 
     def trials(self) -> list[str]:
         """The names of the folders of trials."""
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it is not there."""
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file."""
@@ -49,28 +43,12 @@ def sweep_folder(place: str, storage_timeout: float) -> SweepFolder:
     """
     if not is_url(place):
         return _OnDisk(Path(place))
-    storage = ObjectStorage(checked_url(place, _KEY), storage_timeout, key=_KEY)
-    try:
-        storage.sizes()
-    except StorageError as error:
-        raise storage.refusal(error) from None
-    return _OnStorage(storage)
+    return _OnStorage(connected(place, "hydra.sweep.dir", storage_timeout))
 
 
-class _OnDisk:
-    def __init__(self, path: Path) -> None:
-        self.local = path
-
-    def __str__(self) -> str:
-        return str(relative(self.local))
-
+class _OnDisk(OnDisk):
     def trials(self) -> list[str]:
-        return [path.parent.name for path in self.local.glob(f"*/{RECORD}")]
-
-    def read(self, name: str) -> bytes | None:
-        with suppress(OSError):
-            return (self.local / name).read_bytes()
-        return None
+        return [path.parent.name for path in self.local.glob(f"*/{TRIAL}")]
 
     def write(self, name: str, content: bytes) -> None:
         path = self.local / name
@@ -82,19 +60,15 @@ class _OnDisk:
         """Hydra works in this folder."""
 
 
-class _OnStorage:
+class _OnStorage(OnStorage):
     def __init__(self, storage: ObjectStorage) -> None:
+        super().__init__(storage)
         self.local = working_folder(storage.url)
-        self._storage = storage
-        self.read = storage.read
         self.write = storage.write
-
-    def __str__(self) -> str:
-        return self._storage.url
 
     def trials(self) -> list[str]:
         parts = (name.split("/") for name in self._storage.sizes())
-        return [folder for folder, *rest in parts if rest == [RECORD]]
+        return [folder for folder, *rest in parts if rest == [TRIAL]]
 
     def take_over(self) -> None:
         for path in self.local.glob("*"):

@@ -23,6 +23,11 @@ _ROLES = (*_JOBS, EVALUATOR.job)
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 
 
+def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
+    """The config, changed by what was given in addition; None is not given."""
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
 def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
     """The membership that `cluster=hosts` or `cluster=tf_config` describes; None for any other cluster.
 
@@ -180,8 +185,3 @@ def _spec(addresses: Mapping[str, Sequence[str]], keys: _Keys) -> ClusterSpec:
     if not workers:
         raise ConfigError(f"{keys.cluster}worker: there is no worker")
     return ClusterSpec(ps, workers, chiefs[0] if chiefs else None)
-
-
-def with_given(cluster: ClusterConfig, **given: Any) -> ClusterConfig:
-    """The cluster, changed by the values that are not None."""
-    return replace(cluster, **{name: value for name, value in given.items() if value is not None})

@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-#: Config keys that every run shows, besides those that it overrides.
-CHOSEN = ("cluster", "strategy", "optimizer.learning_rate", "train.batch_size")
-#: Keys that do not affect what is trained, and deleted ones.
-_NOT_SHOWN = ("~", "run.", "hydra.", "sweep.", "hooks", "callbacks", "drill")
-#: The keys that hold the choice of a group.
-_NAMES = {"cluster": "cluster.shape", "strategy": "strategy.name"}
+SEED = "run.seed"
+#: Config keys that every run shows, besides those that it overrides; `of_run` adds others.
+CHOSEN = ("train.batch_size",)
 
 
 def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
@@ -22,17 +19,38 @@ def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequ
         overrides: `key=value`, of the command line.
 
     Returns:
-        Numbers, booleans and texts by key. The choice of a group (`cluster=2ps2w`) is a text; None is omitted.
+        Numbers, booleans and texts by key. The choice of a group (`optimizer=adam`) is a text; None is omitted.
     """
-    parts = (override.lstrip("+").partition("=") for override in overrides)
     # Not resolved: the value of ${oc.env:PASSWORD} may be a secret.
-    found: dict[str, Any] = {key: _read(value) for key, _, value in parts if not key.startswith(_NOT_SHOWN)}
+    found: dict[str, Any] = {key: value_of(text) for key, text in by_key(overrides).items() if is_of_training(key)}
     for key in chosen:
         value: Any = config
-        for part in _NAMES.get(key, key).split("."):
+        for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         found.setdefault(key, value)
     return plain(found)
+
+
+def of_run(strategy: str, cluster: str, learning_rate: float, hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters with what is known when the run begins: nothing is `auto` any more.
+
+    Args:
+        strategy, cluster: as resolved.
+        learning_rate: at step 0.
+        hparams: the others; a schedule in the place of the learning rate is replaced by its start.
+    """
+    return {**hparams, "cluster": cluster, "strategy": strategy, "optimizer.learning_rate": learning_rate}
+
+
+def by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """The overrides of the command line, as texts by key; the last one of a key counts. Deletions are left out."""
+    parts = (override.lstrip("+").partition("=") for override in overrides if not override.startswith("~"))
+    return {key: text for key, _, text in parts}
+
+
+def is_of_training(key: str) -> bool:
+    """Whether a key may affect what is trained; that of `run.dir`, for example, does not."""
+    return key == SEED or not key.startswith(("run.", "hydra.", "sweep."))
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
@@ -40,11 +58,11 @@ def plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     return {
         key: value if isinstance(value, (bool, int, float, str)) else str(value)
         for key, value in values.items()
-        if value is not None and value != "null"
+        if value is not None
     }
 
 
-def _read(text: str) -> bool | int | float | str:
+def value_of(text: str) -> bool | int | float | str:
     """A number or a boolean, if the text is one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

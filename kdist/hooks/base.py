@@ -11,6 +11,7 @@ A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHoo
         for hook in hooks: hook.before_run(context)
         run n steps
         for hook in hooks: hook.after_run(context, values)      # a hook that saves a delta: hook.after_delta(path)
+        # when LoggingTensor reports: hook.after_logging(...); after a validation: hook.after_validation(...)
     for hook in hooks: hook.end(session)                        # only if nothing was raised
     for hook in hooks: hook.close()                             # always
 
@@ -182,6 +183,12 @@ class Hook:
 
     def while_waiting(self, session: Session) -> None:
         """Called while there is nothing to train on: again and again if data keeps arriving, or where a pass ends."""
+
+    def after_logging(self, session: Session, logs: Mapping[str, Any], steps_per_second: float | None) -> None:
+        """Called when `LoggingTensor` reports, with loss and metrics of the steps since its last report.
+
+        The rate is that of these steps, or of the report before if functions were traced in all of them; None at first.
+        """
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Called with the validation loss and metrics when the model was validated at `session.global_step`."""

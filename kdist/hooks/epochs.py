@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import keras
 from kdist.console.warn import warn
 from kdist.errors import ConfigError, TaskError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.hooks.metrics_recorder import MetricsRecorder
+from kdist.run.metrics_file import Epoch, epochs_of
 
 if TYPE_CHECKING:
     from kdist.data.splits import Passes
@@ -35,6 +37,8 @@ class EpochRecorder(Hook):
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
         best: gets the validation values.
+        metrics: gets the logs of each epoch, and has read those of earlier ones.
+        resumes: whether the history begins with the epochs of the run that the session resumes.
         validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: also validate at multiples of this step.
     """
@@ -49,11 +53,13 @@ class EpochRecorder(Hook):
     first_epoch: int = 0
     validate: Callable[[Session], Mapping[str, float]] | None
     best: BestValues
+    metrics: MetricsRecorder
+    resumes: bool = False
     validation_freq: int | Collection[int] = 1
     validation_every_steps: int | None = None
     train_logs: dict[str, float] = field(default_factory=dict, init=False)
     validation_logs: dict[str, float] = field(default_factory=dict, init=False)
-    _finished: list[tuple[int, dict[str, float]]] = field(default_factory=list, init=False)
+    _finished: list[Epoch] = field(default_factory=list, init=False)
     _has_begun: bool = field(default=False, init=False)
 
     def after_create_session(self, session: Session) -> None:
@@ -61,14 +67,20 @@ class EpochRecorder(Hook):
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
         self._num_empty_passes = 0
+        self._pass_began = session.global_step
         if self.passes is not None and self._is_past_last(self._epoch):
             session.request_stop(_EPOCHS)
         if not self._has_begun:
             self._has_begun = True
+            self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
             self.callbacks.begin(session, self._epoch)
+            if self.resumes and (earlier := self._earlier(session.global_step)):
+                self._set_finished(earlier)
+                self.train_logs = {n: v for n, v in earlier[-1].logs.items() if not n.startswith("val_")}
         else:
             self.callbacks.begin_again(session, self._epoch)
-            self._forget_later_epochs()
+            # Training repeats the others.
+            self._set_finished([epoch for epoch in self._finished if epoch.step <= session.global_step])
 
     def before_run(self, context: RunContext) -> None:
         if self.callbacks.wants_batches:
@@ -107,6 +119,7 @@ class EpochRecorder(Hook):
         if not session.should_stop():
             self.passes.begin_pass()
             self._epoch += 1
+            self._pass_began = session.global_step
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         # Its own, or that of values that another hook has restored.
@@ -117,7 +130,7 @@ class EpochRecorder(Hook):
             self._finish_epoch(session, validate=True)
         elif self._validated_step != session.global_step:
             self._run_validation(session)
-        self.callbacks.end(session, self._finished[-1][1] if self._finished else {})
+        self.callbacks.end(session, self._finished[-1].logs if self._finished else {})
 
     def due_in(self, step: int) -> int | None:
         if self.callbacks.wants_batches:
@@ -133,6 +146,11 @@ class EpochRecorder(Hook):
         looks_at_values = self.validate is not None or self.callbacks.looks_at_model
         return self.due_in(step) if looks_at_values else None
 
+    @property
+    def _have_an_end(self) -> bool:
+        """Whether epochs have a known length, or are passes."""
+        return self.steps_per_epoch is not None or self.passes is not None
+
     def _is_past_last(self, epoch: int) -> bool:
         return self.epochs is not None and epoch >= self.epochs
 
@@ -144,7 +162,7 @@ class EpochRecorder(Hook):
         return self.first_epoch + (step - self.first_step) // self.steps_per_epoch
 
     def _batch_at(self, step: int) -> int:
-        since = step - self.first_step
+        since = step - (self._pass_began if self.passes is not None else self.first_step)
         return since % self.steps_per_epoch if self.steps_per_epoch else since
 
     def _is_validation_epoch(self) -> bool:
@@ -161,15 +179,29 @@ class EpochRecorder(Hook):
         session.summaries.epoch("train", logs, session.global_step)
         if validate and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
-        self._finished.append((self._epoch, logs))
+        if self._have_an_end and self._finished and self._finished[-1].epoch == self._epoch:
+            # The run before this one was stopped in the middle of it.
+            self._set_finished(self._finished[:-1])
+        lengths = {name: len(values) for name, values in self.history.history.items()}
         self.callbacks.end_epoch(session, self._epoch, logs)
+        # With what callbacks have added.
+        told = {n: values[-1] for n, values in self.history.history.items() if len(values) > lengths.get(n, 0)}
+        self._finished.append(Epoch(session.global_step, self._epoch, told))
+        self.metrics.end_epoch(session, self._epoch, told)
 
-    def _forget_later_epochs(self) -> None:
-        """Removes the epochs that training will repeat after a failure of the cluster."""
-        self._finished = [(epoch, logs) for epoch, logs in self._finished if epoch < self._epoch]
-        self.history.epoch, self.history.history = [], {}
-        for epoch, logs in self._finished:
-            self.history.on_epoch_end(epoch, logs)
+    def _earlier(self, step: int) -> list[Epoch]:
+        """The epochs of the run that is resumed at `step`."""
+        return epochs_of(
+            self.metrics.earlier_rows,
+            after=self.first_step,
+            until=step,
+            are_complete=self._have_an_end,
+            with_learning_rate=self.callbacks.logs_learning_rate,
+        )
+
+    def _set_finished(self, epochs: Sequence[Epoch]) -> None:
+        self._finished = list(epochs)
+        fill(self.history, self._finished)
 
     def _run_validation(self, session: Session) -> bool:
         if self.validate is None or session.interrupted:
@@ -183,6 +215,15 @@ class EpochRecorder(Hook):
             session.publish_validation(logs)
             session.summaries.epoch("validation", logs, session.global_step)
         return True
+
+
+def fill(history: keras.callbacks.History, epochs: Iterable[Epoch]) -> None:
+    """Lets a history have these epochs, and no others."""
+    history.epoch, history.history = [], {}
+    for epoch in epochs:
+        history.epoch.append(epoch.epoch)
+        for name, value in epoch.logs.items():
+            history.history.setdefault(name, []).append(value)
 
 
 def last_step_of(

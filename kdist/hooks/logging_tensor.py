@@ -49,10 +49,10 @@ class LoggingTensor(TimedHook):
             if self._seconds:
                 self._rate = self._num_steps / self._seconds
             session = context.session
-            line = lines.train_line(
-                values.global_step, session.last_step, session.training_logs(self._totals), self._rate
-            )
-            self._print(session, line)
+            logs = session.training_logs(self._totals)
+            self._print(session, lines.train_line(values.global_step, session.last_step, logs, self._rate))
+            for hook in session.hooks:
+                hook.after_logging(session, logs, self._rate)
             self._timer.restart(values.global_step)
             self._forget()
 

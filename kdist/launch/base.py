@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
+from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.base import Readers, TrainingData
 from kdist.errors import CheckpointError, ConfigError
@@ -27,10 +28,13 @@ from kdist.hooks import CheckpointSaver, Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
-from kdist.run.result import Result
+from kdist.parameters.placement import PlacementPlan, PlacementPolicy
+from kdist.run.origin import Origin
+from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.store_backed import prepare
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class FitRequest:
         grace_secs: seconds to save and exit after a stop signal.
         stop_signals: names of the signals at which the run saves and exits.
         hparams: of the run, for TensorBoard.
+        origin: where the run comes from.
         num_fits: of the same trainer before, whose values the model has.
     """
 
@@ -106,7 +111,49 @@ class FitRequest:
     grace_secs: float
     stop_signals: Sequence[str]
     hparams: Mapping[str, Any]
+    origin: Origin
     num_fits: int = 0
+
+    def result(self, error: BaseException | None = None, **found: Any) -> Result:
+        """The result of the fit: what is known before it runs, and what was `found`, by the names of `Result`."""
+        origin = self.origin if self.origin.config is not None else replace(self.origin, config=self._config())
+        return Result(
+            strategy=self.strategy.name,
+            cluster=str(self.strategy.shape),
+            error=None if error is None else describe(error),
+            seed=self.seed,
+            **vars(origin),
+            **found,
+        )
+
+    def _config(self) -> dict[str, Any]:
+        """The arguments of a trainer without the command line and of its fit, under the keys of the config."""
+        arguments, strategy = self.arguments, self.strategy
+        train = ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps", "validate_with_ema")
+        # They have no key in the config.
+        fit = (
+            "initial_epoch",
+            "shuffle",
+            "class_weight",
+            "validation_steps",
+            "validation_batch_size",
+            "validation_freq",
+        )
+        run = ("name", "seed", "resume", "grace_secs", "export_max_bytes", "stop_signals")
+        return plain_values(
+            {
+                "cluster": asdict(strategy.cluster),
+                "strategy": {**vars(strategy.config), "name": strategy.name},
+                "train": {
+                    **{name: getattr(arguments, name) for name in train},
+                    "steps_per_call": self.steps_per_call or "auto",
+                    "max_restarts": self.max_restarts,
+                },
+                "fit": {name: getattr(arguments, name) for name in fit},
+                "run": {**{name: getattr(self, name) for name in run}, "dir": str(self.files)},
+                "hparams": dict(self.hparams),
+            }
+        )
 
     @property
     def keeps_model_on_servers(self) -> bool:
@@ -125,6 +172,18 @@ class FitRequest:
             raise CheckpointError(f"there is no checkpoint in {checkpoints.place}, where the trained values were")
         # Training continues from the parameters themselves, but evaluates these, as Keras does at the end of `fit`.
         strategy.use_averages()
+
+    def plan(self) -> PlacementPlan:
+        """Which server would hold each variable.
+
+        Raises:
+            ConfigError: the cluster has no parameter servers.
+        """
+        shape = self.strategy.shape
+        if not shape.num_ps:
+            raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
+        prepared = prepare(self.training_spec(self.training_data), shape.num_workers)
+        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.strategy.config))
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""

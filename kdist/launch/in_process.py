@@ -13,6 +13,7 @@ import numpy as np
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster import isolate
 from kdist.cluster.local import log_path
+from kdist.config.hparams import of_run
 from kdist.console import lines
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
@@ -22,12 +23,13 @@ from kdist.hooks.base import Session
 from kdist.hooks.data_position import hooks_of
 from kdist.hooks.epochs import EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
+from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
 from kdist.launch.signals import StopSignals
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.best_values import BestValues
-from kdist.run.result import Result, describe, final_metrics
+from kdist.run.result import Result, final_metrics
 from kdist.session import TrainSession
 from kdist.version import __version__
 
@@ -165,6 +167,8 @@ class LocalFit:
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:
             why = "with an evaluator the chief validates at the end only" if has_evaluator else "give validation_data"
             raise ConfigError(f"{type(waiting[0]).__name__}: needs validation data during training; {why}")
+        # It comes first: it has seen a run when the others report.
+        metrics = MetricsRecorder(request.files.metrics())
         self._recorder = recorder = EpochRecorder(
             self._history,
             callbacks,
@@ -175,18 +179,22 @@ class LocalFit:
             first_epoch=first_epoch,
             validate=validate if validate.has_data else None,
             best=self._best,
+            metrics=metrics,
+            resumes=resumes,
             # During training, validating is what an evaluator is for.
             validation_freq=() if has_evaluator else arguments.validation_freq,
             validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
+        spec = request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch)
+        if request.hparams:
+            # 0.1, and not 0.10000000149.
+            rate = float(str(np.float32(spec.learning_rate(0))))
+            self._hparams = of_run(request.strategy.name, str(request.strategy.shape), rate, request.hparams)
         return TrainSession(
             request.strategy.make,
-            replace(
-                request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch),
-                stays_on_servers=self._stays_on_servers,
-            ),
-            [*hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
+            replace(spec, stays_on_servers=self._stays_on_servers),
+            [metrics, *hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
             summaries=request.files.summaries(),
             last_step=last_step,
@@ -252,12 +260,11 @@ class LocalFit:
     def _finish(self, status: str, session: TrainSession, started: float, error: BaseException | None = None) -> None:
         """Writes the result of a session that has ended."""
         request, statistics, recorder = self._request, session.statistics, self._recorder
-        self._result = Result(
+        self._result = request.result(
+            error,
             status=status,
             global_step=session.global_step,
             stopped_by=session.stopped_by,
-            strategy=request.strategy.name,
-            cluster=str(request.strategy.shape),
             workers=session.strategy.num_replicas,
             steps_per_second=statistics.steps_per_second,
             examples_per_second=statistics.examples_per_second,
@@ -269,14 +276,15 @@ class LocalFit:
             restarts=session.restarts,
             extra_steps=statistics.extra_steps,
             overflowed_steps=self._overflowed_steps,
-            error=None if error is None else describe(error),
         )
         request.files.write_result(self._result)
         if request.hparams:
             # The session's: what it could not write was reported once.
             summaries, metrics = session.summaries, final_metrics(self._result)
             began = time.time() - self._result.seconds
-            summaries.hparams(request.hparams, metrics, began=began, ok=status == "done")
+            # Trials of different sweeps have the same numbers.
+            name = "/".join(request.files.path.absolute().parts[-2:])
+            summaries.hparams(name, self._hparams, metrics, began=began, ok=status == "done")
             summaries.close()
         if error is None:
             request.files.upload()

@@ -10,10 +10,15 @@ import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.console import lines
+from kdist.console.warn import warn
+from kdist.errors import ConfigError
 from kdist.hooks import StopAtStep
+from kdist.hooks.epochs import fill
+from kdist.hooks.keras_callbacks import RATE_ONLY
 from kdist.launch.base import FitOutcome, FitRequest
 from kdist.model.state import finalize_ema, read_from_model, write_to_model
 from kdist.run import checkpoint_content as content
+from kdist.run.metrics_file import epochs_of, read_rows
 from kdist.run.result import Result
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.store_backed import prepare
@@ -25,17 +30,18 @@ def reached(request: FitRequest) -> FitOutcome | None:
     The earlier run must have ended well: otherwise its model and its result are still to be written.
     """
     arguments, files = request.arguments, request.files
+    first_step = int(step_counter(main_optimizer(request.source.model)))
     result = files.read_result()
     if request.strategy.membership is not None or result.get("status") != "done" or request.resume == "never":
         return None
     if request.resume is None:
         # It continues from the model, which the fit before has trained.
-        step = int(step_counter(main_optimizer(request.source.model)))
+        first_step, step = 0, first_step
         if arguments.steps is None or not 0 < arguments.steps <= step:
             return None
     else:
-        steps = files.checkpoints().steps()
-        if not steps or not _is_last(request, result, step := steps[-1]) or not _gives_values(request, step):
+        step = max(files.checkpoints().steps(), default=0)
+        if not step or not _is_last(request, result, first_step, step) or not _gives_values(request, step):
             return None
     if not arguments.is_quiet:
         lines.print_line(lines.reached_line(step, str(files)))
@@ -43,13 +49,13 @@ def reached(request: FitRequest) -> FitOutcome | None:
     return FitOutcome(
         Result.of(result),
         None if left is None else "auto",
-        _history(request.source.model, result),
+        _history(request, first_step, step),
         left_on_servers=left,
     )
 
 
-def _is_last(request: FitRequest, result: dict[str, Any], step: int) -> bool:
-    """Whether a run that is resumed at a step would end there."""
+def _is_last(request: FitRequest, result: dict[str, Any], first_step: int, step: int) -> bool:
+    """Whether a run that began at one step, and is resumed at another one, would end there."""
     arguments = request.arguments
     ends = [hook.last_step for hook in request.hooks if isinstance(hook, StopAtStep) and not hook.follows_fit]
     if any(end is not None and step >= end for end in ends):
@@ -62,7 +68,6 @@ def _is_last(request: FitRequest, result: dict[str, Any], step: int) -> bool:
         data.splits.restore(state)
         return state is not None and data.passes.pass_number >= arguments.epochs
     steps_per_epoch = request.steps_per_epoch(data, replicas=result.get("workers"))
-    first_step = int(step_counter(main_optimizer(request.source.model)))
     return steps_per_epoch is not None and step >= first_step + arguments.epochs * steps_per_epoch
 
 
@@ -84,13 +89,24 @@ def _gives_values(request: FitRequest, step: int) -> bool:
     return True
 
 
-def _history(model: keras.Model, result: dict[str, Any]) -> keras.callbacks.History:
-    """The epochs of the run."""
+def _history(request: FitRequest, first_step: int, step: int) -> keras.callbacks.History:
+    """The epochs of the run, as the fit that it resumes would have returned them."""
     history = keras.callbacks.History()
-    history.set_model(model)
-    metrics = result.get("metrics", {})
-    logs = {**metrics.get("train", {}), **{f"val_{n}": v for n, v in metrics.get("validation", {}).items()}}
-    if logs:
-        history.on_train_begin()
-        history.on_epoch_end(0, logs)
+    history.set_model(request.source.model)
+    callbacks = request.arguments.callbacks
+    try:
+        rows = read_rows(request.files.path)
+    except ConfigError as error:
+        warn(f"{error}; the history is empty")
+        rows = []
+    data = request.training_data
+    has_epochs = request.arguments.steps_per_epoch is not None or data.steps_per_epoch is not None
+    epochs = epochs_of(
+        rows,
+        after=first_step,
+        until=step,
+        are_complete=has_epochs or data.passes is not None,
+        with_learning_rate=any(isinstance(callback, RATE_ONLY) for callback in callbacks),
+    )
+    fill(history, epochs)
     return history

@@ -46,7 +46,7 @@ from kdist.launch.worker_messages import (
     set_values,
     values_of,
 )
-from kdist.run.result import Result, describe
+from kdist.run.result import Result
 from kdist.run.run_dir import RunDir
 from kdist.strategies.store_backed import prepare
 
@@ -114,8 +114,7 @@ class Subprocesses(Launcher):
         """The outcome of a fit whose processes were lost. A chief that was lost has written no result."""
         result = Result()
         if not request.files.has_result_since(started):
-            strategy = request.strategy
-            result = Result(strategy=strategy.name, cluster=str(strategy.shape), error=describe(error))
+            result = request.result(error)
             request.files.write_result(result)
         return FitOutcome(result, request.resume, error=error)
 

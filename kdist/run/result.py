@@ -7,18 +7,24 @@ import math
 import platform
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kdist.errors import ConfigError
 from kdist.model.logs import Logs, scalars
+from kdist.run.origin import now
 from kdist.strategies.gradient_counts import GradientCounts
+
+#: Grows when readers of an earlier version would misread the file. A file without it is of format 1.
+FORMAT = 1
 
 
 def versions() -> dict[str, str]:
     """The versions of the packages that a run depends on."""
     found = {"python": platform.python_version()}
-    for package in ("kdist", "tensorflow", "keras", "hydra-core"):
+    for package in ("kdist", "tensorflow", "keras", "numpy", "hydra-core"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -75,7 +81,14 @@ class Result:
         overflowed_steps: steps of the model that updated nothing, because their gradients overflowed; None if the loss
             is not scaled.
         error: the message of what ended a failed run.
-        versions: of kdist, TensorFlow, Keras and Python.
+        config: that of the run, resolved, but for what comes from the environment: `${oc.env:PASSWORD}` may be a
+            secret. Of a `Trainer` without the command line, its arguments under the same keys, as far as they are plain
+            values.
+        overrides: `key=value`, of the command line.
+        seed: where shuffling and random states start; None if the run failed before it had one.
+        git, host, started: see `kdist.run.origin.Origin`.
+        ended: when; ISO 8601, UTC.
+        versions: of kdist, TensorFlow, Keras and others, and of Python.
     """
 
     status: str = "failed"
@@ -95,6 +108,13 @@ class Result:
     extra_steps: int = 0
     overflowed_steps: int | None = None
     error: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Sequence[str] = ()
+    seed: int | None = None
+    git: Mapping[str, Any] | None = None
+    host: str = ""
+    started: str | None = None
+    ended: str = field(default_factory=now)
     versions: dict[str, str] = field(default_factory=versions)
 
     @classmethod
@@ -108,7 +128,7 @@ class Result:
 
     def to_json(self) -> str:
         """The content of the file. NaN and infinity become null, because JSON has neither."""
-        return json.dumps(_as_json(asdict(self)), indent=2, allow_nan=False) + "\n"
+        return json.dumps(_as_json({"format": FORMAT, **asdict(self)}), indent=2, allow_nan=False) + "\n"
 
 
 def content_of(file: bytes) -> dict[str, Any]:
@@ -120,10 +140,30 @@ def content_of(file: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def checked_record(file: bytes, place: object) -> dict[str, Any]:
+    """What a `result.json` says, for a reader who needs it.
+
+    Args:
+        place: of the file, named in errors.
+
+    Raises:
+        ConfigError: it is not the record of a run, or that of a newer version.
+    """
+    found = content_of(file)
+    if "status" not in found:
+        raise ConfigError(f"{place}: is not the record of a run")
+    if found.get("format", 1) != FORMAT:
+        by = (found.get("versions") or {}).get("kdist", "a newer version")
+        raise ConfigError(
+            f"{place}: was written by kdist {by}, in format {found['format']}; this version reads format {FORMAT}"
+        )
+    return found
+
+
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -17,6 +17,7 @@ from kdist.errors import ConfigError, KdistError
 from kdist.parameters.placement_plot import draw_plan
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.files import OWNER_ONLY, make_private, write_whole
+from kdist.run.metrics_file import MetricsFile
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.model_file import write_model_file
@@ -94,6 +95,9 @@ class RunDir:
 
     def summaries(self) -> Summaries:
         return Summaries(self.path / "tb")
+
+    def metrics(self) -> MetricsFile:
+        return MetricsFile(self.path)
 
     @property
     def tensorboard_logdir(self) -> str:

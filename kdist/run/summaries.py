@@ -90,11 +90,18 @@ class Summaries:
         self._write(split, [_summary(tag, metadata, tensor)], step)
 
     def hparams(
-        self, hparams: Mapping[str, bool | int | float | str], metrics: Mapping[str, float], *, began: float, ok: bool
+        self,
+        name: str,
+        hparams: Mapping[str, bool | int | float | str],
+        metrics: Mapping[str, float],
+        *,
+        began: float,
+        ok: bool,
     ) -> None:
         """Writes a row of the HParams tab, to `hparams`.
 
         Args:
+            name: of the row; rows of the same name are one.
             hparams: the chosen values, by key.
             metrics: the final metrics, by tag.
             began: when, in seconds since the epoch.
@@ -106,7 +113,7 @@ class Summaries:
         # TensorBoard's own function for it creates TensorFlow's message type.
         metadata = hparams_metadata.create_summary_metadata(end)
         ended = _summary(hparams_metadata.SESSION_END_INFO_TAG, metadata, hparams_metadata.NULL_TENSOR)
-        self._write("hparams", [hparams_pb(dict(hparams), start_time_secs=began), ended], 0)
+        self._write("hparams", [hparams_pb(dict(hparams), trial_id=name, start_time_secs=began), ended], 0)
 
     def keras_graph(self, model_json: str, step: int) -> None:
         """Writes the layers of a Keras model, given as `keras.Model.to_json`, for the Graphs tab."""

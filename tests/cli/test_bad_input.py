@@ -255,6 +255,13 @@ def test_a_failing_run_says_whose_error_it_is_once(
     result = result_of(tmp_path / "out")
     assert result["status"] == "failed"
     assert result["error"]
+    assert (result["strategy"], result["cluster"]) == (
+        "mirrored" if "mirrored" in str(arguments) else "single",
+        "local",
+    )
+    assert result["overrides"] == [*MINE, "train.steps=20", "run.dir=out", *arguments]
+    assert (result["config"]["train"]["steps"], result["config"]["run"]["dir"]) == (20, "out")
+    assert result["started"] < result["ended"]
 
 
 @pytest.mark.cluster

@@ -13,6 +13,7 @@ from commands import Command, kdist
 from helpers import REPO, environment, result_of, tasks_running, wait_until
 
 from kdist.cluster.isolate import network_line
+from kdist.run.metrics_file import read_rows
 
 pytestmark = pytest.mark.cluster
 
@@ -29,6 +30,11 @@ def test_mnist_on_two_servers_and_two_workers(tmp_path: Path) -> None:
     assert (result["status"], result["global_step"], result["strategy"]) == ("done", 400, "parameter_server")
     assert result["metrics"]["validation"]["accuracy"] > 0.93
     assert (run_dir / ".hydra" / "config.yaml").exists()
+    assert result["overrides"] == ["+recipe=mnist", "cluster=2ps2w", "train.steps=400", f"data.path={part}"]
+    assert (result["config"]["train"]["steps"], result["config"]["data"]["path"]) == (400, str(part))
+    reports = [row for row in read_rows(run_dir) if row["kind"] == "train"]
+    assert [row["step"] for row in reports] == [100, 200, 300, 400]
+    assert all(0 <= row["staleness"] < 10 and row["steps_per_second"] > 0 for row in reports)
     lines = done.stdout.splitlines()
     assert lines[1].startswith("kdist 0.1.0 | mnist | parameter_server on 2ps2w")
     assert lines[2].startswith(f"run dir   {run_dir.relative_to(tmp_path)}      tensorboard --logdir runs")
@@ -221,4 +227,5 @@ def test_a_secret_of_the_environment_is_nowhere_and_the_run_dir_is_private(
     files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     assert {"config.yaml", "overrides.yaml", "hydra.yaml", "result.json", "ps-0.log"} <= {path.name for path in files}
     assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert result_of(tmp_path / "new" / "D")["config"]["data"]["password"] == "${oc.env:DATABASE_PASSWORD}"
     assert (tmp_path / "new" / "D").stat().st_mode & 0o777 == 0o700

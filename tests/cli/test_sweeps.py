@@ -3,10 +3,16 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command, kdist
 from helpers import result_of, tasks_running, wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+
+from kdist.runs.folder import runs_folder
+from kdist.runs.load import runs_in
 
 pytestmark = pytest.mark.cluster
 
@@ -19,6 +25,14 @@ def rows(console: str) -> list[list[str]]:
     _, _, table = console.partition("\nsweep | ")
     lines = [line for line in table.splitlines() if "|" in line and not line.startswith("trial ")]
     return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+
+
+def hparams_of_row(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """The name of a row in TensorBoard's HParams tab, and what it has."""
+    events = EventAccumulator(str(run_dir / "tb" / "hparams")).Reload()
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    start = metadata.parse_session_start_info_plugin_data(content)
+    return start.group_name, {name: getattr(v, v.WhichOneof("kind")) for name, v in start.hparams.items()}
 
 
 def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> None:
@@ -42,6 +56,17 @@ def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> Non
     assert losses == sorted(losses)
     assert (sweep / "sweep.png").read_bytes().startswith(PNG)
     assert "tensorboard --logdir S" in done.stdout
+    runs = runs_in(runs_folder(sweep))
+    assert [(row["run"], row["cluster"], row["optimizer.learning_rate"]) for row in runs.rows] == [
+        ("0", "local", 0.1), ("1", "local", 1e-6), ("2", "1ps1w", 0.1), ("3", "1ps1w", 1e-6),
+    ]  # fmt: skip
+    assert hparams_of_row(sweep / "3") == (
+        "S/3",
+        {
+            "model._target_": "user_code.build", "data._target_": "user_code.keras_form", "train.batch_size": 32,
+            "strategy": "parameter_server", "cluster": "1ps1w", "optimizer.learning_rate": 1e-6, "train.steps": 30,
+        },
+    )  # fmt: skip
     # Again: nothing is left to do.
     written = [(sweep / str(number) / "result.json").stat().st_mtime_ns for number in range(4)]
     again = kdist(*command, cwd=tmp_path)

@@ -104,7 +104,8 @@ def test_the_batch_of_a_lost_worker_goes_to_another_one(run_dir: Path) -> None:
     assert counts.sum() - 223 <= 10 * trainer.result.extra_steps
 
 
-def test_an_error_of_the_users_code_ends_the_run(run_dir: Path) -> None:
+def test_an_error_of_the_users_code_ends_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.hooks.data_position._warned_of", set())
     trainer = kdist.Trainer(models.mlp, "1ps2w", run_dir=run_dir)
     with (
         pytest.warns(UserWarning, match=r"the PyDataset Batches is read in this process, which sends every batch"),

@@ -43,6 +43,7 @@ OTHERS = {
     "logs/ps-1.log",
     "logs/worker-0.log",
     "logs/worker-1.log",
+    "metrics.csv",
     "model.keras",
     "placement.png",
     "placement.txt",

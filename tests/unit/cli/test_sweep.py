@@ -1,5 +1,6 @@
 """What a sweep knows of its jobs."""
 
+import itertools
 import json
 import pickle
 import sys
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kdist.cli.sweep import Objective, Sweep, Trial, begin_trial, objective
 from kdist.cli.sweep_folder import SweepFolder, sweep_folder
@@ -77,15 +80,15 @@ def test_a_job_is_begun_once_and_known_again(folder: SweepFolder) -> None:
     overrides = ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=1"]
     job = begin_trial(folder, "0", overrides)
     assert job.status == "running"
-    assert job.overrides == {"recipe": "mnist", "optimizer.learning_rate": "0.1"}
+    assert job.overrides == {"recipe": "mnist", "optimizer.learning_rate": "0.1", "run.seed": "1"}
     # Killed: it runs again. Done, without a result: as well.
     assert begin_trial(folder, "0", overrides).status == "running"
     add(folder, 0, dict(job.overrides), result(1, 0))
     assert begin_trial(folder, "0", overrides).status == "done"
     with pytest.raises(
-        ConfigError, match=r"0: holds a trial with recipe=mnist optimizer\.learning_rate=0\.1, not recipe"
+        ConfigError, match=r"0: holds a trial with recipe=mnist optimizer\.learning_rate=0\.1 run\.seed=1, not"
     ):
-        begin_trial(folder, "0", ["+recipe=mnist", "optimizer.learning_rate=0.2"])
+        begin_trial(folder, "0", ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=2", "run.grace_secs=5"])
 
 
 def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> None:
@@ -107,13 +110,79 @@ def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> No
         ["1", "1ps2w", "0.1", "0.2", "100.0", "1.50", "done"],
         ["0", "1ps1w", "0.1", "0.7", "100.0", "1.50", "done"],
         ["2", "1ps2w", "9", "", "", "", "failed"],
-        ["10", "1ps1w", "9", "", "", "", "not done"],
+        ["10", "1ps1w", "9", "", "", "", "unfinished"],
     ]
     assert failed == "trial 2 failed: NanTensor: the loss became nan"
-    assert [job.number for job in Sweep(folder, "accuracy").best_first()[:2]] == [1, 0]
+    assert [group.rows[0]["run"] for group in Sweep(folder, "accuracy").groups()[:2]] == ["1", "0"]
     sweep.write()
     assert (folder.read("sweep.txt") or b"").decode().splitlines() == sweep.table()
     assert (picture_of(sweep) or b"").startswith(PNG)
+
+
+def test_seeds_are_one_row_with_mean_and_spread(folder: SweepFolder) -> None:
+    accuracies = {"1ps1w": (0.8, 0.9, 1.0), "1ps2w": (0.7, 0.7, None)}
+    for number, (cluster, seed) in enumerate(itertools.product(accuracies, range(3))):
+        accuracy = accuracies[cluster][seed]
+        found = None if accuracy is None else result(1.0, accuracy, cluster=cluster, seed=seed)
+        status = {} if found else {"status": "failed", "error": "no"}
+        add(folder, number, {"cluster": cluster, "run.seed": str(seed), "train.steps": "9"}, found, **status)
+    sweep = Sweep(folder, "accuracy")
+    assert sweep.swept == ["cluster", "run.seed"]
+    heads, _, *rows, failed = sweep.table()
+    assert [[cell.strip() for cell in row.split("|")] for row in [heads, *rows]] == [
+        ["trial", "cluster", "run.seed", "accuracy", "steps/s", "staleness", "status"],
+        ["0-2", "1ps1w", "0-2", "0.9 ± 0.1", "100.0 ± 0", "1.50 ± 0", "done"],
+        ["3-5", "1ps2w", "0-2", "0.7 ± 0", "100.0 ± 0", "1.50 ± 0", "2 done, 1 failed"],
+    ]
+    assert failed == "trial 5 failed: no"
+
+
+def axes_of(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The panels of the picture of a sweep."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    picture_of(sweep)
+    return [axes for axes in figures[0].axes if axes.axison]
+
+
+def lines_joined(axes: Axes) -> list[bool]:
+    return [line.get_linestyle() not in ("None", "none", "") for line in axes.lines]
+
+
+def test_categories_are_points_and_numbers_are_lines_in_bands(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (("1ps1w", "1ps2w", "2ps2w"), ("0.1", "0.01", "1.0"), ("1", "2"))
+    for number, (cluster, rate, seed) in enumerate(itertools.product(*keys)):
+        found = result(1.0, 0.9 + 0.001 * int(seed), cluster=cluster, seed=int(seed))
+        add(folder, number, {"cluster": cluster, "optimizer.learning_rate": rate, "run.seed": seed}, found)
+    metric, rate_axes, staleness, over_rate = axes_of(Sweep(folder, "accuracy"), monkeypatch)
+    for axes in (metric, rate_axes, staleness):
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == list(keys[0])
+        assert not any(lines_joined(axes))
+        # Mean and deviation of each rate.
+        assert len(axes.containers) == 3
+    assert [axes.get_ylabel() for axes in (rate_axes, staleness)] == ["examples/s", "staleness, mean"]
+    assert rate_axes.get_ylim()[0] == staleness.get_ylim()[0] == 0
+    # It would hide all differences, so the axis says that it is cut.
+    assert metric.get_ylabel() == "accuracy  (axis does not begin at 0)"
+    assert lines_joined(over_rate) == [True] * 3
+    assert [list(line.get_xdata()) for line in over_rate.lines] == [[0.01, 0.1, 1.0]] * 3
+    assert (len(over_rate.collections), over_rate.get_xscale()) == (3, "log")
+    for axes in (metric, over_rate):
+        # The legend is above what is drawn.
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
+    assert axes.get_legend().get_title().get_text() == "cluster"
+
+
+def test_a_loss_that_differs_much_begins_at_0_and_seeds_alone_are_points(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, seed in enumerate("123"):
+        add(folder, number, {"run.seed": seed}, result(float(seed), 0.5, seed=int(seed)))
+    (axes,) = axes_of(Sweep(folder), monkeypatch)
+    assert (axes.get_ylabel(), axes.get_ylim()[0], axes.get_xlabel()) == ("loss", 0, "run.seed")
+    assert not any(lines_joined(axes))
 
 
 def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: SweepFolder) -> None:

@@ -7,14 +7,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from kdist.config.hparams import hparams_of
+from kdist.config.hparams import hparams_of, of_run
 from kdist.run.result import Result, final_metrics
 from kdist.run.summaries import Summaries
 
 CONFIG = {
-    "strategy": {"name": "sync_replicas"},
-    "cluster": {"shape": "2ps2w"},
-    "optimizer": {"learning_rate": None},
+    "optimizer": {"learning_rate": {"_target_": "keras.optimizers.schedules.CosineDecay"}},
     "train": {"batch_size": 64},
     "model": {"units": [32, 16], "bias": True, "rate": 0.5},
     "run": {"seed": 3},
@@ -23,17 +21,26 @@ CONFIG = {
 
 def test_what_is_swept_and_chosen_is_shown() -> None:
     overrides = ["+recipe=mnist", "cluster=2ps2w", "model.units=[32,16]", "++model.bias=true", "run.seed=3", "~loss"]
-    overrides += ["hooks.nan=null", "+data.password=${oc.env:PASSWORD}", "loss=null"]
-    assert hparams_of(CONFIG, overrides, ["strategy", "optimizer.learning_rate", "model.rate"]) == {
+    overrides += ["hooks.nan=null", "+data.password=${oc.env:PASSWORD}", "run.dir=D", "sweep.mode=max", "strategy=auto"]
+    found = hparams_of(CONFIG, overrides, ["model.rate", "model.missing"])
+    assert found == {
         "recipe": "mnist",
         "cluster": "2ps2w",
+        "strategy": "auto",
+        "run.seed": 3,
+        "hooks.nan": "null",
         # A list is a text; what is None is left out.
         "model.units": "[32,16]",
         # Not what it stands for.
         "data.password": "${oc.env:PASSWORD}",
         "model.bias": True,
-        "strategy": "sync_replicas",
         "model.rate": 0.5,
+    }
+    # The run knows what it has come to.
+    assert of_run("parameter_server", "2ps2w", 0.1, found) == {
+        **found,
+        "strategy": "parameter_server",
+        "optimizer.learning_rate": 0.1,
     }
 
 
@@ -42,7 +49,7 @@ def test_a_row_is_what_tensorboard_reads(tmp_path: Path) -> None:
     metrics = final_metrics(result)
     assert metrics == {"final/validation_loss": 1.0, "final/train_loss": 2.0}
     summaries = Summaries(tmp_path)
-    summaries.hparams({"cluster": "2ps2w", "train.batch_size": 64}, metrics, began=5.0, ok=False)
+    summaries.hparams("mnist/3", {"cluster": "2ps2w", "train.batch_size": 64}, metrics, began=5.0, ok=False)
     summaries.close()
     events = EventAccumulator(str(tmp_path / "hparams")).Reload()
     content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
@@ -52,6 +59,7 @@ def test_a_row_is_what_tensorboard_reads(tmp_path: Path) -> None:
         "train.batch_size": "number_value",
     }
     assert start.start_time_secs == 5.0
+    assert start.group_name == "mnist/3"
     content = events.SummaryMetadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
     assert metadata.parse_session_end_info_plugin_data(content).status == api_pb2.STATUS_FAILURE
     assert {tag for tag in events.Tags()["tensors"] if tag.startswith("final/")} == set(metrics)

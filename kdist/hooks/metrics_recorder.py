@@ -1,0 +1,95 @@
+"""`MetricsRecorder`: writes what training and validation report to `metrics.csv`; every fit has one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, MetricsFile, Row
+
+
+class MetricsRecorder(Hook):
+    """Writes a line when `LoggingTensor` reports, after each validation, and at the end of each epoch.
+
+    Args:
+        file: of the run.
+        clock: returns seconds; replaced in tests.
+
+    Attributes:
+        epoch_of: the number of the epoch, from 0, to which a step belongs.
+        earlier_rows: those of the steps before the present session, or before its last recovery.
+    """
+
+    def __init__(self, file: MetricsFile, clock: Callable[[], float] = time.monotonic) -> None:
+        self.epoch_of: Callable[[int], int] = lambda _: 0
+        self.earlier_rows: Sequence[Row] = ()
+        self._file = file
+        self._clock = clock
+
+    def after_create_session(self, session: Session) -> None:
+        rows = self.earlier_rows = self._file.begin(session.global_step)
+        # The time goes on from that of the last row.
+        self._began = self._clock() - (rows[-1].get("seconds", 0.0) if rows else 0.0)
+        self._since_report, self._in_epoch = _Speed(), _Speed()
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._since_report.add(values)
+        self._in_epoch.add(values)
+
+    def after_logging(self, session: Session, logs: Mapping[str, Any], steps_per_second: float | None) -> None:
+        self._write(session, TRAIN, self.epoch_of(session.global_step), logs, self._since_report, steps_per_second)
+        self._since_report = _Speed()
+
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
+        logs = {f"val_{name}": value for name, value in logs.items()}
+        self._write(session, VALIDATION, self.epoch_of(session.global_step), logs)
+
+    def end_epoch(self, session: Session, epoch: int, logs: Mapping[str, Any]) -> None:
+        """An epoch has ended; `logs` are what `History` has of it."""
+        self._write(session, EPOCH, epoch, logs, self._in_epoch, self._in_epoch.steps_per_second)
+        self._in_epoch = _Speed()
+
+    def _write(
+        self,
+        session: Session,
+        kind: str,
+        epoch: int,
+        metrics: Mapping[str, Any],
+        speed: _Speed | None = None,
+        steps_per_second: float | None = None,
+    ) -> None:
+        values = {
+            "step": session.global_step,
+            "epoch": epoch,
+            "kind": kind,
+            "seconds": round(self._clock() - self._began, 3),
+            "learning_rate": session.learning_rate(),
+            "steps_per_second": steps_per_second,
+            "staleness": speed.staleness if speed is not None and session.is_asynchronous else None,
+        }
+        self._file.append(values, metrics)
+
+
+class _Speed:
+    """Rate and staleness of some steps; the rate without those in which functions were traced."""
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_steady = self._staleness = 0
+        self._seconds = 0.0
+
+    def add(self, values: RunValues) -> None:
+        self._num_steps += values.num_steps
+        self._staleness += int(values.staleness.sum())
+        if not values.warming_up:
+            self._num_steady += values.num_steps
+            self._seconds += values.seconds
+
+    @property
+    def steps_per_second(self) -> float | None:
+        return self._num_steady / self._seconds if self._seconds else None
+
+    @property
+    def staleness(self) -> float | None:
+        return self._staleness / self._num_steps if self._num_steps else None
