@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras_data import PythonBatches, as_tensor, is_scipy_sparse, is_torch_dataloader
+from kdist.data.shuffled_batches import ShuffledBatches
 from kdist.errors import ConfigError, KdistError, TaskError
 
 #: Packages whose code is not the user's.
@@ -48,6 +49,7 @@ class BatchSource:
 
     Args:
         x, y, sample_weight, batch_size, shuffle: as for `keras.Model.fit`.
+        seed: of the order of the batches of a `PyDataset`.
 
     Attributes:
         name: for people to read.
@@ -62,13 +64,18 @@ class BatchSource:
         *,
         batch_size: int | None = None,
         shuffle: bool = False,
+        seed: int = 0,
     ) -> None:
+        self.name = _name_of(x)
+        self.repeats = not isinstance(x, GeneratorType)
+        self._in_order: ShuffledBatches | None = None
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+            x = self._in_order = ShuffledBatches(x, seed if shuffle else None)
+            shuffle = False
         self._arguments = x, y, sample_weight
         self._batch_size = batch_size
         # Keras warns that it shuffles nothing else.
         self._shuffle = shuffle and not isinstance(x, (tf.data.Dataset, GeneratorType)) and not is_torch_dataloader(x)
-        self.name = _name_of(x)
-        self.repeats = not isinstance(x, GeneratorType)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not isinstance(value, PythonBatches)}
@@ -115,7 +122,7 @@ class BatchSource:
         """As Keras does before the first epoch: it ends the one in which it has looked at the first batches."""
         self._batches.end_pass()
 
-    def one_pass(self) -> Iterator[list[tf.Tensor]]:
+    def one_pass(self, pass_number: int = 0) -> Iterator[list[tf.Tensor]]:
         """The batches of a pass, each as the tensors that its parts consist of.
 
         Raises:
@@ -123,6 +130,8 @@ class BatchSource:
             TaskError: the user's code failed.
         """
         number = 0
+        if self._in_order is not None:
+            self._in_order.enter(pass_number)
         try:
             self._batches.begin_pass()
             batches = self._batches.one_pass()
@@ -152,7 +161,7 @@ class BatchSource:
             fit = False
         if not fit:
             raise ConfigError(
-                f"batch {number} of {self.name} is {_shapes_of(batch)}; the first ones are "
+                f"batch {self._index_of(number)} of {self.name} is {_shapes_of(batch)}; the first ones are "
                 f"{_shapes_of(self.element_spec)}, and all must have the same parts, dtypes and shapes, but for the "
                 "number of examples"
             )
@@ -167,8 +176,14 @@ class BatchSource:
             parts.pop()
         return tuple(parts)
 
+    def _index_of(self, number: int) -> int:
+        """What the user's code calls a batch of the present pass."""
+        in_order = self._in_order
+        return number if in_order is None or number >= len(in_order) else in_order.index_of(number)
+
     def _failed(self, number: int, error: Exception) -> TaskError:
-        return TaskError("chief", error, where=f"batch {number} of {self.name}{_user_frame(error)}")
+        where = f"batch {self._index_of(number)} of {self.name}{_user_frame(error)}"
+        return TaskError("chief", error, where=where)
 
 
 def _name_of(x: Any) -> str:

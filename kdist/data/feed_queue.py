@@ -233,7 +233,7 @@ class FeedQueue(Splits):
         pass_number, first = self._pass, self._next
         most = max(_BUFFERED_PER_READER * self._readers.number, self._readers.at_once)
         number = -1
-        for number, tensors in enumerate(self._source.one_pass()):
+        for number, tensors in enumerate(self._source.one_pass(pass_number)):
             with self._changed:
                 if number >= first:
                     self._waiting.append(

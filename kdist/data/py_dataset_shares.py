@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.batch_source import BatchSource
+from kdist.data.shuffled_batches import ShuffledBatches
 
 
 class PyDatasetShares(TrainingData):
@@ -21,17 +22,14 @@ class PyDatasetShares(TrainingData):
 
     Args:
         dataset: of known length; its batches must depend on their numbers only.
-        shuffle: whether the order of the batches is another one in each pass, the same in all processes.
-        seed: of that order.
+        seed: of the order of the batches, which is the same in all processes; None keeps it.
     """
 
-    def __init__(self, dataset: keras.utils.PyDataset, *, shuffle: bool, seed: int) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: keras.utils.PyDataset, *, seed: int | None) -> None:
+        self._dataset = ShuffledBatches(dataset, seed)
         self._source = BatchSource(dataset)
         self._spec = self._source.element_spec
-        self._num_batches = self.steps_per_epoch = self._source.num_batches or 0
-        self._shuffle = shuffle
-        self._seed = seed
+        self.steps_per_epoch = len(self._dataset)
         self._pass: int | None = None
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
@@ -47,12 +45,12 @@ class PyDatasetShares(TrainingData):
         self, lock: threading.Lock, num_workers: int, worker: np.int64, first_batch: np.int64
     ) -> Iterator[tuple[Any, ...]]:
         for index in itertools.count(int(first_batch) * num_workers + int(worker), num_workers):
-            pass_number, number = divmod(index, self._num_batches)
+            pass_number, number = divmod(index, len(self._dataset))
             with lock:
                 # Replicas of one process share the data set.
                 self._enter(pass_number)
-                place = int(self._order[number])
-            yield tuple(self._source.tensors(number, self._dataset[place]))
+                batch = self._dataset.index_of(number)
+            yield tuple(self._source.tensors(batch, self._dataset.at(batch)))
 
     def _enter(self, pass_number: int) -> None:
         if self._pass is not None and pass_number <= self._pass:
@@ -60,7 +58,5 @@ class PyDatasetShares(TrainingData):
         if self._pass is not None:
             self._dataset.on_epoch_end()
         self._pass = pass_number
-        self._order = np.arange(self._num_batches)
-        if self._shuffle:
-            np.random.default_rng([self._seed, pass_number]).shuffle(self._order)
+        self._dataset.enter(pass_number)
         self._dataset.on_epoch_begin()

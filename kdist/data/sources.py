@@ -220,8 +220,8 @@ def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) 
     """Data that comes in batches: a dataset, or what only this process can read."""
     if not isinstance(x, tf.data.Dataset):
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
-            return PyDatasetShares(x, shuffle=shuffle, seed=seed or 0)
-        return _fed(BatchSource(x, shuffle=shuffle), readers)
+            return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
+        return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
     length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
     try:
         if not (readers.by_passes and length_is_unknown) or readers.run_the_program:

@@ -35,7 +35,7 @@ class Source:
     def stop(self) -> None:
         self.num_stops += 1
 
-    def one_pass(self) -> Iterator[list[int]]:
+    def one_pass(self, pass_number: int) -> Iterator[list[int]]:
         self.num_passes += 1
         for number in range(self.size):
             self.may_go_on.wait(10)
