@@ -122,28 +122,32 @@ class BatchSource:
         """As Keras does before the first epoch: it ends the one in which it has looked at the first batches."""
         self._batches.end_pass()
 
-    def one_pass(self, pass_number: int = 0) -> Iterator[list[tf.Tensor]]:
-        """The batches of a pass, each as the tensors that its parts consist of.
+    def one_pass(self, pass_number: int, first: int = 0) -> Iterator[tuple[int, list[tf.Tensor] | None]]:
+        """The batches of a pass, each as its number and the tensors that its parts consist of.
+
+        Args:
+            first: the number of the first that is wanted. Those before it are not made, or have no tensors.
 
         Raises:
             ConfigError: a batch is not like the first ones.
             TaskError: the user's code failed.
         """
-        number = 0
+        number = begin = 0
         if self._in_order is not None:
-            self._in_order.enter(pass_number)
+            self._in_order.enter(pass_number, first)
+            begin = first
         try:
             self._batches.begin_pass()
             batches = self._batches.one_pass()
-            for number in itertools.count():
+            for number in itertools.count(begin):
                 if (batch := next(batches, None)) is None:
                     break
-                yield self.tensors(number, batch)
+                yield number, self.tensors(self._name_in_pass(number, begin), batch) if number >= first else None
             self._batches.end_pass()
         except KdistError:
             raise
         except Exception as error:
-            raise self._failed(number, error) from error
+            raise self._failed(self._name_in_pass(number, begin), error) from error
 
     def stop(self) -> None:
         """Ends the threads and processes of a pass that is not read to its end."""
@@ -161,7 +165,7 @@ class BatchSource:
             fit = False
         if not fit:
             raise ConfigError(
-                f"batch {self._index_of(number)} of {self.name} is {_shapes_of(batch)}; the first ones are "
+                f"batch {number} of {self.name} is {_shapes_of(batch)}; the first ones are "
                 f"{_shapes_of(self.element_spec)}, and all must have the same parts, dtypes and shapes, but for the "
                 "number of examples"
             )
@@ -176,14 +180,13 @@ class BatchSource:
             parts.pop()
         return tuple(parts)
 
-    def _index_of(self, number: int) -> int:
-        """What the user's code calls a batch of the present pass."""
+    def _name_in_pass(self, number: int, begin: int) -> int:
+        """The number by which the user's code knows a batch of the present pass."""
         in_order = self._in_order
-        return number if in_order is None or number >= len(in_order) else in_order.index_of(number)
+        return number if in_order is None or number - begin >= len(in_order) else in_order.index_of(number - begin)
 
     def _failed(self, number: int, error: Exception) -> TaskError:
-        where = f"batch {self._index_of(number)} of {self.name}{_user_frame(error)}"
-        return TaskError("chief", error, where=where)
+        return TaskError("chief", error, where=f"batch {number} of {self.name}{_user_frame(error)}")
 
 
 def _name_of(x: Any) -> str:

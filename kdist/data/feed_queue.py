@@ -230,21 +230,22 @@ class FeedQueue(Splits):
 
     def _make_pass(self, stop: threading.Event) -> None:
         """Makes the batches of the present pass from its next one on, and waits until another one is begun."""
-        pass_number, first = self._pass, self._next
+        pass_number = self._pass
         most = max(_BUFFERED_PER_READER * self._readers.number, self._readers.at_once)
         number = -1
-        for number, tensors in enumerate(self._source.one_pass(pass_number)):
+        for number, tensors in self._source.one_pass(pass_number, self._next):
             with self._changed:
-                if number >= first:
+                self._made_at = self._clock()
+                if tensors is not None:
                     self._waiting.append(
                         Batch(f"batch {number} of {self.place}", 0, tuple(tensors), number, pass_number)
                     )
-                    self._next, self._made_at = number + 1, self._clock()
+                    self._next = number + 1
                     self._changed.notify_all()
                 self._changed.wait_for(lambda: len(self._waiting) < most or stop.is_set())
                 if stop.is_set():
                     return
-        if number < 0:
+        if number < 0 and not self._next:
             raise TaskError("chief", ValueError("has not a single batch"), where=self.place)
         with self._changed:
             self._is_made, self._has_ended = True, not self._source.repeats

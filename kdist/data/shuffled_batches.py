@@ -22,14 +22,15 @@ class ShuffledBatches(keras.utils.PyDataset):
         self._seed = seed
         self.enter(0)
 
-    def enter(self, pass_number: int) -> None:
-        """From now on the order is that of a pass."""
-        self._order = np.arange(self._dataset.num_batches)
+    def enter(self, pass_number: int, first: int = 0) -> None:
+        """From now on the batches are those of a pass, without those before the number `first`."""
+        order = np.arange(self._dataset.num_batches)
         if self._seed is not None:
-            np.random.default_rng([self._seed, pass_number]).shuffle(self._order)
+            np.random.default_rng([self._seed, pass_number]).shuffle(order)
+        self._order = order[first:]
 
     def index_of(self, number: int) -> int:
-        """The index in the other data set of a batch of the present pass."""
+        """The index in the other data set of one of these batches."""
         return int(self._order[number])
 
     def __len__(self) -> int:

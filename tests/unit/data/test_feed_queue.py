@@ -35,14 +35,14 @@ class Source:
     def stop(self) -> None:
         self.num_stops += 1
 
-    def one_pass(self, pass_number: int) -> Iterator[list[int]]:
+    def one_pass(self, pass_number: int, first: int) -> Iterator[tuple[int, list[int] | None]]:
         self.num_passes += 1
         for number in range(self.size):
             self.may_go_on.wait(10)
             if number == self.fails_at:
                 raise TaskError("chief", LookupError("gone"), where=self.name)
             self.num_made += 1
-            yield [number]
+            yield number, [number] if number >= first else None
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from helpers import result_of, tags_of
 from python_data import BATCH, Batches, X, Y, batch
 
 import kdist
+from kdist.data.batch_source import BatchSource
 from kdist.errors import ConfigError, TaskError
-
-SGD = {"optimizer": "sgd"}
 
 
 def fit(x: Any, run_dir: Path, model: Any = models.mlp, **arguments: Any) -> tuple[kdist.Trainer, Any]:
@@ -52,7 +51,11 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: These take the ways of others.
+LONG = ("PyDataset and fewer steps", "generator with weights", "dataset with a Python function", "DataLoader")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in CASES])
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_the_same_numbers_as_keras(name: str, run_dir: Path) -> None:
     make, arguments = CASES[name]
@@ -187,7 +190,9 @@ def test_how_an_epoch_of_unknown_length_ends_is_said(run_dir: Path, capsys: pyte
     assert "the length of the data is not known: an epoch ends where the data does" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("make", [python_data.filtered, Batches, python_data.from_generator])
+@pytest.mark.parametrize(
+    "make", [python_data.filtered, Batches, pytest.param(python_data.from_generator, marks=pytest.mark.long)]
+)
 def test_a_resumed_run_continues_in_the_middle_of_a_pass(make: Any, run_dir: Path) -> None:
     straight, _ = fit(make(), run_dir / "straight", epochs=2)
     kdist.Trainer(models.mlp, run_dir=run_dir / "cut", hooks=[kdist.hooks.StopAtStep(last_step=3)]).fit(
@@ -196,3 +201,16 @@ def test_a_resumed_run_continues_in_the_middle_of_a_pass(make: Any, run_dir: Pat
     again, history = fit(make(), run_dir / "cut", epochs=2)
     assert again.result.global_step == straight.result.global_step
     assert history.epoch == [0, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"workers": 2, "use_multiprocessing": True}])
+def test_a_shuffled_py_dataset_continues_with_the_batches_that_are_left(options: Any) -> None:
+    data = Batches(**options)
+    source = BatchSource(data, shuffle=True, seed=3)
+    source.reset()
+    whole = [tensors[0].numpy()[0, 0] for _, tensors in source.one_pass(1) if tensors]
+    assert sorted(whole) == sorted(X[::BATCH, 0])
+    assert whole != list(X[::BATCH, 0])
+    rest = [(number, tensors[0].numpy()[0, 0]) for number, tensors in source.one_pass(1, 4) if tensors]
+    assert rest == list(enumerate(whole))[4:]
+    assert [tensors[0].numpy()[0, 0] for _, tensors in source.one_pass(0) if tensors] != whole
