@@ -52,12 +52,13 @@ class TaskError(KdistError):
     Args:
         task: the task that failed, for example `worker:1` or `chief`.
         cause: the user's error as TensorFlow or Python reported it.
+        where: it happened, in the model or the data.
     """
 
-    def __init__(self, task: str, cause: BaseException) -> None:
+    def __init__(self, task: str, cause: BaseException, where: str | None = None) -> None:
         self.task = task
         self.cause = cause
-        super().__init__(f"{task}: {type(cause).__name__}: {reason(cause)}")
+        super().__init__(": ".join(filter(None, (task, where, type(cause).__name__, reason(cause)))))
 
     def __reduce__(self) -> Any:
         # Other processes may not know the class of the cause.

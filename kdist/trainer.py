@@ -26,9 +26,10 @@ from kdist.hooks.keras_callbacks import CallbackOrSeveral, checked
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
 from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
+from kdist.launch.reached import reached
 from kdist.launch.select import launcher_for
 from kdist.model.source import ModelSource
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy
+from kdist.parameters.placement import PlacementPlan
 from kdist.run.mirror import Mirror
 from kdist.run.origin import Origin
 from kdist.run.result import Result
@@ -36,7 +37,6 @@ from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.multi_worker_mirrored import join
-from kdist.strategies.store_backed import prepare
 
 
 class Trainer:
@@ -157,6 +157,7 @@ class Trainer:
         self._lock_run_dir = lock_run_dir
         self.result = Result()
         self._left_on_servers: FitRequest | None = None
+        self._num_fits = 0
 
     @property
     def strategy_name(self) -> str:
@@ -198,41 +199,42 @@ class Trainer:
     ) -> keras.callbacks.History:
         """Trains the model, as `keras.Model.fit` does.
 
-        The first `fit` of a trainer resumes from the newest checkpoint in `run_dir`; a later one continues from
-        `model`.
+        The first `fit` of a trainer resumes from the newest checkpoint in `run_dir`; if that has reached `steps` or
+        `epochs`, nothing is started. A later one trains `epochs` more from `model`.
 
         Args:
             x: arrays (also in dicts or tuples), a `tf.data.Dataset` of batches, or a function
                 `(DataContext) -> tf.data.Dataset` of batches. Each worker reads a different part of it, repeated
-                endlessly.
+                endlessly. Or what this process reads for the workers: a `keras.utils.PyDataset`, a generator, a
+                `torch.utils.data.DataLoader`, a SciPy sparse matrix, a dataset with Python functions.
             y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
                 part of the elements.
             batch_size: examples per replica and step; 32 if None. Every batch is full: the last one of an epoch is
                 filled from the next epoch.
-            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. A run that
-                resumes from a checkpoint continues to the end of epoch `epochs`, counting from where it stopped.
+            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. A resumed run
+                continues to the end of epoch `epochs`, counting from where it stopped.
             verbose: 0 prints nothing; 1 and `auto` keep a live line below the others on a terminal; 2 prints lines
                 only; 3 also lists the tasks and the placement of variables.
             callbacks: Keras callbacks, in addition to those of the trainer; see `kdist.hooks.keras_callbacks` for when
                 they see what.
             validation_data, validation_split, validation_steps, validation_batch_size, validation_freq: as in Keras; in
                 addition, the final parameters are always validated.
-            steps: the global step to stop at; overrides `epochs`. Without it, one epoch of data of unknown or infinite
-                length has no end: training ends by a hook, a callback or a signal.
+            steps: the global step to stop at; overrides `epochs`. Without it and `steps_per_epoch`, an epoch of data of
+                unknown length is a pass over it; one of an infinite dataset, or of a function, has no end: training
+                ends by a hook, a callback or a signal.
             validation_every_steps: also validate at multiples of this global step.
             validate_with_ema: during training, too, validate the moving averages of an optimizer with `use_ema` instead
                 of the parameters. At the end the model always gets the averages, and they are validated.
 
         Returns:
-            The `History` of this fit, by epochs. In a task that is not the chief, which takes part until the chief has
-            finished, it is empty.
+            The `History` of this fit, by epochs; of a run that has nothing left to do, that of the run. In a task that
+            is not the chief, which takes part until the chief has finished, it is empty.
 
         Raises:
             ConfigError: arguments, data or a model cannot be used, or another process trains in `run_dir`.
             TaskError: the model or the data failed on a task.
             ClusterError: a task was lost, or stopped responding.
-            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint was saved and the tasks have
-                exited.
+            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint is saved and the tasks have ended.
         """
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
@@ -257,7 +259,8 @@ class Trainer:
             validate_with_ema=validate_with_ema,
         )
         with self._one_chief():
-            outcome = launcher_for(self._strategy).launch(self._request(arguments))
+            request = self._request(arguments)
+            outcome = reached(request) or launcher_for(self._strategy).launch(request)
         self._take(outcome)
         if outcome.error is not None:
             raise outcome.error
@@ -318,10 +321,12 @@ class Trainer:
             self._stop_signals,
             self.hparams,
             self._origin or Origin.here_and_now(),
+            self._num_fits,
         )
 
     def _take(self, outcome: FitOutcome) -> None:
         self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers
+        self._num_fits += outcome.resume is None
 
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
         """Shows which server would hold each variable; starts nothing.
@@ -331,12 +336,7 @@ class Trainer:
         Raises:
             ConfigError: the cluster has no parameter servers.
         """
-        shape = self._strategy.shape
-        if not shape.num_ps:
-            raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
-        request = self._request(FitArguments(x, y, batch_size=batch_size))
-        prepared = prepare(request.training_spec(request.training_data()), shape.num_workers)
-        plan = prepared.plan(shape.num_ps, PlacementPolicy.of(self._strategy.config))
+        plan = self._request(FitArguments(x, y, batch_size=batch_size)).plan()
         with self._one_chief():
             self.files.write_plan(plan)
         return plan
@@ -355,9 +355,9 @@ class Trainer:
         """Returns loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)` does.
 
         Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
-            on_workers: start the cluster, which must have parameter servers, and let each worker evaluate a part. This
-                is worthwhile if it takes much longer than a cluster needs to start, and the only way for a model larger
-                than `export_max_bytes`. Data that cannot be split is evaluated in this process.
+            on_workers: start the cluster, which must have parameter servers, and let each worker evaluate a part: for
+                what takes much longer than a cluster needs to start, and the only way for a model larger than
+                `export_max_bytes`. Data that cannot be split is evaluated in this process.
         """
         workers = self._workers() if on_workers and steps is None else None
         if workers and (logs := workers.evaluate(self.model, x, y, sample_weight, batch_size)) is not None:

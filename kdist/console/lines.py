@@ -18,6 +18,9 @@ ENDLESS_LINE = "steps     no end is given: training ends by a hook, a callback, 
 #: The same, with data that keeps arriving.
 ARRIVING_LINE = "steps     no end is given: training ends with the data, by a hook, a callback, a signal or Ctrl-C"
 
+#: The same, with data of unknown length.
+PASSES_LINE = "steps     the length of the data is not known: an epoch ends where the data does"
+
 
 def print_line(line: str) -> None:
     print(line, flush=True)
@@ -90,6 +93,11 @@ def stays_line(num_bytes: int, limit: int) -> str:
 def resume_line(step: int, last_step: int | None, path: Path) -> str:
     """`load  | step    500      | checkpoints/ckpt-500`"""
     return _line("load", _step(step).ljust(len(_step(step, last_step))), _short(path))
+
+
+def reached_line(step: int, run: str) -> str:
+    """`done  | step   2000      | nothing is left to do: runs/mine has got there`"""
+    return _line("done", _step(step), f"nothing is left to do: {run} has reached its last step")
 
 
 def again_line(error: BaseException, newest: Path, number: int, of: int, *, cluster_is_there: bool = False) -> str:

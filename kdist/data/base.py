@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
+from kdist.config.schema import ClusterConfig
 from kdist.data.columns import Share
-from kdist.data.splits import SplitQueue
+from kdist.data.splits import Passes, Splits
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,47 @@ class DataContext:
     first_batch: tf.Tensor | int = 0
 
 
+@dataclass(frozen=True)
+class Readers:
+    """Who reads the data of a fit, and to what end.
+
+    Attributes:
+        number: of workers that read.
+        at_once: batches that a step takes in one process.
+        run_the_program: whether the readers are processes that each run the user's program.
+        by_passes: whether an epoch of data of unknown length is a pass over it, rather than a number of steps.
+        timeout: seconds that the user's own process may take to make a batch.
+    """
+
+    number: int = 1
+    at_once: int = 1
+    run_the_program: bool = False
+    by_passes: bool = False
+    timeout: float = ClusterConfig.step_timeout
+
+
 class TrainingData(abc.ABC):
     """Data for the workers. A strategy traces `dataset` once and runs it on each worker with its `arguments`."""
 
     #: Steps (of one batch each) in one pass over the data; None if it is not known.
     steps_per_epoch: int | None = None
 
-    #: The parts that workers read one after the other, if the data keeps arriving; None if it is endless.
-    splits: SplitQueue | None = None
+    @property
+    def splits(self) -> Splits | None:
+        """The parts that workers read one after the other, of data that may end; None if it is endless."""
+        return None
+
+    @property
+    def passes(self) -> Passes | None:
+        """The passes that are the epochs, if nobody knows their length; None if epochs are numbers of steps."""
+        return None
 
     @abc.abstractmethod
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        """The dataset of one worker's batches: endless, or of one split; called inside a `tf.function`."""
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
+        """What one worker reads, a dataset of batches, endless or of one split; or its split is this one batch.
+
+        Called inside a `tf.function`.
+        """
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         """What `dataset` takes as `arguments`."""

@@ -21,22 +21,26 @@ _OPS_THAT_CANNOT_TRAVEL = {
 _INSTEAD = "give arrays, or a function (context) -> tf.data.Dataset that makes the dataset of TensorFlow ops"
 
 
+class CannotTravel(ConfigError):
+    """A dataset cannot be sent to another process."""
+
+
 def dataset_graph(dataset: tf.data.Dataset) -> tf.Tensor:
     """The dataset's graph as a scalar string tensor.
 
     Raises:
-        ConfigError: the dataset needs something that exists in this process only, or is too large.
+        CannotTravel: the dataset needs something that exists in this process only, or is too large.
     """
     try:
         with tf.device("CPU:0"):
             serialized = dataset_as_graph(dataset)
     except (tf.errors.OpError, ValueError) as error:
-        raise ConfigError(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
+        raise CannotTravel(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     for node in nodes:
         if node.op in _OPS_THAT_CANNOT_TRAVEL:
-            raise ConfigError(
+            raise CannotTravel(
                 f"the dataset cannot travel to the workers: it uses {_OPS_THAT_CANNOT_TRAVEL[node.op]} ({node.op}), "
                 f"which exists in this process only; {_INSTEAD}"
             )

@@ -15,12 +15,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.base import DataContext, TrainingData
+from kdist._compat.keras_data import is_scipy_sparse
+from kdist.data.base import DataContext, Readers, TrainingData
+from kdist.data.batch_source import BatchSource, has_sparse_matrix, is_made_in_batches
 from kdist.data.columns import Share, as_array, received, without_copies
+from kdist.data.dataset_passes import DatasetPasses
+from kdist.data.fed_data import FedData
 from kdist.data.file_column import column_of
 from kdist.data.hdf5 import Hdf5Rows
-from kdist.data.serialization import dataset_graph, dataset_of_graph
+from kdist.data.py_dataset_shares import PyDatasetShares
+from kdist.data.serialization import CannotTravel, dataset_graph, dataset_of_graph
 from kdist.data.split_data import SplitData, SplitSource
+from kdist.data.splits import Passes, Splits
 from kdist.errors import ConfigError
 
 
@@ -162,21 +168,24 @@ def training_data(
     shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
     seed: int | None = None,
+    readers: Readers = Readers(),  # noqa: B008 - frozen
 ) -> TrainingData:
     """Makes `TrainingData` of the data that was passed to `fit`.
 
     Args:
         x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, a function
-            `(DataContext) -> tf.data.Dataset` of batches, or data that keeps arriving; `TrainingData` is returned as it
-            is.
-        y, sample_weight: arrays like `x`; with a dataset or a function they are part of its elements.
+            `(DataContext) -> tf.data.Dataset` of batches, data that keeps arriving, or what only this process can read,
+            see `BatchSource`; `TrainingData` is returned as it is.
+        y, sample_weight: arrays like `x`; otherwise they are part of its elements.
         batch_size: examples per replica and step, for arrays and data that keeps arriving; 32 if None, as in Keras.
         shuffle: whether arrays are shuffled in each pass.
         class_weight: class index -> weight of its examples.
         seed: makes shuffling repeatable; random if None.
+        readers: who reads it.
 
     Raises:
-        ConfigError: a dataset that cannot be sent to the workers, or an `x` of another type.
+        ConfigError: data that these workers cannot get, or an `x` of another type.
+        TaskError: the user's code failed to make its first batches.
         ValueError: arrays of different lengths, or no data.
     """
     data: TrainingData
@@ -190,18 +199,51 @@ def training_data(
         return SplitData(x, batch_size or 32)
     if has_labels(x):
         if y is not None or sample_weight is not None:
-            raise ValueError("with a dataset or a dataset function, y and sample_weight are part of its elements")
-        data = DatasetData(x) if isinstance(x, tf.data.Dataset) else FunctionData(x)
-    elif isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__") or _is_iterable_only(x):
+            raise ValueError("with data that is no array, y and sample_weight are part of its elements")
+        data = FunctionData(x) if is_dataset_function(x) else _data_of_batches(x, shuffle, seed, readers)
+    elif has_sparse_matrix(x, y, sample_weight):
+        source = BatchSource(x, y, sample_weight, batch_size=batch_size or 32, shuffle=shuffle)
+        data = _fed(source, readers)
+    elif hasattr(x, "__next__") or _is_iterable_only(x):
         raise ConfigError(
-            f"x is a {type(x).__name__}, which lives in this process and cannot travel to the workers; give arrays, a "
-            "tf.data.Dataset or a function (context) -> tf.data.Dataset"
+            f"x is a {type(x).__name__}; give arrays, a tf.data.Dataset, a keras.utils.PyDataset, a generator, a "
+            "torch.utils.data.DataLoader or a function (context) -> tf.data.Dataset"
         )
     else:
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
         arrays = arrays if isinstance(arrays, tuple) else (arrays,)
         data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
     return _ClassWeighted(data, class_weight) if class_weight else data
+
+
+def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
+    """Data that comes in batches: a dataset, or what only this process can read."""
+    if not isinstance(x, tf.data.Dataset):
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
+            return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
+        return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
+    length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
+    try:
+        if not (readers.by_passes and length_is_unknown) or readers.run_the_program:
+            return DatasetData(x)
+        if readers.at_once == 1:
+            return DatasetPasses(x, readers.number)
+    except CannotTravel:
+        if readers.run_the_program:
+            raise
+    return FedData(BatchSource(x), readers)
+
+
+def _fed(source: BatchSource, readers: Readers) -> FedData:
+    if readers.run_the_program:
+        raise ConfigError(
+            f"x is {source.name}, which lives in one process, and with strategy=multi_worker_mirrored every worker "
+            "runs the program in a process of its own; give arrays, a tf.data.Dataset, a keras.utils.PyDataset with a "
+            "length or a function (context) -> tf.data.Dataset, or use parameter servers (cluster=1ps2w)"
+        )
+    if readers.by_passes and source.is_endless:
+        raise ConfigError(f"{source.name} has no length and never ends; give steps (train.steps) or steps_per_epoch")
+    return FedData(source, readers)
 
 
 class _ClassWeighted(TrainingData):
@@ -213,6 +255,14 @@ class _ClassWeighted(TrainingData):
         self._weights = np.ones(max(class_weight) + 1, dtype=np.float32)
         self._weights[list(class_weight)] = list(class_weight.values())
 
+    @property
+    def splits(self) -> Splits | None:
+        return self._data.splits
+
+    @property
+    def passes(self) -> Passes | None:
+        return self._data.passes
+
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return self._data.specs(num_workers)
 
@@ -222,7 +272,7 @@ class _ClassWeighted(TrainingData):
     def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
         return self._data.arguments(worker_index, num_workers)
 
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
         def add_weight(*batch: Any) -> Any:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             if y is None or sample_weight is not None or tf.nest.is_nested(y):
@@ -235,7 +285,10 @@ class _ClassWeighted(TrainingData):
             weights = tf.gather(self._weights, tf.where(known, classes, 0))
             return x, y, tf.where(known, weights, 1.0)
 
-        return self._data.dataset(context, *arguments).map(add_weight)
+        batches = self._data.dataset(context, *arguments)
+        if isinstance(batches, tf.data.Dataset):
+            return batches.map(add_weight)
+        return add_weight(*batches) if isinstance(batches, tuple) else add_weight(batches)
 
 
 def _is_iterable_only(x: Any) -> bool:
@@ -248,8 +301,8 @@ def is_dataset_function(x: Any) -> bool:
 
 
 def has_labels(x: Any) -> bool:
-    """Whether `x` includes labels and weights, if there are any: a dataset, or a function that makes one."""
-    return isinstance(x, tf.data.Dataset) or is_dataset_function(x)
+    """Whether `x` includes labels and weights, if there are any: it comes in batches, or is a function of a dataset."""
+    return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
 
 
 def read_locally(x: Any, batch_size: int | None) -> Any:
@@ -274,12 +327,15 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     """
     if has_labels(x):
         raise ConfigError("validation_split works with arrays only; give validation_data")
-    num_examples = len(tf.nest.flatten(x)[0])
+    first = tf.nest.flatten(x)[0]
+    num_examples = first.shape[0] if is_scipy_sparse(first) else len(first)
     split = math.floor(num_examples * (1.0 - validation_split))
     if not 0 < split < num_examples:
         raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")
 
-    def rows(values: Any, chosen: slice) -> np.ndarray | Hdf5Rows:
+    def rows(values: Any, chosen: slice) -> Any:
+        if is_scipy_sparse(values):
+            return values.tocsr()[chosen]
         array = as_array(values)
         return array.run(chosen) if isinstance(array, Hdf5Rows) else array[chosen]
 

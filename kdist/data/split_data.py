@@ -39,12 +39,14 @@ class SplitData(TrainingData):
         batch_size: records of a batch.
     """
 
-    splits: SplitQueue
-
     def __init__(self, source: SplitSource, batch_size: int) -> None:
         self._source = source
         self._batch_size = batch_size
-        self.splits = SplitQueue(source.enumerator(), batch_size)
+        self._splits = SplitQueue(source.enumerator(), batch_size)
+
+    @property
+    def splits(self) -> SplitQueue:
+        return self._splits
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)]
@@ -76,4 +78,4 @@ def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
 
 def naming(error: tf.errors.OpError, split: Split) -> tf.errors.OpError:
     """The same error, with the place in the data where it happened."""
-    return type(error)(None, None, f"{split.name}, after {split.num_read} records:\n{error.message}")
+    return type(error)(None, None, f"{split.place}:\n{error.message}")

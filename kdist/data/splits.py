@@ -1,4 +1,4 @@
-"""Data that keeps arriving, in splits: parts that are each read by one worker, from one end to the other.
+"""Data in splits: parts that are each read by one worker, from one end to the other.
 
 The words are those of Flink's sources (FLIP-27). On the chief, a `SplitEnumerator` finds splits, and the `SplitQueue`
 hands them to workers and knows how much of each was read. Its state is part of every checkpoint, together with the
@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from kdist.console.warn import warn
 from kdist.errors import DataSourceError
@@ -39,6 +39,100 @@ class Split:
 
     name: str
     num_read: int = 0
+
+    @property
+    def place(self) -> str:
+        """The place in it up to which it was read, for people."""
+        return f"{self.name}, after {self.num_read} records"
+
+
+class Splits(abc.ABC):
+    """The parts of the data, as those see them who read it. Thread-safe.
+
+    Attributes:
+        place: where they come from, for people to read.
+        arrive: whether they keep arriving, so that a run waits for them.
+        pass_through_chief: whether this process reads them, and sends them to the workers.
+    """
+
+    place: str
+    arrive: ClassVar[bool] = False
+    pass_through_chief: ClassVar[bool] = False
+
+    def begin(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027 - not all of them let a worker wait
+        """A session begins; when `interrupted` returns True, no worker is to wait for a split any more."""
+
+    def close(self) -> None:  # noqa: B027 - not all of them hold anything
+        """The session has ended."""
+
+    @abc.abstractmethod
+    def look(self) -> bool:
+        """Whether one waits for a worker; called in the thread that runs the training loop."""
+
+    @abc.abstractmethod
+    def assign(self, worker: int) -> Split:
+        """The split of a worker: the one that it has, or the next one.
+
+        Raises:
+            NothingToRead: there is none.
+        """
+
+    @abc.abstractmethod
+    def split_of(self, worker: int) -> Split | None:
+        """The split that a worker is reading."""
+
+    @abc.abstractmethod
+    def num_batches(self, worker: int) -> int:
+        """How many batches a worker has read, of all its splits."""
+
+    @abc.abstractmethod
+    def advance(self, worker: int) -> None:
+        """A worker has read a batch."""
+
+    @abc.abstractmethod
+    def finish(self, worker: int) -> None:
+        """A worker has read all of its split."""
+
+    def skip(self, worker: int, reason: str) -> bool:
+        """A worker cannot read its split, or the rest of it. Returns whether that is passed over."""
+        return False
+
+    @abc.abstractmethod
+    def give_back(self, worker: int) -> None:
+        """A worker was lost: another one continues with its split."""
+
+    @abc.abstractmethod
+    def wait(self) -> str | None:
+        """Waits a little, when there is nothing that a worker could read now; returns why training ends, if it does."""
+
+    @abc.abstractmethod
+    def state(self) -> str:
+        """What was read, as JSON."""
+
+    @abc.abstractmethod
+    def restore(self, state: str | None) -> None:
+        """Continues where `state` was, or begins anew if it is None; no worker has a split."""
+
+
+class Passes(Protocol):
+    """Data that is read in passes, of a length that nobody knows: one ends when all of it was read.
+
+    Attributes:
+        pass_number: of the present pass, from 0.
+    """
+
+    @property
+    def pass_number(self) -> int: ...
+
+    @property
+    def is_only_pass(self) -> bool:
+        """Whether there is no other one."""
+
+    def pass_has_ended(self) -> bool:
+        """Whether the present pass was read to its end."""
+
+    def begin_pass(self) -> None:
+        """Begins the next pass."""
 
 
 class SplitEnumerator(abc.ABC):
@@ -84,8 +178,8 @@ class SplitEnumerator(abc.ABC):
         """Continues where `state` was."""
 
 
-class SplitQueue:
-    """Hands each split to one worker. Thread-safe.
+class SplitQueue(Splits):
+    """Hands each split to one worker.
 
     Args:
         enumerator: finds them.
@@ -93,6 +187,8 @@ class SplitQueue:
         clock: returns seconds; replaced in tests.
         pause: waits for some seconds; replaced in tests.
     """
+
+    arrive = True
 
     def __init__(
         self,
@@ -116,25 +212,14 @@ class SplitQueue:
         self._trouble: OSError | None = None
 
     def look(self) -> bool:
-        """Looks for new splits, if none waits for a worker and the last look is some time ago.
-
-        For the thread that runs the training loop.
-
-        Returns:
-            Whether one waits now.
-        """
+        """Looks for new splits, if none waits for a worker and the last look is some time ago."""
         is_due = self._last_look is None or self._since(self._last_look) >= self._enumerator.poll_secs
         if is_due and not self._waiting:
             self._discover()
         return bool(self._waiting)
 
     def assign(self, worker: int) -> Split:
-        """The split of a worker: the one that it has, or the next one.
-
-        Raises:
-            NothingToRead: there is none.
-            ConfigError: the next one does not fit the others.
-        """
+        """As in `Splits`; raises `ConfigError` if the next split does not fit the others."""
         while True:
             with self._lock:
                 if worker in self._reading:
@@ -150,15 +235,12 @@ class SplitQueue:
                 self.skip(worker, str(error))
 
     def split_of(self, worker: int) -> Split | None:
-        """The split that a worker is reading."""
         return self._reading.get(worker)
 
     def num_batches(self, worker: int) -> int:
-        """How many batches a worker has read, of all its splits."""
         return self._batches[worker]
 
     def advance(self, worker: int) -> None:
-        """A worker has read a batch."""
         with self._lock:
             # A worker that counts as lost has no split any more.
             if split := self._reading.get(worker):
@@ -166,29 +248,24 @@ class SplitQueue:
                 self._batches[worker] += 1
 
     def finish(self, worker: int) -> None:
-        """A worker has read all of its split."""
         with self._lock:
             self._reading.pop(worker, None)
 
-    def skip(self, worker: int, reason: str) -> None:
-        """A worker cannot read its split, or the rest of it: nobody does."""
+    def skip(self, worker: int, reason: str) -> bool:
         with self._lock:
             split = self._reading.pop(worker, None)
         if split is not None:
             what = f"what follows {split.num_read} records " if split.num_read else ""
             warn(f"{split.name}: {what}cannot be read and is skipped: {reason}")
+        return True
 
     def give_back(self, worker: int) -> None:
-        """A worker was lost: another one continues with its split."""
         with self._lock:
             if split := self._reading.pop(worker, None):
                 self._waiting.appendleft(split)
 
     def wait(self) -> str | None:
-        """Waits a little for a split, when there is none that a worker could read now.
-
-        Returns:
-            Why training ends, if it does: nothing more will come, or nothing came for `idle_secs`.
+        """As in `Splits`; training ends if nothing more will come, or nothing came for `idle_secs`.
 
         Raises:
             DataSourceError: the source could not be reached for so long.
@@ -220,8 +297,9 @@ class SplitQueue:
                 {"found": self._enumerator.state(), "unread": [[split.name, split.num_read] for split in unread]}
             )
 
-    def restore(self, state: str) -> None:
-        """Continues where `state` was; no worker has a split."""
+    def restore(self, state: str | None) -> None:
+        if state is None:
+            return
         decoded = json.loads(state)
         with self._lock:
             self._enumerator.restore(decoded["found"])

@@ -1,4 +1,4 @@
-"""What one worker reads: an endless sequence of full batches, each with a fresh random seed.
+"""What one worker reads: a sequence of batches, each with a fresh random seed.
 
 Every worker repeats its data and draws full batches from it, so that a step always uses `batch_size` examples and only
 the session decides when to stop. The seeds, for Dropout and the like, are derived from `seed` and the worker's index,
@@ -24,20 +24,20 @@ def worker_dataset(
     num_seeds: int,
     seed: int,
 ) -> tf.types.experimental.ConcreteFunction:
-    """Traces the function that creates one worker's dataset of `(batch, seeds)`; `make_dataset` calls it.
+    """Traces the function that creates one worker's dataset of `(batch, seeds)`, or this pair; `make_dataset` calls it.
 
     `seeds` is uint32 `[num_seeds, 2]`, fresh for each batch; different workers and steps never share one.
     """
 
-    def make(
-        worker_index: tf.Tensor, first_step: tf.Tensor, first_batch: tf.Tensor, *arguments: tf.Tensor
-    ) -> tf.data.Dataset:
+    def make(worker_index: tf.Tensor, first_step: tf.Tensor, first_batch: tf.Tensor, *arguments: tf.Tensor) -> Any:
         batches = data.dataset(DataContext(worker_index, num_workers, batch_size, first_batch), *arguments)
 
         def seeds(count: tf.Tensor) -> tf.Tensor:
             stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])
             return tf.random.stateless_uniform([num_seeds, 2], stream, minval=None, maxval=None, dtype=tf.uint32)
 
+        if not isinstance(batches, tf.data.Dataset):
+            return batches, seeds(tf.zeros([], tf.int64))
         dataset = tf.data.Dataset.zip((batches, tf.data.Dataset.counter().map(seeds))).prefetch(2)
         # The thread that tunes a pipeline may sleep through the end of its iterator: TensorFlow wakes it before it
         # marks it as cancelled. Ending a run then took as long as the run itself, up to a minute. Without the tuner,
@@ -59,8 +59,8 @@ def make_dataset(
     num_workers: int,
     first_step: int,
     first_batch: int = 0,
-) -> tf.data.Dataset:
-    """The dataset of one worker, on the device of the caller, which gets its share of the data.
+) -> Any:
+    """What one worker reads, a dataset or a pair `(batch, seeds)`, on the device of the caller, which gets the data.
 
     Args:
         make: what `worker_dataset` has traced.
@@ -78,12 +78,30 @@ def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.T
     return function(*(item.handle if isinstance(item, tf.Variable) else item for item in sent))
 
 
+def iterator_over(made: Any) -> Any:
+    """What a call takes to read what `make_dataset` has made."""
+    return iter(made) if isinstance(made, tf.data.Dataset) else made
+
+
 def next_of(iterator: Any) -> Any:
-    """The next element of a dataset iterator, while a function is traced; any number of times in one function."""
+    """The next element of a dataset iterator, while a function is traced; any number of times in one function.
+
+    A pair `(batch, seeds)`, in the place of an iterator, is the only element.
+    """
+    if isinstance(iterator, tuple):
+        return iterator
     allow_many_next(iterator)
     return next(iterator)
 
 
-def iterator_spec(make_dataset: tf.types.experimental.ConcreteFunction) -> IteratorSpec:
-    """The type spec of iterators over the dataset that `make_dataset` returns."""
-    return IteratorSpec(make_dataset.structured_outputs.element_spec)
+def element_spec(make: tf.types.experimental.ConcreteFunction) -> Any:
+    """The type specs of `(batch, seeds)`, of the function that `worker_dataset` has traced."""
+    made = make.structured_outputs
+    is_dataset = isinstance(made, tf.data.Dataset)
+    return made.element_spec if is_dataset else tf.nest.map_structure(tf.type_spec_from_value, made)
+
+
+def iterator_spec(make: tf.types.experimental.ConcreteFunction) -> Any:
+    """The type spec of what `iterator_over` returns."""
+    spec = element_spec(make)
+    return IteratorSpec(spec) if isinstance(make.structured_outputs, tf.data.Dataset) else spec

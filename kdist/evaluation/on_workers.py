@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
+from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import Share, received, without_copies
 from kdist.data.file_column import column_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
@@ -112,7 +113,7 @@ def parts_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, num_par
         # An unknown or infinite length is negative; some datasets exist in this process only.
         with suppress(ConfigError):
             return _DatasetParts(x, num_parts) if int(x.cardinality().numpy()) >= num_parts else None
-    if has_labels(x) or isinstance(x, keras.utils.PyDataset) or hasattr(x, "__next__"):
+    if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(x, y, sample_weight):
         return None
     arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
     arrays = arrays if isinstance(arrays, tuple) else (arrays,)

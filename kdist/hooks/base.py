@@ -6,7 +6,7 @@ A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHoo
     restore the newest checkpoint, or initialize
     for hook in hooks: hook.after_create_session(session)       # and again after every recovery
     while not session.should_stop():
-        # about once a second, if the data keeps arriving, and nothing is there: hook.while_waiting(session)
+        # while there is nothing to read, at the end of a pass or of what has arrived: hook.while_waiting(session)
         n = the fewest steps that any hook.due_in(step) allows
         for hook in hooks: hook.before_run(context)
         run n steps
@@ -196,7 +196,7 @@ class Hook:
         """Called after every run."""
 
     def while_waiting(self, session: Session) -> None:
-        """Called again and again while there is nothing to train on, with data that keeps arriving."""
+        """Called while there is nothing to train on: again and again if data keeps arriving, or where a pass ends."""
 
     def after_logging(self, session: Session, logs: Mapping[str, Any], steps_per_second: float | None) -> None:
         """Called when `LoggingTensor` reports, with loss and metrics of the steps since its last report.

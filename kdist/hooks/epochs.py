@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.errors import ConfigError
+from kdist.console.warn import warn
+from kdist.errors import ConfigError, TaskError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.run.metrics_file import Epoch, epochs_of
 
 if TYPE_CHECKING:
+    from kdist.data.splits import Passes
     from kdist.hooks.keras_callbacks import Callbacks
     from kdist.model.metrics import MetricTotals
     from kdist.run.best_values import BestValues
+
+#: Why a session ends after its last pass.
+_EPOCHS = "epochs"
 
 
 @dataclass(eq=False)
@@ -26,7 +31,9 @@ class EpochRecorder(Hook):
     Args:
         history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
         callbacks: called at the events of training; includes the history.
-        steps_per_epoch: steps per epoch; None makes the whole run one epoch.
+        steps_per_epoch: steps per epoch; without it, and without `passes`, the whole run is one epoch.
+        passes: each is an epoch.
+        epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
         best: gets the validation values.
@@ -40,6 +47,8 @@ class EpochRecorder(Hook):
     callbacks: Callbacks
     _: KW_ONLY
     steps_per_epoch: int | None
+    passes: Passes | None = None
+    epochs: int | None = None
     first_step: int = 0
     first_epoch: int = 0
     validate: Callable[[Session], Mapping[str, float]] | None
@@ -57,6 +66,10 @@ class EpochRecorder(Hook):
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
         self._validated_step: int | None = None
+        self._num_empty_passes = 0
+        self._pass_began = session.global_step
+        if self.passes is not None and self._is_past_last(self._epoch):
+            session.request_stop(_EPOCHS)
         if not self._has_begun:
             self._has_begun = True
             self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
@@ -85,6 +98,29 @@ class EpochRecorder(Hook):
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
 
+    def while_waiting(self, session: Session) -> None:
+        """Ends an epoch if the reason is that its pass has ended."""
+        if self.passes is None or not self.passes.pass_has_ended():
+            return
+        # In a run that was resumed at the end of a pass there was nothing left of it.
+        self._num_empty_passes = self._num_empty_passes + 1 if self._totals is None else 0
+        if self._num_empty_passes > 1:
+            raise TaskError("a worker", ValueError("the dataset has not a single batch"))
+        is_last = self._is_past_last(self._epoch + 1)
+        if not is_last and self.passes.is_only_pass:
+            warn(
+                f"the data can be read once, and ended in epoch {self._epoch + 1} of {self.epochs} at step "
+                f"{session.global_step}; training ends with it"
+            )
+            session.request_stop("the end of the data")
+        elif is_last:
+            session.request_stop(_EPOCHS)
+        self._finish_epoch(session, validate=self._is_validation_epoch())
+        if not session.should_stop():
+            self.passes.begin_pass()
+            self._epoch += 1
+            self._pass_began = session.global_step
+
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         # Its own, or that of values that another hook has restored.
         self.validation_logs, self._validated_step = dict(logs), session.global_step
@@ -110,13 +146,23 @@ class EpochRecorder(Hook):
         looks_at_values = self.validate is not None or self.callbacks.looks_at_model
         return self.due_in(step) if looks_at_values else None
 
+    @property
+    def _have_an_end(self) -> bool:
+        """Whether epochs have a known length, or are passes."""
+        return self.steps_per_epoch is not None or self.passes is not None
+
+    def _is_past_last(self, epoch: int) -> bool:
+        return self.epochs is not None and epoch >= self.epochs
+
     def _epoch_at(self, step: int) -> int:
+        if self.passes is not None:
+            return self.first_epoch + self.passes.pass_number
         if not self.steps_per_epoch:
             return self.first_epoch
         return self.first_epoch + (step - self.first_step) // self.steps_per_epoch
 
     def _batch_at(self, step: int) -> int:
-        since = step - self.first_step
+        since = step - (self._pass_began if self.passes is not None else self.first_step)
         return since % self.steps_per_epoch if self.steps_per_epoch else since
 
     def _is_validation_epoch(self) -> bool:
@@ -133,7 +179,7 @@ class EpochRecorder(Hook):
         session.summaries.epoch("train", logs, session.global_step)
         if validate and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
-        if self.steps_per_epoch and self._finished and self._finished[-1].epoch == self._epoch:
+        if self._have_an_end and self._finished and self._finished[-1].epoch == self._epoch:
             # The run before this one was stopped in the middle of it.
             self._set_finished(self._finished[:-1])
         lengths = {name: len(values) for name, values in self.history.history.items()}
@@ -149,7 +195,7 @@ class EpochRecorder(Hook):
             self.metrics.earlier_rows,
             after=self.first_step,
             until=step,
-            are_complete=self.steps_per_epoch is not None,
+            are_complete=self._have_an_end,
             with_learning_rate=self.callbacks.logs_learning_rate,
         )
 
@@ -181,11 +227,17 @@ def fill(history: keras.callbacks.History, epochs: Iterable[Epoch]) -> None:
 
 
 def last_step_of(
-    steps: int | None, epochs: int | None, steps_per_epoch: int | None, first_step: int, first_epoch: int
+    steps: int | None,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    first_step: int,
+    first_epoch: int,
+    *,
+    by_passes: bool = False,
 ) -> int | None:
     """The global step at which `fit` stops: `steps`, or the end of the epoch before `epochs`.
 
-    None if that is not known: without `steps`, a single epoch of data of unknown length does not end.
+    None if that is not known: an epoch is a pass over data of unknown length, or the only one does not end.
 
     Raises:
         ConfigError: nothing is left to do, or several epochs have an unknown length.
@@ -195,7 +247,7 @@ def last_step_of(
     if epochs <= first_epoch:
         raise ConfigError(f"epochs={epochs}: must be more than initial_epoch={first_epoch}")
     if steps_per_epoch is None:
-        if epochs - first_epoch == 1:
+        if epochs - first_epoch == 1 or by_passes:
             return None
         raise ConfigError(
             f"epochs={epochs}: the length of the data is not known; give steps (train.steps) or steps_per_epoch"

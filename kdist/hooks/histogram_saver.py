@@ -32,11 +32,12 @@ class HistogramSaver(TimedHook):
     ) -> None:
         super().__init__(every_steps, every_secs, "HistogramSaver", default_steps=500)
         self._gradients = gradients
+        self._make: Any = None
         self._batches: Iterator[Any] | None = None
 
     def after_create_session(self, session: Session) -> None:
         super().after_create_session(session)
-        self._batches = None
+        self._make = self._batches = None
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if self._timer.due(values.global_step):
@@ -48,7 +49,7 @@ class HistogramSaver(TimedHook):
         return self.due_in(step)
 
     def close(self) -> None:
-        self._batches = None
+        self._make = self._batches = None
 
     def _write(self, session: Session) -> None:
         from kdist.model.state import write_to_model
@@ -66,18 +67,18 @@ class HistogramSaver(TimedHook):
         import keras
         import tensorflow as tf
 
-        from kdist.data.worker_dataset import make_dataset, worker_dataset
+        from kdist.data.splits import NothingToRead
         from kdist.model.forward import forward
         from kdist.model.state import variables_of
 
-        spec = session.spec
-        if self._batches is None:
-            make = worker_dataset(spec.data, num_workers=1, batch_size=spec.batch_size, num_seeds=0, seed=spec.seed)
-            spec.data.trace_transfer(1)
-            self._batches = iter(make_dataset(make, spec.data, 0, 1, session.global_step))
-        batch, _ = next(self._batches)
+        try:
+            batch = self._next_batch(session)
+        except (NothingToRead, StopIteration):
+            # A pass, or what has arrived, is read to its end.
+            self._batches = None
+            return {}
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model = spec.model
+        model = session.spec.model
         # What else a step would change (statistics, seeds) stays as it is.
         trainable, others = variables_of(model)
         variables = [*trainable, *others]
@@ -93,3 +94,23 @@ class HistogramSaver(TimedHook):
             for name, gradient in zip(names, gradients)
             if gradient is not None
         }
+
+    def _next_batch(self, session: Session) -> Any:
+        """A batch that a worker reads, too."""
+        from kdist.data.worker_dataset import make_dataset, worker_dataset
+
+        data, splits = session.spec.data, session.spec.data.splits
+        if self._make is None:
+            self._make = worker_dataset(
+                data, num_workers=1, batch_size=session.spec.batch_size, num_seeds=0, seed=session.spec.seed
+            )
+            data.trace_transfer(1)
+        if self._batches is None:
+            is_of_worker = splits is None or splits.split_of(0) is not None
+            made = make_dataset(self._make, data, 0, 1, session.global_step)
+            if splits is not None and not is_of_worker:
+                splits.give_back(0)
+            if isinstance(made, tuple):
+                return made[0]
+            self._batches = iter(made)
+        return next(self._batches)[0]

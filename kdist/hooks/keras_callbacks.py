@@ -44,7 +44,7 @@ _LOGS_ONLY = (
     EpochLogs,
 )
 #: Those that set the learning rate, and look at nothing else.
-_RATE_ONLY = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
+RATE_ONLY = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 _BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
 
@@ -76,8 +76,8 @@ class Callbacks:
         lookers = [callback for callback in callbacks if not _needs_logs_only(callback)]
         self.looks_at_model = bool(lookers)
         self._keeps_weights = any(type(callback) is keras.callbacks.EarlyStopping for callback in lookers)
-        self.logs_learning_rate = any(isinstance(callback, _RATE_ONLY) for callback in lookers)
-        self._sets_rate_only = all(type(callback) in _RATE_ONLY for callback in lookers)
+        self.logs_learning_rate = any(isinstance(callback, RATE_ONLY) for callback in lookers)
+        self._sets_rate_only = all(type(callback) in RATE_ONLY for callback in lookers)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
         self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)

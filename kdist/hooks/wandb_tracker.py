@@ -32,7 +32,7 @@ class WandbTracker(Tracker):
         self,
         project: str | None = None,
         entity: str | None = None,
-        mode: str | None = None,
+        mode: Any = None,
         save_model: bool = False,
         timeout: float = 30.0,
     ) -> None:
@@ -48,7 +48,7 @@ class WandbTracker(Tracker):
         self._is_ours = wandb.run is None
         if self._is_ours:
             folder = self._sweep_folder
-            self._run = wandb.init(
+            self._run: Any = wandb.init(
                 project=self._project,
                 entity=self._entity,
                 mode=self._mode,

@@ -11,26 +11,30 @@ import abc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
-from kdist.data.base import TrainingData
+from kdist.data.base import Readers, TrainingData
 from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
+from kdist.parameters.placement import PlacementPlan, PlacementPolicy
 from kdist.run.origin import Origin
 from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.store_backed import prepare
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class FitRequest:
         stop_signals: names of the signals at which the run saves and exits.
         hparams: of the run, for TensorBoard.
         origin: where the run comes from.
+        num_fits: of the same trainer before, whose values the model has.
     """
 
     source: ModelSource
@@ -107,6 +112,7 @@ class FitRequest:
     stop_signals: Sequence[str]
     hparams: Mapping[str, Any]
     origin: Origin
+    num_fits: int = 0
 
     def result(self, error: BaseException | None = None, **found: Any) -> Result:
         """The result of the fit: what is known before it runs, and what was `found`, by the names of `Result`."""
@@ -160,12 +166,24 @@ class FitRequest:
         Raises:
             CheckpointError: there is none any more.
         """
-        strategy.start(self.training_spec(self.training_data()))
+        strategy.start(self.training_spec(self.training_data))
         checkpoints = self.files.checkpoints()
         if checkpoints.restore(strategy) is None:
             raise CheckpointError(f"there is no checkpoint in {checkpoints.place}, where the trained values were")
         # Training continues from the parameters themselves, but evaluates these, as Keras does at the end of `fit`.
         strategy.use_averages()
+
+    def plan(self) -> PlacementPlan:
+        """Which server would hold each variable.
+
+        Raises:
+            ConfigError: the cluster has no parameter servers.
+        """
+        shape = self.strategy.shape
+        if not shape.num_ps:
+            raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
+        prepared = prepare(self.training_spec(self.training_data), shape.num_workers)
+        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.strategy.config))
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""
@@ -176,21 +194,38 @@ class FitRequest:
             "same run_dir and a larger export_max_bytes brings them here"
         )
 
+    @cached_property
     def training_data(self) -> TrainingData:
         """What the workers read.
 
         Raises:
             ConfigError: the data cannot be used, or not with this strategy.
+            TaskError: the user's code failed to make its first batches.
         """
-        data = self.arguments.training_data(self.seed)
+        seed = self.seed
+        if self.num_fits:
+            # Otherwise every fit would shuffle in the same way.
+            seed = int(np.random.SeedSequence([seed, self.num_fits]).generate_state(1)[0])
+        data = self.arguments.training_data(seed, self._readers())
         if data.splits is not None:
-            self._check_takes_splits()
+            self._check_takes_splits(arrive=data.splits.arrive)
         return data
 
-    def _check_takes_splits(self) -> None:
-        """Refuses what needs to know ahead whether there is a batch: with data that keeps arriving nobody does."""
-        name, what = self.strategy.name, "data that keeps arriving"
-        if name in registry.ALL_REDUCE:
+    def _readers(self) -> Readers:
+        strategy = self.strategy
+        return Readers(
+            number=max(1, strategy.shape.num_workers),
+            at_once=strategy.make().batches_per_step if strategy.name == "mirrored" else 1,
+            run_the_program=strategy.name == "multi_worker_mirrored",
+            by_passes=self.arguments.ends_by_epochs,
+            timeout=strategy.cluster.step_timeout,
+        )
+
+    def _check_takes_splits(self, *, arrive: bool) -> None:
+        """Refuses what needs to know ahead whether there is a batch: with data that may end nobody does."""
+        name = self.strategy.name
+        what = "data that keeps arriving" if arrive else "data of one process, or of unknown length,"
+        if name in registry.ALL_REDUCE and arrive:
             raise ConfigError(
                 f"strategy={name}: in every step every replica needs a batch, and with {what} one may have none while "
                 "others have; use parameter servers (cluster=2ps2w), or strategy=single"
@@ -202,14 +237,17 @@ class FitRequest:
                 f"strategy.local_steps={self.strategy.config.local_steps}: with {what} a step is one batch; use 1"
             )
 
-    def steps_per_epoch(self, data: TrainingData) -> int | None:
+    def steps_per_epoch(self, data: TrainingData, replicas: int | None = None) -> int | None:
         """Global steps of an epoch; None if neither the arguments nor the data say how many.
 
-        All-reduce workers must have joined each other: only then is the number of replicas known.
+        Args:
+            replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
         if self.arguments.steps_per_epoch is not None or data.steps_per_epoch is None:
             return self.arguments.steps_per_epoch
-        return math.ceil(data.steps_per_epoch / self.strategy.make().batches_per_step)
+        joins = self.strategy.name == "multi_worker_mirrored"
+        batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
+        return math.ceil(data.steps_per_epoch / batches_per_step)
 
     def training_spec(
         self, data: TrainingData, *, last_step: int | None = None, steps_per_epoch: int | None = None

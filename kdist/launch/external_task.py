@@ -52,7 +52,7 @@ class ExternalTask(Launcher):
         task, strategy_request = self._membership.task, request.strategy
         lines.print_line(f"kdist {__version__} | {task} of {strategy_request.shape} | {strategy_request.name}")
         strategy: Any = strategy_request.make()
-        data = request.training_data()
+        data = request.training_data
         strategy.follow(request.training_spec(data, steps_per_epoch=request.steps_per_epoch(data)))
         model = request.source.model
         write_to_model(model, strategy.read())

@@ -10,7 +10,7 @@ import keras
 
 from kdist.config.checks import check_verbose, check_whole_number
 from kdist.config.schema import RunConfig, TrainConfig
-from kdist.data.base import TrainingData
+from kdist.data.base import Readers, TrainingData
 from kdist.data.sources import training_data
 from kdist.data.split_data import SplitSource
 from kdist.errors import ConfigError
@@ -87,11 +87,17 @@ class FitArguments:
             self.validate_with_ema,
         )
 
-    def training_data(self, seed: int | None) -> TrainingData:
+    @property
+    def ends_by_epochs(self) -> bool:
+        """Whether training ends after epochs that are as long as the data."""
+        return self.steps is None and self.epochs is not None and self.steps_per_epoch is None
+
+    def training_data(self, seed: int | None, readers: Readers) -> TrainingData:
         """The data that the workers read.
 
         Raises:
-            ConfigError: data that cannot be sent to the workers, or is not supported.
+            ConfigError: data that these workers cannot get, or that is not supported.
+            TaskError: the user's code failed to make its first batches.
         """
         return training_data(
             self.x,
@@ -101,4 +107,5 @@ class FitArguments:
             shuffle=self.shuffle,
             class_weight=self.class_weight,
             seed=seed,
+            readers=readers,
         )

@@ -19,8 +19,8 @@ from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
-from kdist.hooks.arrivals import Arrivals
 from kdist.hooks.base import Session
+from kdist.hooks.data_position import hooks_of
 from kdist.hooks.epochs import EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
@@ -148,7 +148,7 @@ class LocalFit:
 
     def _make_session(self) -> TrainSession:
         request, arguments, model = self._request, self._request.arguments, self._model
-        data = request.training_data()
+        data = request.training_data
         steps_per_epoch = request.steps_per_epoch(data)
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
@@ -161,7 +161,14 @@ class LocalFit:
                 f"steps={arguments.steps}: the model has had {first_step} updates; steps is the global step to stop at"
             )
         self._best = BestValues(model, earlier, checkpoints.steps()[-1] if resumes else 0)
-        last_step = last_step_of(arguments.steps, arguments.epochs, steps_per_epoch, first_step, first_epoch)
+        last_step = last_step_of(
+            arguments.steps,
+            arguments.epochs,
+            steps_per_epoch,
+            first_step,
+            first_epoch,
+            by_passes=data.passes is not None,
+        )
         others, hooks = as_hooks(arguments.callbacks, request.hooks)
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
@@ -178,6 +185,8 @@ class LocalFit:
             self._history,
             callbacks,
             steps_per_epoch=steps_per_epoch,
+            passes=data.passes,
+            epochs=arguments.epochs,
             first_step=first_step,
             first_epoch=first_epoch,
             validate=validate if validate.has_data else None,
@@ -189,7 +198,6 @@ class LocalFit:
             validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
-        arrivals = [] if data.splits is None else [Arrivals(data.splits)]
         spec = request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch)
         if request.hparams:
             # 0.1, and not 0.10000000149.
@@ -198,7 +206,7 @@ class LocalFit:
         return TrainSession(
             request.strategy.make,
             replace(spec, stays_on_servers=self._stays_on_servers),
-            [metrics, *arrivals, *self._hooks, *self._evaluator()],
+            [metrics, *hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
             summaries=request.files.summaries(),
             last_step=last_step,
@@ -239,7 +247,9 @@ class LocalFit:
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)
         ):
-            session.print_line(lines.ENDLESS_LINE if session.spec.data.splits is None else lines.ARRIVING_LINE)
+            data = session.spec.data
+            known = lines.ENDLESS_LINE if data.splits is None else lines.ARRIVING_LINE
+            session.print_line(known if data.passes is None else lines.PASSES_LINE)
 
     def _print_tasks(self, session: TrainSession) -> None:
         logs = self._request.files.logs

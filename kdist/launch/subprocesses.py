@@ -75,7 +75,7 @@ class Subprocesses(Launcher):
         self._num_cpus = num_cpus
 
     def launch(self, request: FitRequest) -> FitOutcome:
-        data = request.training_data()
+        data = request.training_data
         # Builds the model, and finds what is wrong with it and the data before anything starts.
         prepared = prepare(request.training_spec(data), 1)
         prepared.check_fixed_tables(request.strategy.name)

@@ -60,10 +60,10 @@ def main(options: WorkerOptions) -> NoReturn:
         outcome = _run(options, folder)
     except BaseException as error:  # noqa: BLE001 - raised in the process that started this one
         outcome = WorkerOutcome(error)
-    if (error := outcome.error) is not None:
-        traceback.print_exception(error)
-        error = signals.asked_to_exit() or _sendable(error, str(Task("worker", options.index)))
-        outcome = replace(outcome, error=error)
+    if outcome.error is not None:
+        traceback.print_exception(outcome.error)
+        sent = signals.asked_to_exit() or _sendable(outcome.error, str(Task("worker", options.index)))
+        outcome = replace(outcome, error=sent)
     with written_whole(folder / f"outcome-{options.index}") as path:
         path.write_bytes(cloudpickle.dumps(outcome))
     sys.stdout.flush()
@@ -103,7 +103,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
     signals.exit_at_once = os._exit
     fit = replace(request.fit, strategy=replace(request.fit.strategy, membership=membership))
     model = fit.source.model
-    prepare(fit.training_spec(fit.training_data()), 1)
+    prepare(fit.training_spec(fit.training_data), 1)
     set_values(model, request.values)
     if membership is not None and not membership.is_chief:
         ExternalTask(membership).launch(fit)

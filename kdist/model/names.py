@@ -23,7 +23,7 @@ STATE_RESETS = "state_resets"
 AVERAGE = "average"
 #: The name of the run's seed in checkpoints.
 SEED = "seed"
-#: The name of what was read of data that keeps arriving, in checkpoints: JSON.
+#: The name of what was read of data that may end, in checkpoints: JSON.
 DATA_STATE = "data_state"
 #: What checkpoints have beside the values of the model.
 BESIDE = (SEED, DATA_STATE)

@@ -287,7 +287,7 @@ class Checkpoints:
         return None
 
     def data_state(self, step: int) -> str | None:
-        """What was read, at a step, of data that keeps arriving; None if the checkpoint is missing or has none."""
+        """What was read, at a step, of data that may end; None if the checkpoint is missing or has none."""
         if step not in self.steps():
             return None
         self._fetch(path := self._path_of(step))

@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -116,6 +116,15 @@ class Result:
     started: str | None = None
     ended: str = field(default_factory=now)
     versions: dict[str, str] = field(default_factory=versions)
+
+    @classmethod
+    def of(cls, file: dict[str, Any]) -> Result:
+        """The result of which a `result.json` has the content; what is missing there has its default."""
+        known = {field.name: file[field.name] for field in fields(cls) if field.name in file}
+        if isinstance(gradients := known.get("gradients"), dict):
+            by_worker = {name: GradientCounts(**counts) for name, counts in gradients.get("by_worker", {}).items()}
+            known["gradients"] = Gradients(**{**gradients, "by_worker": by_worker})
+        return cls(**known)
 
     def to_json(self) -> str:
         """The content of the file. NaN and infinity become null, because JSON has neither."""

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
-from kdist.data.worker_dataset import iterator_spec
+from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
@@ -69,7 +69,7 @@ class AllReduce(StoreBackedStrategy):
         self._functions.clear()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        if interrupted():
+        if interrupted() or (self._splits is not None and not self._splits.look()):
             return None
         size = self._sizer.next_size(may_begin)
         self._warming_up |= size not in self._functions
@@ -77,19 +77,26 @@ class AllReduce(StoreBackedStrategy):
 
     def _call(self, num_steps: int) -> StepLogs:
         """Runs steps on all replicas; every process has to call it."""
-        if not self._iterators:
-            self._iterators = [iter(dataset) for dataset in self._datasets()]
+        if not self._iterators or self._splits is not None:
+            self._iterators = [iterator_over(made) for made in self._datasets()]
         try:
             packed = self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
+        if self._splits is not None:
+            for replica in self._replicas:
+                self._splits.advance(replica)
         return reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
 
-    def _datasets(self) -> Iterator[tf.data.Dataset]:
+    @property
+    def _replicas(self) -> range:
+        """Those of this process."""
+        return range(self._first_replica, self._first_replica + len(self._stores))
+
+    def _datasets(self) -> Iterator[Any]:
         """The data of each replica of this process."""
         step = self._store.counters.global_step()
-        replicas = range(self._first_replica, self._first_replica + len(self._stores))
-        for replica in replicas:
+        for replica in self._replicas:
             yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
+from kdist.data.worker_dataset import next_of
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.parameters.store import ParameterStore
@@ -43,7 +44,7 @@ class GradientCalls:
         store: ParameterStore,
         aggregator: GradientAggregator,
         logs: CallLogs,
-        iterator_spec: tf.TypeSpec,
+        iterator_spec: Any,
         before_tracing: Callable[[], None],
     ) -> None:
         self._replica_step = replica_step
@@ -86,7 +87,7 @@ class GradientCalls:
     def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:
         pulled = self._store.pull()
         compute = one_step(self._replica_step, self._store)
-        output = next(compute(pulled, lambda: next(iterator), self._logs.initial_metrics()))
+        output = next(compute(pulled, lambda: next_of(iterator), self._logs.initial_metrics()))
         contribution = self._aggregator.bring(output, pulled)
         # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
         return [*contribution, self._logs.pack(pulled.global_step[None], [[output.num_examples, *output.metrics]])]

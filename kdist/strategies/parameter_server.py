@@ -104,7 +104,7 @@ class ParameterServer(PsStrategy):
     def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
         return self._iterators.read(worker, self._splits, lambda iterator: fetch(function(iterator)))
 
-    def _dataset(self, worker: int) -> tf.data.Dataset:
+    def _dataset(self, worker: int) -> Any:
         # A worker that returns continues to read where training is.
         num_steps = sum(size * number for size, number in self._ended.items())
         if self._splits is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import IteratorSpec
 from kdist.cluster.spec import CHIEF
 from kdist.data.splits import NothingToRead
+from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch, prepare
@@ -29,8 +29,7 @@ class Single(StoreBackedStrategy):
         self._prepared = prepare(spec, num_workers=1)
         self._store = self._prepared.store([""], self._prepared.plan_for_one())
         self._make_dataset = self._prepared.trace_dataset()
-        element_spec = self._make_dataset.structured_outputs.element_spec
-        self._calls = self._prepared.calls(self._store, IteratorSpec(element_spec))
+        self._calls = self._prepared.calls(self._store, iterator_spec(self._make_dataset))
         self._sizer = self._prepared.sizer()
         self._begin_to_sweep()
 
@@ -56,6 +55,6 @@ class Single(StoreBackedStrategy):
     def stop(self) -> None:
         self._iterators.clear()
 
-    def _dataset(self, worker: int) -> tf.data.Dataset:
+    def _dataset(self, worker: int) -> Any:
         step = self.global_step()
         return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)

@@ -20,8 +20,8 @@ from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
 from kdist.console.warn import warn
-from kdist.data.splits import SplitQueue
-from kdist.data.worker_dataset import make_dataset, worker_dataset
+from kdist.data.splits import Splits
+from kdist.data.worker_dataset import element_spec, make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
@@ -173,8 +173,8 @@ class StoreBackedStrategy(Strategy):
         return beside if self._splits is None else {**beside, DATA_STATE: np.array(self._splits.state(), object)}
 
     @property
-    def _splits(self) -> SplitQueue | None:
-        """What workers read one after the other, if the data keeps arriving."""
+    def _splits(self) -> Splits | None:
+        """What workers read one after the other, if the data may end."""
         return self._prepared.spec.data.splits
 
     def count_rows(self) -> None:
@@ -228,7 +228,7 @@ class PreparedTraining:
         worker_index: int,
         step: int,
         batches_per_step: int,
-    ) -> tf.data.Dataset:
+    ) -> Any:
         """Calls that function for one worker, which continues at global step `step`, on the device of the caller."""
         data, num_workers = self.spec.data, self.num_workers
         first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
@@ -307,7 +307,7 @@ class PreparedTraining:
         return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
 
     def calls(
-        self, store: ParameterStore, iterator_spec: tf.TypeSpec, local_steps: int = ParameterServerOptions.local_steps
+        self, store: ParameterStore, iterator_spec: Any, local_steps: int = ParameterServerOptions.local_steps
     ) -> UnrolledCalls:
         """The calls of this model over `store`."""
         return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps)
@@ -389,7 +389,7 @@ def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
         num_seeds=0,
         seed=spec.seed,
     )
-    batch_spec, _ = example.structured_outputs.element_spec
+    batch_spec, _ = element_spec(example)
     with made_on_servers() if spec.on_servers else nullcontext():
         step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
     return PreparedTraining(spec, step, num_workers)

@@ -104,7 +104,8 @@ class SyncReplicas(PsStrategy):
         if self._has_phases and prepared.spec.data.splits is not None:
             raise ConfigError(
                 f"strategy=sync_replicas: model {prepared.spec.model.name} updates weights several times in a step, "
-                "for which all workers need a batch; with data that keeps arriving use strategy=parameter_server"
+                "for which all workers need a batch; with data that keeps arriving, that one process reads, or of "
+                "unknown length, use strategy=parameter_server"
             )
         if self._has_phases and {self._quorum.share(worker) for worker in range(num_workers)} != {1}:
             raise ConfigError(
@@ -364,7 +365,7 @@ class SyncReplicas(PsStrategy):
         apply = self._gradients.apply(len(contributions))
         return int(self._watched(lambda: apply(contributions).numpy(), ("apply", len(contributions))))
 
-    def _dataset(self, worker: int) -> tf.data.Dataset:
+    def _dataset(self, worker: int) -> Any:
         where = worker, self._step or 0, self.batches_per_step
         return self._prepared.make_dataset(self._make_dataset, *where)
 

@@ -119,7 +119,7 @@ class UnrolledCalls:
         self,
         replica_step: ReplicaStep,
         store: ParameterStore,
-        iterator_spec: tf.TypeSpec,
+        iterator_spec: Any,
         local_steps: int = ParameterServerOptions.local_steps,
     ) -> None:
         self._compute = LocalSteps(replica_step, store, local_steps)

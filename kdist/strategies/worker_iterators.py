@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from kdist.cluster.spec import Task
 from kdist.data.split_data import naming, why_unreadable
-from kdist.data.splits import SplitQueue
+from kdist.data.splits import Splits
+from kdist.data.worker_dataset import iterator_over
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.worker_threads import may_be_lost
 
@@ -26,7 +27,7 @@ class WorkerIterators:
 
     def __init__(
         self,
-        make_dataset: Callable[[int], tf.data.Dataset],
+        make_dataset: Callable[[int], Any],
         device_of: Callable[[int], str | None] = lambda worker: Task("worker", worker).device,
     ) -> None:
         self._make_dataset = make_dataset
@@ -37,10 +38,10 @@ class WorkerIterators:
         """The iterator of a worker."""
         if worker not in self._iterators:
             with tf.device(self._device_of(worker)):
-                self._iterators[worker] = iter(self._make_dataset(worker))
+                self._iterators[worker] = iterator_over(self._make_dataset(worker))
         return self._iterators[worker]
 
-    def read(self, worker: int, splits: SplitQueue | None, call: Callable[[Any], T]) -> T:
+    def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T]) -> T:
         """Calls a function with the iterator of a worker, which continues with its next split at the end of one.
 
         Args:
@@ -65,11 +66,13 @@ class WorkerIterators:
                 split = splits.split_of(worker)
                 if split is None or may_be_lost(error):
                     raise
-                if (reason := why_unreadable(error, split)) is None:
+                if (reason := why_unreadable(error, split)) is None or not splits.skip(worker, reason):
                     raise naming(error, split) from error
-                splits.skip(worker, reason)
             else:
                 splits.advance(worker)
+                if splits.split_of(worker) is None:
+                    # It was this one batch.
+                    self.forget(worker)
                 return result
 
     def of_all(self, workers: Sequence[int], coordinator: Coordinator) -> list[Any]:

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from kdist.recipes.mnist import load_data
 
-from kdist.data.base import DataContext
+from kdist.data.base import DataContext, Readers
 from kdist.data.sources import split_validation, training_data
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
@@ -125,16 +125,17 @@ def test_a_dataset_object_travels_and_is_shared_out() -> None:
     assert sorted(np.concatenate(seen)) == list(range(12))
 
 
-def test_a_dataset_that_cannot_travel_is_refused_with_the_reason() -> None:
+def test_a_dataset_that_cannot_travel_is_refused_where_it_must_with_the_reason() -> None:
+    readers = Readers(run_the_program=True)
     python = tf.data.Dataset.range(4).map(lambda i: tf.py_function(lambda v: v, [i], tf.int64)).batch(2)
     with pytest.raises(ConfigError, match=r"cannot travel.*Python function.*\(context\)"):
-        training_data(python)
+        training_data(python, readers=readers)
     generator = tf.data.Dataset.from_generator(lambda: iter([1]), output_signature=tf.TensorSpec([], tf.int64)).batch(1)
     with pytest.raises(ConfigError, match=r"cannot travel.*Python (generator|function)"):
-        training_data(generator)
+        training_data(generator, readers=readers)
     variable = tf.Variable(2)
     with pytest.raises(ConfigError, match="cannot travel"):
-        training_data(tf.data.Dataset.range(4).map(lambda i: i * tf.cast(variable, tf.int64)).batch(2))
+        training_data(tf.data.Dataset.range(4).map(lambda i: i * tf.cast(variable, tf.int64)).batch(2), readers=readers)
 
 
 def test_a_dataset_function_is_told_worker_count_and_batch_size() -> None:

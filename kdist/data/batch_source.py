@@ -1,0 +1,223 @@
+"""`BatchSource`: data that lives in this process, which Keras's `fit` takes beside arrays and datasets."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import GeneratorType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras_data import PythonBatches, as_tensor, is_scipy_sparse, is_torch_dataloader
+from kdist.data.shuffled_batches import ShuffledBatches
+from kdist.errors import ConfigError, KdistError, TaskError
+
+#: Packages whose code is not the user's.
+_OTHERS = ("kdist", "keras", "multiprocessing", "tensorflow", "torch")
+
+
+def is_made_in_batches(x: Any) -> bool:
+    """Whether code of Python makes the data, batch by batch."""
+    return isinstance(x, (keras.utils.PyDataset, GeneratorType)) or is_torch_dataloader(x)
+
+
+def has_sparse_matrix(*trees: Any) -> bool:
+    """Whether there is a sparse matrix of SciPy among arrays."""
+    return any(is_scipy_sparse(array) for tree in trees for array in _arrays_in(tree))
+
+
+def _arrays_in(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _arrays_in(item)
+    elif isinstance(tree, (list, tuple)) and len(tree) and not np.isscalar(tree[0]):
+        for item in tree:
+            yield from _arrays_in(item)
+    else:
+        yield tree
+
+
+class BatchSource:
+    """Batches that this process makes, pass after pass.
+
+    Args:
+        x, y, sample_weight, batch_size, shuffle: as for `keras.Model.fit`.
+        seed: of the order of the batches of a `PyDataset`.
+
+    Attributes:
+        name: for people to read.
+        repeats: whether there is a second pass.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.name = _name_of(x)
+        self.repeats = not isinstance(x, GeneratorType)
+        self._in_order: ShuffledBatches | None = None
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+            x = self._in_order = ShuffledBatches(x, seed if shuffle else None)
+            shuffle = False
+        self._arguments = x, y, sample_weight
+        self._batch_size = batch_size
+        # Keras warns that it shuffles nothing else.
+        self._shuffle = shuffle and not isinstance(x, (tf.data.Dataset, GeneratorType)) and not is_torch_dataloader(x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if not isinstance(value, PythonBatches)}
+
+    @cached_property
+    def _batches(self) -> PythonBatches:
+        x = self._arguments[0]
+        if not self.repeats and x.gi_running:
+            raise ConfigError(f"{self.name} is being read by another fit")
+        try:
+            batches = PythonBatches(*self._arguments, self._batch_size, self._shuffle)
+        except KdistError:
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError) and not _user_frame(error):
+                # Keras's own, about what it was given.
+                raise ConfigError(f"{self.name}: {error}") from error
+            raise self._failed(0, error) from error
+        if batches.num_batches == 0:
+            raise ConfigError(f"{self.name} has no batch")
+        return batches
+
+    @cached_property
+    def element_spec(self) -> Any:
+        """Of a batch.
+
+        Raises:
+            ConfigError: Keras does not take such batches.
+            TaskError: the user's code failed.
+        """
+        return self._without_none(_with_tuples(self._batches.element_spec))
+
+    @property
+    def num_batches(self) -> int | None:
+        """Of a pass; None if it is not known."""
+        return self._batches.num_batches
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is known that no pass ends."""
+        return isinstance(self._arguments[0], keras.utils.PyDataset) and self.num_batches is None
+
+    def reset(self) -> None:
+        """As Keras does before the first epoch: it ends the one in which it has looked at the first batches."""
+        self._batches.end_pass()
+
+    def one_pass(self, pass_number: int, first: int = 0) -> Iterator[tuple[int, list[tf.Tensor] | None]]:
+        """The batches of a pass, each as its number and the tensors that its parts consist of.
+
+        Args:
+            first: the number of the first that is wanted. Those before it are not made, or have no tensors.
+
+        Raises:
+            ConfigError: a batch is not like the first ones.
+            TaskError: the user's code failed.
+        """
+        number = begin = 0
+        if self._in_order is not None:
+            self._in_order.enter(pass_number, first)
+            begin = first
+        try:
+            self._batches.begin_pass()
+            batches = self._batches.one_pass()
+            for number in itertools.count(begin):
+                if (batch := next(batches, None)) is None:
+                    break
+                yield number, self.tensors(self._name_in_pass(number, begin), batch) if number >= first else None
+            self._batches.end_pass()
+        except KdistError:
+            raise
+        except Exception as error:
+            raise self._failed(self._name_in_pass(number, begin), error) from error
+
+    def stop(self) -> None:
+        """Ends the threads and processes of a pass that is not read to its end."""
+        self._batches.stop()
+
+    def tensors(self, number: int, batch: Any) -> list[tf.Tensor]:
+        """The tensors that the parts of a batch consist of; raises `ConfigError` if it is not like the first ones."""
+        batch = self._without_none(_with_tuples(batch))
+        try:
+            tf.nest.assert_same_structure(self.element_spec, batch, expand_composites=False)
+            pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(self.element_spec))
+            parts = [(as_tensor(part, spec), spec) for part, spec in pairs]
+            fit = all(spec.is_compatible_with(part) for part, spec in parts)
+        except (TypeError, ValueError):
+            fit = False
+        if not fit:
+            raise ConfigError(
+                f"batch {number} of {self.name} is {_shapes_of(batch)}; the first ones are "
+                f"{_shapes_of(self.element_spec)}, and all must have the same parts, dtypes and shapes, but for the "
+                "number of examples"
+            )
+        return tf.nest.flatten([part for part, _ in parts], expand_composites=True)
+
+    def _without_none(self, batch: Any) -> Any:
+        """A batch without labels or weights that are None."""
+        if not isinstance(batch, tuple):
+            return batch
+        parts = list(batch)
+        while parts and (parts[-1] is None or isinstance(parts[-1], tf.OptionalSpec)):
+            parts.pop()
+        return tuple(parts)
+
+    def _name_in_pass(self, number: int, begin: int) -> int:
+        """The number by which the user's code knows a batch of the present pass."""
+        in_order = self._in_order
+        return number if in_order is None or number - begin >= len(in_order) else in_order.index_of(number - begin)
+
+    def _failed(self, number: int, error: Exception) -> TaskError:
+        return TaskError("chief", error, where=f"batch {number} of {self.name}{_user_frame(error)}")
+
+
+def _name_of(x: Any) -> str:
+    if isinstance(x, GeneratorType):
+        return f"the generator {x.__name__}"
+    if isinstance(x, keras.utils.PyDataset):
+        return f"the PyDataset {type(x).__name__}"
+    if isinstance(x, tf.data.Dataset):
+        return "the dataset"
+    return "the DataLoader" if is_torch_dataloader(x) else "the data with a sparse matrix"
+
+
+def _with_tuples(tree: Any) -> Any:
+    """Lists as tuples: datasets make a tensor of a list."""
+    if isinstance(tree, dict):
+        return {key: _with_tuples(item) for key, item in tree.items()}
+    return tuple(map(_with_tuples, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+def _shapes_of(batch: Any) -> Any:
+    """The dtypes and shapes in a batch."""
+    return tf.nest.map_structure(
+        lambda part: f"{getattr(part.dtype, 'name', part.dtype)}{list(part.shape)}" if hasattr(part, "shape") else part,
+        batch,
+    )
+
+
+def _user_frame(error: Exception) -> str:
+    """Where in the user's own code an error happened; empty if it is of others' code."""
+    others = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in _OTHERS if name in sys.modules)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return ""

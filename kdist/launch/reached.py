@@ -1,0 +1,112 @@
+"""A fit whose run dir has reached its end already: it starts no cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist._compat.keras import main_optimizer, step_counter
+from kdist.console import lines
+from kdist.console.warn import warn
+from kdist.errors import ConfigError
+from kdist.hooks import StopAtStep
+from kdist.hooks.epochs import fill
+from kdist.hooks.keras_callbacks import RATE_ONLY
+from kdist.launch.base import FitOutcome, FitRequest
+from kdist.model.state import finalize_ema, read_from_model, write_to_model
+from kdist.run import checkpoint_content as content
+from kdist.run.metrics_file import epochs_of, read_rows
+from kdist.run.result import Result
+from kdist.strategies.base import TrainingSpec
+from kdist.strategies.store_backed import prepare
+
+
+def reached(request: FitRequest) -> FitOutcome | None:
+    """The outcome of a fit with nothing left to do, whose model then has the trained values; None of any other.
+
+    The earlier run must have ended well: otherwise its model and its result are still to be written.
+    """
+    arguments, files = request.arguments, request.files
+    first_step = int(step_counter(main_optimizer(request.source.model)))
+    result = files.read_result()
+    if request.strategy.membership is not None or result.get("status") != "done" or request.resume == "never":
+        return None
+    if request.resume is None:
+        # It continues from the model, which the fit before has trained.
+        first_step, step = 0, first_step
+        if arguments.steps is None or not 0 < arguments.steps <= step:
+            return None
+    else:
+        step = max(files.checkpoints().steps(), default=0)
+        if not step or not _is_last(request, result, first_step, step) or not _gives_values(request, step):
+            return None
+    if not arguments.is_quiet:
+        lines.print_line(lines.reached_line(step, str(files)))
+    left = request if request.resume is not None and request.keeps_model_on_servers else None
+    return FitOutcome(
+        Result.of(result),
+        None if left is None else "auto",
+        _history(request, first_step, step),
+        left_on_servers=left,
+    )
+
+
+def _is_last(request: FitRequest, result: dict[str, Any], first_step: int, step: int) -> bool:
+    """Whether a run that began at one step, and is resumed at another one, would end there."""
+    arguments = request.arguments
+    ends = [hook.last_step for hook in request.hooks if isinstance(hook, StopAtStep) and not hook.follows_fit]
+    if any(end is not None and step >= end for end in ends):
+        return True
+    if arguments.steps is not None or arguments.epochs is None:
+        return arguments.steps is not None and step >= arguments.steps
+    data = request.training_data
+    if data.passes is not None and data.splits is not None:
+        state = request.files.checkpoints().data_state(step)
+        data.splits.restore(state)
+        return state is not None and data.passes.pass_number >= arguments.epochs
+    steps_per_epoch = request.steps_per_epoch(data, replicas=result.get("workers"))
+    return steps_per_epoch is not None and step >= first_step + arguments.epochs * steps_per_epoch
+
+
+def _gives_values(request: FitRequest, step: int) -> bool:
+    """Gives the model the values of a checkpoint; False if that is damaged, or of another model."""
+    model = request.source.model
+    spec = TrainingSpec(model, request.training_data, request.arguments.batch_size, None, request.seed, Path())
+    prepare(spec, 1)
+    if request.keeps_model_on_servers:
+        return True
+    values = request.files.checkpoints().read(step)
+    if values is None:
+        return False
+    shapes = {name: np.shape(value) for name, value in read_from_model(model).items()}
+    if content.differences({name: np.shape(value) for name, value in values.items()}, shapes):
+        return False
+    write_to_model(model, values)
+    finalize_ema(model)
+    return True
+
+
+def _history(request: FitRequest, first_step: int, step: int) -> keras.callbacks.History:
+    """The epochs of the run, as the fit that it resumes would have returned them."""
+    history = keras.callbacks.History()
+    history.set_model(request.source.model)
+    callbacks = request.arguments.callbacks
+    try:
+        rows = read_rows(request.files.path)
+    except ConfigError as error:
+        warn(f"{error}; the history is empty")
+        rows = []
+    data = request.training_data
+    has_epochs = request.arguments.steps_per_epoch is not None or data.steps_per_epoch is not None
+    epochs = epochs_of(
+        rows,
+        after=first_step,
+        until=step,
+        are_complete=has_epochs or data.passes is not None,
+        with_learning_rate=any(isinstance(callback, RATE_ONLY) for callback in callbacks),
+    )
+    fill(history, epochs)
+    return history

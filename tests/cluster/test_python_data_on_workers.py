@@ -1,0 +1,135 @@
+"""Data that only the chief can read, on real servers: every batch is used once over all workers, whoever is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import counted
+import keras
+import models
+import numpy as np
+import pytest
+import python_data
+import tensorflow as tf
+from python_data import Batches
+
+import kdist
+from kdist.cluster.spec import Task
+from kdist.errors import ConfigError, TaskError
+from kdist.hooks import Hook
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
+
+EYE = np.eye(counted.NUM_RECORDS, dtype=np.float32)
+NUM_BATCHES = 23
+
+
+def numbered(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ten records; of the last batch, three."""
+    return EYE[10 * number : min(10 * number + 10, 223)], np.zeros(10 if number < 22 else 3, np.float32)
+
+
+class Numbered(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __getitem__(self, number: int) -> Any:
+        return numbered(number)
+
+
+def generated() -> Iterator[Any]:
+    yield from map(numbered, range(NUM_BATCHES))
+
+
+def unknown_length() -> tf.data.Dataset:
+    return tf.data.Dataset.range(223).filter(lambda i: i >= 0).map(lambda i: (tf.one_hot(i, 1000), 0.0)).batch(10)
+
+
+def times(number: int) -> np.ndarray:
+    return np.where(np.arange(counted.NUM_RECORDS) < 223, number, 0)
+
+
+@pytest.mark.parametrize("make", [Batches, python_data.filtered, python_data.with_python_function])
+@pytest.mark.filterwarnings("ignore:.*is read in this process")
+def test_one_worker_gives_the_same_numbers_as_keras(make: Any, run_dir: Path) -> None:
+    ours, theirs = models.mlp("sgd"), models.mlp("sgd")
+    theirs.set_weights(ours.get_weights())
+    expected = theirs.fit(make(), epochs=2, verbose=0, shuffle=False)
+    trainer = kdist.Trainer(lambda: ours, "1ps1w", run_dir=run_dir)
+    history = trainer.fit(make(), epochs=2, verbose=0, shuffle=False)
+    assert (history.epoch, history.history.keys()) == ([0, 1], expected.history.keys())
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(history.history[key], values, rtol=1e-4, err_msg=key)
+    np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+@pytest.mark.parametrize(("make", "epochs"), [(generated, 1), (unknown_length, 2)])
+@pytest.mark.filterwarnings("ignore:.*is read in this process")
+def test_every_batch_is_used_once_per_epoch(make: Any, epochs: int, strategy: str, run_dir: Path) -> None:
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", strategy, run_dir=run_dir)
+    history = trainer.fit(make(), epochs=epochs, verbose=0)
+    np.testing.assert_array_equal(counted.counts(trainer.model), times(epochs))
+    assert history.epoch == list(range(epochs))
+    assert trainer.result.examples == epochs * 223
+
+
+class Kill(Hook):
+    """Kills a worker when a step is reached."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if not self._is_done:
+            self._is_done = True
+            os.kill(context.session.strategy.pids[Task("worker", 1)], signal.SIGKILL)
+
+    def due_in(self, step: int) -> int | None:
+        return None if self._is_done else max(1, 4 - step)
+
+
+@pytest.mark.filterwarnings("ignore:.*(is read in this process|worker.1)")
+def test_the_batch_of_a_lost_worker_goes_to_another_one(run_dir: Path) -> None:
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=[Kill()])
+    trainer.fit(generated(), verbose=0)
+    counts = counted.counts(trainer.model)
+    assert counts[:223].min() >= 1
+    assert counts[223:].max() == 0
+    # Of what a lost worker had begun the servers may have got the update.
+    assert counts.sum() - 223 <= 10 * trainer.result.extra_steps
+
+
+def test_an_error_of_the_users_code_ends_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.hooks.data_position._warned_of", set())
+    trainer = kdist.Trainer(models.mlp, "1ps2w", run_dir=run_dir)
+    with (
+        pytest.warns(UserWarning, match=r"the PyDataset Batches is read in this process, which sends every batch"),
+        pytest.raises(TaskError, match=r"^chief: batch 4 of the PyDataset Batches .*LookupError: no such file"),
+    ):
+        trainer.fit(Batches(fails_at=4), shuffle=False, verbose=0)
+    assert trainer.result.status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options"), [("2w", {}), ("local", {"strategy": "mirrored", "devices": 2})], ids=["2w", "mirrored"]
+)
+def test_all_reduce_workers_use_every_batch_once(cluster: str, options: Any, run_dir: Path) -> None:
+    trainer = kdist.Trainer(counted.counting_model, cluster, run_dir=run_dir, **options)
+    history = trainer.fit(Numbered(), epochs=2, verbose=0)
+    # 24 batches in 12 steps, the last one of the next epoch.
+    assert trainer.result.global_step == 24
+    assert history.epoch == [0, 1]
+    counts = counted.counts(trainer.model)[:223]
+    assert counts.min() >= 2
+    assert counts.sum() <= 2 * 223 + 20
+
+
+def test_a_generator_is_refused_where_every_worker_runs_the_program(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, "2w", run_dir=run_dir)
+    with pytest.raises(ConfigError, match=r"^x is the generator generated, which lives in one process, and with strat"):
+        trainer.fit(generated(), verbose=0)
