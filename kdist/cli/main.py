@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
+from kdist._compat import quiet_import
 from kdist.cli.help import help_text, unknown_key
 from kdist.cluster import isolate
 from kdist.config import targets
@@ -82,8 +83,6 @@ def _run_hydra(arguments: list[str]) -> None:
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
 
-    # Otherwise TensorFlow's C++ code writes to standard error as soon as a user's module imports it.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     register()
     parsed = parse_command_line(arguments)
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
@@ -294,7 +293,7 @@ def _job(
     log = run_dir / "logs" / "chief-0.log"
     if checked.run.log_device_placement:
         # TensorFlow reads it on import.
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+        os.environ[quiet_import.LEVEL] = "0"
     with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log):
         from kdist.cluster.local import log_path, prepared
         from kdist.cluster.resolve import shape_of

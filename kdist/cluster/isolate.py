@@ -29,6 +29,7 @@ _IN_PYTHON = "a Python process cannot do it by itself; start it by `unshare -rn 
 _why_not = _IN_PYTHON
 _has_entered = False
 _has_warned = False
+_has_told = False
 
 
 def is_isolated() -> bool:
@@ -85,17 +86,21 @@ def require(mode: str) -> None:
         _has_warned = True
         warn(
             f"cluster.isolate=auto: not in a private network namespace: {_why_not}; "
-            "whoever reaches this machine reaches TensorFlow's servers (docs/security.md)"
+            "whoever reaches this machine reaches TensorFlow's servers"
         )
 
 
-def network_line() -> str:
-    """A line about the network of a run's servers."""
+def network_line() -> str | None:
+    """A line about the network of a run's servers; None if this process has had it."""
+    global _has_told  # noqa: PLW0603 - once a process
+    if _has_told:
+        return None
+    _has_told = True
     if is_isolated():
         return "network   private namespace: only processes of this run reach its servers"
     return (
-        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption "
-        "(docs/security.md)"
+        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption: "
+        "let only machines that you trust reach them"
     )
 
 

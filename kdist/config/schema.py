@@ -74,7 +74,7 @@ class ClusterConfig:
     """NpsMw, Mw: a private network namespace: `auto` if the system permits it, `must`, or `never`."""
 
     allow_unprotected_network: bool = False
-    """cluster=hosts, tf_config: accepts public addresses, where anyone can run code; see docs/security.md."""
+    """cluster=hosts, tf_config: accepts public addresses, where anyone who reaches a task can run code."""
 
     def __post_init__(self) -> None:
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
@@ -180,7 +180,7 @@ class StrategyConfig(MirroredOptions, SyncReplicasOptions, ParameterServerOption
     """How training steps are spread over the tasks: the name of a strategy, and the options of all of them."""
 
     _target_: Optional[str] = None
-    """A class of your own, derived from that of the strategy; see docs/extending.md. null: kdist's class."""
+    """A class of your own, derived from that of the strategy. null: kdist's class."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of your class, in addition to those of the strategy."""

@@ -242,8 +242,10 @@ class LocalFit:
         request, strategy = self._request, self._request.strategy
         session.print_line(f"kdist {__version__} | {request.name} | {strategy.name} on {strategy.shape}")
         session.print_line(f"run dir   {request.files}      tensorboard --logdir {request.files.tensorboard_logdir}")
-        if strategy.membership is not None or not strategy.shape.is_local:
-            session.print_line(isolate.network_line())
+        is_first = not request.num_fits and not request.arguments.is_quiet
+        has_servers = strategy.membership is not None or not strategy.shape.is_local
+        if is_first and has_servers and (line := isolate.network_line()) is not None:
+            session.print_line(line)
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)
         ):
