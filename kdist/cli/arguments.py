@@ -8,12 +8,14 @@ from collections.abc import Iterable
 
 from kdist.errors import ConfigError
 
+_ADDED_HOOKS = "+hooks="
 # Between them are the items of a list, a dict or a sweep.
 _ITEM_ENDS = re.compile(r"([,\[\]{}()]|(?<=\w):(?=\s))")
 
 
 def as_hydra_reads(arguments: Iterable[str]) -> list[str]:
-    """`recipe=mnist` becomes `+recipe=mnist`, and values with other letters than ASCII's get the quotes Hydra wants.
+    """`recipe=mnist` becomes `+recipe=mnist`, `+hooks=mlflow` adds to the hooks that are there, and values with other
+    letters than ASCII's get the quotes Hydra wants.
 
     Raises:
         ConfigError: a value cannot be read, but could be in quotes.
@@ -25,7 +27,23 @@ def as_hydra_reads(arguments: Iterable[str]) -> list[str]:
     # In a config of the user's own, the recipe may be one of the defaults.
     adds_recipe = not (parsed.config_name or parsed.config_path)
     changed = {text: _with_plus(_quoted(text)) if adds_recipe else _quoted(text) for text in parsed.overrides}
-    return [changed.get(text, text) for text in arguments]
+    return _with_hooks([changed.get(text, text) for text in arguments])
+
+
+def _with_hooks(arguments: list[str]) -> list[str]:
+    """`+hooks=mlflow` as Hydra has it, which takes a plus for a group that has an option as a mistake."""
+    added = [text.removeprefix(_ADDED_HOOKS).strip("[]") for text in arguments if text.startswith(_ADDED_HOOKS)]
+    if not added:
+        return arguments
+    first = next(i for i, text in enumerate(arguments) if text.startswith(_ADDED_HOOKS))
+    rest = [text for text in arguments if not text.startswith(_ADDED_HOOKS)]
+    for i, text in enumerate(rest):
+        if text.startswith("hooks="):
+            chosen = text.removeprefix("hooks=").strip("[]")
+            return [*rest[:i], f"hooks=[{','.join([chosen, *added])}]", *rest[i + 1 :]]
+    # Behind the recipe, which may choose other hooks.
+    behind = max([first, *(i + 1 for i, text in enumerate(rest) if text.startswith("+recipe="))])
+    return [*rest[:behind], f"+hooks@hooks=[{','.join(added)}]", *rest[behind:]]
 
 
 def _with_plus(override: str) -> str:

@@ -55,3 +55,17 @@ def test_a_recipe_needs_no_plus() -> None:
     assert as_hydra_reads(["-m", "recipe=mnist,linear"]) == ["-m", "+recipe=mnist,linear"]
     # Where it is one of the defaults, it is no addition.
     assert as_hydra_reads(["--config-name=theirs", "recipe=mnist"]) == ["--config-name=theirs", "recipe=mnist"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["+recipe=mnist", "+hooks=mlflow"], ["+recipe=mnist", "+hooks@hooks=[mlflow]"]),
+        # A recipe may choose other hooks, which it must not do afterwards.
+        (["+hooks=mlflow", "recipe=mnist"], ["+recipe=mnist", "+hooks@hooks=[mlflow]"]),
+        (["+hooks=mlflow", "+hooks=wandb", "-m"], ["+hooks@hooks=[mlflow,wandb]", "-m"]),
+        (["hooks=progressive", "+hooks=[mlflow,wandb]"], ["hooks=[progressive,mlflow,wandb]"]),
+    ],
+)
+def test_a_plus_adds_to_the_hooks(typed: list[str], read: list[str]) -> None:
+    assert as_hydra_reads(typed) == read
