@@ -352,9 +352,8 @@ class Trainer:
         """Returns loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)` does.
 
         The arguments are those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches. With
-        `on_workers`, the cluster is started, which must have parameter servers, and each worker evaluates a part. This
-        is worthwhile if it takes much longer than a cluster needs to start, and the only way for a model larger than
-        `export_max_bytes`. Data that cannot be split is evaluated in this process.
+        `on_workers`, the cluster is started, which must have parameter servers, and each worker evaluates a part: for
+        much data, and the only way for a model larger than `export_max_bytes`. What cannot be split is evaluated here.
         """
         workers = self._workers() if on_workers and steps is None else None
         if workers and (logs := workers.evaluate(self.model, x, y, sample_weight, batch_size)) is not None:
