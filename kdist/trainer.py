@@ -77,8 +77,6 @@ class Trainer:
             (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
 
     Other Args:
-        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does, who may give a mirror.
-        membership: the role of this process in a cluster whose tasks were started one by one; None: that of `cluster`.
 
     Raises:
         ConfigError: a value is not allowed, or the model cannot be trained with this strategy.
