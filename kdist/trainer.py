@@ -50,8 +50,8 @@ class Trainer:
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
             choose by the cluster. Or your own class, derived from the class of one of these; `arguments` are passed to
             it.
-        run_dir: folder for checkpoints, summaries, logs, model and result; `runs/<name>/<date_time>` if None. A run dir
-            that holds checkpoints is resumed. Or a URL on object storage, as `s3://bucket/folder`.
+        run_dir (str | Path | None): folder for checkpoints, summaries, logs, model and result; if None,
+            `runs/<name>/<date_time>`. A run dir that holds checkpoints is resumed. Or a URL, as `s3://bucket/folder`.
         hooks: added to the default hooks; a hook replaces the default one of its class.
         callbacks: Keras callbacks for every `fit`.
         name: shown on the first line and used in the default `run_dir`; the script's name if None.
@@ -70,15 +70,13 @@ class Trainer:
         stop_signals: names of the signals at which the run saves and exits; a handler of the program's own stays.
         storage_timeout: seconds for which object storage may fail before a save counts as failed.
         use_default_hooks: whether to add the default hooks.
-        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
-        membership: the role of this process in a cluster whose tasks were started one by one; None: derived from
-            `cluster`.
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
-        origin: what `result.json` says of where the run comes from; None: these arguments, and this process.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
             `on_lost_worker` and `worker_timeout` (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype`
             (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
+
+    Other Args:
 
     Raises:
         ConfigError: a value is not allowed, or the model cannot be trained with this strategy.
@@ -331,7 +329,7 @@ class Trainer:
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
         """Shows which server would hold each variable; starts nothing.
 
-        Args: those of `fit`; the model is built for the shapes of the data.
+        The arguments are those of `fit`; the model is built for the shapes of the data.
 
         Raises:
             ConfigError: the cluster has no parameter servers.
@@ -354,10 +352,9 @@ class Trainer:
     ) -> dict[str, float]:
         """Returns loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)` does.
 
-        Args: those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches.
-            on_workers: start the cluster, which must have parameter servers, and let each worker evaluate a part: for
-                what takes much longer than a cluster needs to start, and the only way for a model larger than
-                `export_max_bytes`. Data that cannot be split is evaluated in this process.
+        The arguments are those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches. With
+        `on_workers`, the cluster is started, which must have parameter servers, and each worker evaluates a part: for
+        much data, and the only way for a model larger than `export_max_bytes`. What cannot be split is evaluated here.
         """
         workers = self._workers() if on_workers and steps is None else None
         if workers and (logs := workers.evaluate(self.model, x, y, sample_weight, batch_size)) is not None:
@@ -378,7 +375,7 @@ class Trainer:
     ) -> Any:
         """Returns the outputs of the present parameters, as `keras.Model.predict` does, in the order of the data.
 
-        Args: those of Keras; `on_workers` as in `evaluate`, for arrays.
+        The arguments are those of Keras, and `on_workers` as in `evaluate`, for arrays.
         """
         workers = self._workers() if on_workers and steps is None else None
         if workers and (outputs := workers.predict(self.model, x, batch_size)) is not None:

@@ -19,6 +19,9 @@ _CONF = resources.files("kdist.conf")
 _HELP = """\
 kdist {version}: distributed training of Keras 3 models on TensorFlow
 
+groups (GROUP=OPTION)
+{groups}
+
   python -m kdist +recipe=mnist cluster=2ps2w                  2 parameter servers and 2 workers, here, now
   python -m kdist +recipe=mnist                                the same in one process
   python -m kdist +recipe=mnist cluster=4w                     4 workers without servers
@@ -28,8 +31,10 @@ kdist {version}: distributed training of Keras 3 models on TensorFlow
   python -m kdist -m +recipe=mnist cluster=1ps1w,2ps2w         one run after another (multirun)
   python -m kdist +recipe=mnist --cfg job                      shows the config and runs nothing
 
-groups (GROUP=OPTION)
-{groups}
+after training (--help of each says more)
+  python -m kdist.evaluate RUN_DIR                             loss and metrics of a checkpoint
+  python -m kdist.predict RUN_DIR --input F --output F         outputs for the rows of a file
+  python -m kdist.export RUN_DIR --to DIR                      a SavedModel for serving
 
 keys (KEY=VALUE; null is "not given")
 {keys}
@@ -49,6 +54,7 @@ def help_text() -> str:
         "cluster": [*_options("cluster"), "NpsMw and Mw (any N and M)"],
         **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},
         "+recipe": _options("recipe"),
+        "+drill": _options("drill"),
     }
     rows = described_keys()
     width = max(len(key) for key, _, _ in rows)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import traceback
-import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import is_dataclass
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist._compat import quiet_import
-from kdist.cli.help import help_text, unknown_key
+from kdist.cli.arguments import as_hydra_reads
+from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained
+from kdist.cli.help import help_text
+from kdist.cli.process import end_process, exit_code_of, print_error
 from kdist.cluster import isolate
 from kdist.config import targets
-from kdist.console.native_stderr import keep_python_stderr, native_log
+from kdist.config.checks import check_target
+from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.launch import signals
 from kdist.run.files import relative
@@ -35,23 +36,10 @@ if TYPE_CHECKING:
     from kdist.cluster.spec import Membership
     from kdist.config.schema import Config
 
-# The version whose behaviour Hydra keeps.
-_HYDRA_VERSION = "1.3"
-
 
 def main() -> NoReturn:
     """Runs the command line and ends the process with its exit code."""
-    # As `python -m` does: a config may name a module in the current folder.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
-    keep_python_stderr()
-    signals.stop_before_training()
-    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
-    code = run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At a normal exit TensorFlow may wait forever for a task that has exited. Everything is written and closed by now.
-    os._exit(code)
+    end_process(run)
 
 
 def run(arguments: list[str]) -> int:
@@ -62,20 +50,7 @@ def run(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(f"kdist {__version__}")
         return 0
-    try:
-        _run_hydra(arguments)
-        return 0
-    except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
-        error = signals.asked_to_exit() or caught
-    if isinstance(error, KeyboardInterrupt):
-        print("kdist: interrupted", file=sys.stderr)
-        return signals.INTERRUPTED
-    if isinstance(error, SystemExit):
-        if error.code == signals.STOPPED:
-            print("kdist: terminated", file=sys.stderr)
-        return error.code if isinstance(error.code, int) else 1
-    _print_error(error)
-    return error.exit_code if isinstance(error, KdistError) else 1
+    return exit_code_of(lambda: _run_hydra(arguments))
 
 
 def _run_hydra(arguments: list[str]) -> None:
@@ -84,6 +59,7 @@ def _run_hydra(arguments: list[str]) -> None:
     from kdist.cli.hydra_plugins import register
 
     register()
+    arguments = as_hydra_reads(arguments)
     parsed = parse_command_line(arguments)
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
@@ -94,10 +70,10 @@ def _run_hydra(arguments: list[str]) -> None:
             return
         _lock_of(checked, folder_of(checked.run.dir)).check()
     elif parsed.multirun:
-        _run_sweep(_composed(parsed), parsed, arguments)
+        _run_sweep(composed(parsed), parsed, arguments)
         return
     elif only_run:
-        _composed(parsed)
+        composed(parsed)
     failures: list[Exception] = []
 
     def job(config: DictConfig) -> None:
@@ -122,7 +98,7 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     from kdist.config.schema import RunConfig
 
     # Resolved here, and not only where trials run: `now` is another second there.
-    with _explained(ValueError):
+    with explained(ValueError):
         place = str(config.hydra.sweep.dir)
     # A config that is not derived from kdist's has no such keys; each of its trials reports that.
     metric, mode, timeout = (OmegaConf.select(config, k) for k in ("sweep.metric", "sweep.mode", "run.storage_timeout"))
@@ -133,7 +109,7 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     try:
         with _EndOfSweep() as end_of_sweep:
             _call_hydra(
-                TrialRunner(folder, partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), _print_error),
+                TrialRunner(folder, partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), print_error),
                 [*arguments[:end], f"hydra.sweep.dir='{quoted}'", *arguments[end:]],
             )
     finally:
@@ -163,8 +139,8 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], *arguments]
     try:
-        with _explained():
-            hydra_main(version_base=_HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(job)()
+        with explained():
+            hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(job)()
     except OSError as error:
         raise ConfigError(f"run.dir: cannot be made: {error}") from None
 
@@ -199,27 +175,10 @@ def _check(parsed: Namespace) -> tuple[Config, Membership | None]:
         if group == "cluster" and value.isdecimal():
             # Hydra parses it as a number where it needs a name, and its message does not help.
             ClusterShape.parse(value)
-    config = _composed(parsed)
+    config = composed(parsed)
     with open_dict(config):
         del config["hydra"]
     return _checked(config, parsed)
-
-
-def _composed(parsed: Namespace) -> DictConfig:
-    """The config as Hydra will compose it, with Hydra's own part checked before Hydra uses it."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.utils import setup_globals
-    from hydra.version import setbase
-
-    from kdist._compat.hydra import load_config
-
-    setup_globals()
-    setbase(_HYDRA_VERSION)
-    with _explained(ValueError):
-        config = load_config(parsed, "pkg://kdist.conf", "config")
-        HydraConfig.instance().set_config(config)
-        targets.check_hydra(config, parsed.overrides)
-    return config
 
 
 def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership | None]:
@@ -232,9 +191,10 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
     from kdist.config.schema import Config
     from kdist.strategies import registry
 
-    with _explained(ValueError):
-        _check_keys(config, Config)
+    with explained(ValueError):
+        check_keys(config, Config)
         checked: Any = OmegaConf.to_object(config)
+        check_target("data", checked.data)
         if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
             raise ConfigError(f"run.dir={checked.run.dir}: is a file")
         membership = membership_of(checked.cluster, os.environ)
@@ -249,17 +209,6 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
             check_targets(checked)
             strategy_of(checked)
     return checked, membership
-
-
-def _check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:
-    """Refuses keys that `+` added where no new key is allowed."""
-    types = get_type_hints(schema)
-    for name in map(str, config):
-        key = f"{prefix}{name}"
-        if name not in types:
-            raise unknown_key(key)
-        if is_dataclass(types[name]) and config[name] is not None:
-            _check_keys(config[name], types[name], f"{key}.")
 
 
 class _EndOfSweep(ExitStack):
@@ -336,40 +285,3 @@ def _lock_of(config: Config, folder: Path) -> Mirror | RunLock:
     if is_url(config.run.dir):
         return Mirror(config.run.dir, config.run.storage_timeout, folder.absolute())
     return RunLock(folder)
-
-
-@contextmanager
-def _explained(*others: type[Exception]) -> Iterator[None]:
-    """Turns errors of Hydra and OmegaConf, and `others`, into a ConfigError with the key and the allowed values."""
-    from hydra.errors import HydraException, MissingConfigException
-    from omegaconf.errors import OmegaConfBaseException
-
-    explained: tuple[type[Exception], ...] = (HydraException, OmegaConfBaseException, *others)
-    try:
-        yield
-    except explained as error:
-        if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-            group, _, option = str(error.missing_cfg_file).rpartition("/")
-            options = ", ".join(sorted(name for name in error.options if not name.startswith("_")))
-            raise ConfigError(f"{group}={option}: there is no such {group}; choose one of {options}") from None
-        cause = error if error.__cause__ is None else error.__cause__
-        quoted = re.match(r"[^']*Could not[^']*'([^']*)'", str(error))
-        key = getattr(cause, "full_key", None) or (quoted[1] if quoted else None)
-        if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
-            raise unknown_key(key) from None
-        first_line = str(cause).strip().splitlines()[0]
-        raise ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line) from None
-
-
-def _print_error(error: BaseException) -> None:
-    """Prints one message; for an error in the user's own code, also the lines of that code that led to it."""
-    if isinstance(error, KdistError):
-        print(f"kdist: error: {error}", file=sys.stderr)
-        return
-    message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    print(f"kdist: error: chief: {message}", file=sys.stderr)
-    ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
-    ]
-    print(*traceback.format_list(frames), sep="", end="", file=sys.stderr)

@@ -13,6 +13,9 @@ from kdist.errors import ConfigError
 if TYPE_CHECKING:
     import keras
 
+#: What the function of `data` may return, by the names of `fit`.
+DATA_ARGUMENTS = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
+
 
 def check_targets(config: Config) -> None:
     """Imports the targets of the config, if they are trusted, and checks their arguments; calls nothing.
@@ -117,16 +120,15 @@ def _optimizer(config: OptimizerConfig, present: Any, packages: Sequence[str]) -
 
 def data_arguments(config: Config) -> dict[str, Any]:
     """The data arguments of `fit`, from the result of the data function, also in the form of `keras.datasets`."""
-    allowed = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
     data = targets.call("data", config.data, config.run.trust)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, tuple) and len(part) == 2 for part in data):
         (x, y), validation_data = data
         return {"x": x, "y": y, "validation_data": validation_data}
-    if not isinstance(data, dict) or "x" not in data or set(data) - set(allowed):
+    if not isinstance(data, dict) or "x" not in data or set(data) - set(DATA_ARGUMENTS):
         what = f"a dict with {', '.join(map(str, data))}" if isinstance(data, dict) else type(data).__name__
         raise ConfigError(
             f"data: {config.data['_target_']} returned {what}; it must return a dict with x and any of "
-            f"{', '.join(allowed[1:])}, or ((x, y), (x_validation, y_validation))"
+            f"{', '.join(DATA_ARGUMENTS[1:])}, or ((x, y), (x_validation, y_validation))"
         )
     return data
 

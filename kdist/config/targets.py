@@ -161,8 +161,8 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
 def called_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
     """What is called of a config, given as the fields of `Config`: the nodes by their keys, without optional nulls."""
     nodes = {f"{group}.{name}": node for group in ("hooks", "callbacks") for name, node in config[group].items()}
-    given = {key: node for key, node in (nodes | {"drill": config["drill"]}).items() if node is not None}
-    return {"model": config["model"], "data": config["data"], **given}
+    nodes |= {"data": config["data"], "drill": config["drill"]}
+    return {"model": config["model"], **{key: node for key, node in nodes.items() if node is not None}}
 
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:

@@ -72,8 +72,8 @@ class Export(Hook):
         model = session.spec.model
         if session.spec.stays_on_servers():
             warn(
-                f"Export: model {model.name} is larger than run.export_max_bytes and stays in its checkpoints; a run "
-                "that resumes with a larger run.export_max_bytes exports it"
+                f"Export: model {model.name} is larger than run.export_max_bytes and stays in its checkpoints; "
+                "python -m kdist.export exports it, with a larger run.export_max_bytes"
             )
             return
         self._export(session)

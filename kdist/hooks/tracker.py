@@ -45,9 +45,7 @@ class Tracker(Hook, abc.ABC):
 
     def __init__(self, package: str, extra: str, save_model: bool, timeout: float) -> None:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{type(self).__name__}: {package} is not installed; pip install 'kdist[{extra}]' does it"
-            )
+            raise ConfigError(f"{type(self).__name__}: {package} is not installed; run pip install 'kdist[{extra}]'")
         check_more_than_zero(f"{type(self).__name__}.timeout", timeout)
         self._extra = extra
         self._save_model = save_model

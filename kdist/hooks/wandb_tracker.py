@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class WandbTracker(Tracker):
         import wandb
 
         self._is_ours = wandb.run is None
+        self._had_service = "WANDB_SERVICE" in os.environ
         if self._is_ours:
             folder = self._sweep_folder
             self._run: Any = wandb.init(
@@ -86,3 +88,6 @@ class WandbTracker(Tracker):
         self._run.log_artifact(artifact)
         if self._is_ours:
             self._run.finish(0 if result.status == "done" else 1)
+        if not self._had_service:
+            # It ends the service of W&B, and forgets where that is.
+            wandb.teardown()

@@ -85,7 +85,7 @@ class Subprocesses(Launcher):
         arguments = replace(request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=())
         users_hooks.before_fit(request.files.path, request.result(status="running"))
         try:
-            outcome = self._run(replace(request, arguments=arguments, hooks=()), users_hooks)
+            outcome = self._run(replace(request.with_config(), arguments=arguments, hooks=()), users_hooks)
         finally:
             users_hooks.close()
         users_hooks.after_fit(outcome.result)

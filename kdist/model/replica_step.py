@@ -91,7 +91,7 @@ class ReplicaStep:
         self.clock: list[Clock] = []
         if self.own is None and (scaling := loss_scaling(model)) is not None:
             self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
-        self._batch_spec = batch_spec
+        self.batch_spec = batch_spec
         self._find_tables()
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
@@ -203,7 +203,7 @@ class ReplicaStep:
             [_spec(v) for v in self._all_state],
             [_spec(v) for v in self.metrics],
             tf.TensorSpec([len(self.seeds), 2], tf.uint32),
-            self._batch_spec,
+            self.batch_spec,
             [_spec(c.variable) for c in self.clock],
         ]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,11 +170,12 @@ class Checkpoints:
                     self._delete(self.path(other))
             self._write_state([self.path(step).name])
 
-    def restore(self, stored: Stored) -> Path | None:
+    def restore(self, stored: Stored, until: float = math.inf) -> Path | None:
         """Reads the newest undamaged checkpoint completely, then its deltas; warns about each damaged one.
 
         Args:
             stored: gets the values.
+            until: the last global step that counts.
 
         Returns:
             The checkpoint, or the last delta; None if there is no checkpoint at all.
@@ -181,7 +183,7 @@ class Checkpoints:
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest undamaged one is of another model.
         """
-        found = self._chains(complete=False)
+        found = self._chains(complete=False, until=until)
         for chain in reversed(found):
             path = self.path(chain.full)
             self._fetch(path)
@@ -318,10 +320,10 @@ class Checkpoints:
             names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
             self._rename(next(name for name in names if not self._exists(name)))
 
-    def _chains(self, *, complete: bool = True) -> list[Chain]:
+    def _chains(self, *, complete: bool = True, until: float = math.inf) -> list[Chain]:
         """All chains, oldest first; of complete checkpoints only, or also of what lacks its index."""
-        full, deltas = (self._steps_of(kind, complete=complete) for kind in (_FULL, _DELTA))
-        return chains(full, deltas)
+        kinds = (self._steps_of(kind, complete=complete) for kind in (_FULL, _DELTA))
+        return chains(*([step for step in steps if step <= until] for steps in kinds))
 
     def _steps_of(self, kind: str, *, complete: bool = True) -> list[int]:
         """The steps of checkpoints, or of deltas, oldest first; complete ones, or also what lacks its index."""

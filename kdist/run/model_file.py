@@ -15,7 +15,8 @@ from kdist.run.files import written_whole
 if TYPE_CHECKING:
     import keras
 
-
+#: What reads such a file, as a config names it.
+MODEL_FILE = "keras.saving.load_model"
 _ERRNO = re.compile(r"errno = (\d+)")
 
 

@@ -22,7 +22,7 @@ from kdist.run.summaries import Summaries
 
 
 class ObservedRun(Protocol):
-    """What an evaluator reads in the run dir of its chief, and the one thing that it writes there.
+    """What others than the chief read in its run dir, and the one thing that an evaluator writes there.
 
     On object storage, every use raises `StorageError`: the storage failed for `run.storage_timeout`, or refused.
     """
@@ -44,6 +44,9 @@ class ObservedRun(Protocol):
 
     def read_result(self) -> dict[str, Any]:
         """The content of `result.json`; empty if it is missing or unreadable."""
+
+    def file(self, name: str) -> Path | None:
+        """A file of the run dir, on this machine; None if there is none. One from object storage is a copy."""
 
     def report(self, logs: Mapping[str, Any], step: int) -> None:
         """Writes the loss and metrics of a checkpoint to `tb/evaluator`."""
@@ -85,6 +88,10 @@ class _OnDisk:
     def __str__(self) -> str:
         return str(self._files)
 
+    def file(self, name: str) -> Path | None:
+        path = self._files.path / name
+        return path if path.is_file() else None
+
 
 class _OnStorage:
     # A look is several requests, which cost money.
@@ -107,6 +114,12 @@ class _OnStorage:
 
     def read_result(self) -> dict[str, Any]:
         return content_of(self._storage.read("result.json") or b"")
+
+    def file(self, name: str) -> Path | None:
+        with suppress(NotThereError):
+            self._storage.download(name, self._folder / name)
+            return self._folder / name
+        return None
 
     def report(self, logs: Mapping[str, Any], step: int) -> None:
         self._summaries.evaluation(logs, step)

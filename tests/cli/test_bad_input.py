@@ -330,3 +330,5 @@ def test_help_lists_every_group_and_key_with_its_meaning() -> None:
     ):
         assert words in text
     assert all(len(line) < 160 for line in text.splitlines())
+    # What a newcomer needs first comes first.
+    assert text.splitlines()[2] == "groups (GROUP=OPTION)"

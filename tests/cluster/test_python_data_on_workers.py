@@ -20,7 +20,7 @@ from python_data import Batches
 import kdist
 from kdist.cluster.spec import Task
 from kdist.errors import ConfigError, TaskError
-from kdist.hooks import Hook
+from kdist.hooks import CheckpointSaver, Hook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -67,6 +67,22 @@ def test_one_worker_gives_the_same_numbers_as_keras(make: Any, run_dir: Path) ->
     np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*is read in this process")
+def test_sparse_matrices_travel(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Input((6,), sparse=True), keras.layers.Dense(3, activation="softmax")]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    ours, theirs = build(), build()
+    theirs.set_weights(ours.get_weights())
+    x, y = python_data.sparse_matrix(), python_data.Y
+    theirs.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    kdist.Trainer(lambda: ours, "1ps1w", run_dir=run_dir).fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
 @pytest.mark.parametrize(("make", "epochs"), [(generated, 1), (unknown_length, 2)])
 @pytest.mark.filterwarnings("ignore:.*is read in this process")
@@ -79,29 +95,51 @@ def test_every_batch_is_used_once_per_epoch(make: Any, epochs: int, strategy: st
 
 
 class Kill(Hook):
-    """Kills a worker when a step is reached."""
+    """Kills a task when a step is reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task, step: int) -> None:
+        self._task, self._step = task, step
         self._is_done = False
 
     def after_run(self, context: Any, values: Any) -> None:
-        if not self._is_done:
+        if not self._is_done and values.global_step >= self._step:
             self._is_done = True
-            os.kill(context.session.strategy.pids[Task("worker", 1)], signal.SIGKILL)
+            os.kill(context.session.strategy.pids[self._task], signal.SIGKILL)
 
     def due_in(self, step: int) -> int | None:
-        return None if self._is_done else max(1, 4 - step)
+        return None if self._is_done else max(1, self._step - step)
 
 
 @pytest.mark.filterwarnings("ignore:.*(is read in this process|worker.1)")
 def test_the_batch_of_a_lost_worker_goes_to_another_one(run_dir: Path) -> None:
-    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=[Kill()])
+    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=[Kill(Task("worker", 1), 4)])
     trainer.fit(generated(), verbose=0)
     counts = counted.counts(trainer.model)
     assert counts[:223].min() >= 1
     assert counts[223:].max() == 0
     # Of what a lost worker had begun the servers may have got the update.
     assert counts.sum() - 223 <= 10 * trainer.result.extra_steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+@pytest.mark.filterwarnings("ignore:.*(is read in this process|ps.0 died)")
+def test_a_cluster_that_is_restarted_continues_where_its_checkpoint_was(strategy: str, run_dir: Path) -> None:
+    def trained_on(data: Any, name: str) -> np.ndarray:
+        hooks = [Kill(Task("ps", 0), 8), CheckpointSaver(every_steps=5)]
+        trainer = kdist.Trainer(counted.counting_model, "2ps2w", strategy, run_dir=run_dir / name, hooks=hooks)
+        trainer.fit(data, verbose=0)
+        assert trainer.result.restarts["cluster"] == 1
+        return counted.counts(trainer.model)
+
+    # The last of 12 synchronous steps takes a batch of the next pass.
+    more = trained_on(Numbered(), "again") - times(1)
+    assert more.min() == 0
+    assert more.sum() <= (10 if strategy == "sync_replicas" else 0)
+    # What a generator has made since the checkpoint is gone.
+    counts = trained_on(generated(), "once")
+    assert counts.max() == 1
+    assert counts.sum() > 100
 
 
 def test_an_error_of_the_users_code_ends_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

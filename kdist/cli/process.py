@@ -1,0 +1,62 @@
+"""The process of a command: every error becomes one message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from kdist.console.native_stderr import keep_python_stderr
+from kdist.errors import KdistError
+from kdist.launch import signals
+
+
+def end_process(run: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a command with the arguments of this process, and ends it with the exit code that `run` returns."""
+    # As `python -m` does: a config may name a module in the current folder.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    keep_python_stderr()
+    signals.stop_before_training()
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At a normal exit TensorFlow may wait forever for a task that has exited. Everything is written and closed by now.
+    os._exit(code)
+
+
+def exit_code_of(command: Callable[[], None]) -> int:
+    """Runs a command; prints the error that ends it, and returns the exit code."""
+    try:
+        command()
+        return 0
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        error = signals.asked_to_exit() or caught
+    if isinstance(error, KeyboardInterrupt):
+        print("kdist: interrupted", file=sys.stderr)
+        return signals.INTERRUPTED
+    if isinstance(error, SystemExit):
+        if error.code == signals.STOPPED:
+            print("kdist: terminated", file=sys.stderr)
+        return error.code if isinstance(error.code, int) else 1
+    print_error(error)
+    return error.exit_code if isinstance(error, KdistError) else 1
+
+
+def print_error(error: BaseException) -> None:
+    """Prints one message; for an error in the user's own code, also the lines of that code that led to it."""
+    if isinstance(error, KdistError):
+        print(f"kdist: error: {error}", file=sys.stderr)
+        return
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    print(f"kdist: error: chief: {message}", file=sys.stderr)
+    ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
+    ]
+    print(*traceback.format_list(frames), sep="", end="", file=sys.stderr)
