@@ -55,8 +55,6 @@ def run_command(arguments: list[str], parser: ArgumentParser, command: Callable[
 
     What the user's code prints goes to standard error.
     """
-    # TensorFlow reads it on import.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     def run() -> None:
         given = parser.parse_intermixed_args(arguments)
@@ -109,7 +107,8 @@ def trained(
                 found = TrainedRun(config, run, given.step, logs, lambda: (data or _training_data)(config))
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
-                    print(isolate.network_line())
+                    if (line := isolate.network_line()) is not None:
+                        print(line)
                 yield found, config
         except StorageError as error:
             failure = KdistError(f"{given.run_dir}: {error}")

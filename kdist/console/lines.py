@@ -35,21 +35,34 @@ def event_line(event: str, step: int, last_step: int | None, *columns: str) -> s
     return _line(event, _step(step, last_step), *columns)
 
 
-def train_line(step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None) -> str:
-    """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
-    return _line("train", *train_columns(step, last_step, logs, steps_per_second))
+def train_line(
+    step: int, last_step: int | None, logs: Mapping[str, Any], num_steps: int, steps_per_second: float | None
+) -> str:
+    """`train | step    200/2000 | loss 0.4213 | accuracy 0.8750 | over 100 steps |  412.3 steps/s | ETA 5s`"""
+    return _line("train", *train_columns(step, last_step, logs, steps_per_second, over_steps(num_steps)))
+
+
+def over_steps(num_steps: int) -> str:
+    """What an average is over: `over 100 steps`."""
+    return f"over {num_steps} step{'s' * (num_steps != 1)}"
 
 
 def train_columns(
-    step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None
+    step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None, *over: str
 ) -> list[str]:
-    """The step, metrics, rate and remaining time of training."""
-    columns = [_step(step, last_step), *_metrics(logs)]
+    """The step, metrics, what they are `over`, rate and remaining time of training."""
+    columns = [_step(step, last_step), *_metrics(logs), *over]
     if steps_per_second:
         columns.append(f"{steps_per_second:6.1f} steps/s")
         if last_step is not None:
             columns.append(f"ETA {_duration((last_step - step) / steps_per_second)}")
     return columns
+
+
+def epoch_line(epoch: int, epochs: int | None, logs: Mapping[str, Any]) -> str:
+    """`epoch 2/4 | loss 0.4213 | accuracy 0.8750 | val_loss 0.3902 | val_accuracy 0.8931`, of an epoch from 1."""
+    of = "" if epochs is None else f"/{epochs}"
+    return " | ".join([f"epoch {epoch}{of}", *_metrics(logs)])
 
 
 def validation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> str:
@@ -132,9 +145,11 @@ def last_lines(
     return [*shown, done]
 
 
-def done_line(step: int, last_step: int | None, logs: Mapping[str, Any], stopped_by: str, seconds: float) -> str:
-    """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | stopped by StopAtStep | 6.1s`"""
-    return event_line("done", step, last_step, *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s")
+def done_line(
+    step: int, last_step: int | None, logs: Mapping[str, Any], over: str, why_ended: str, seconds: float
+) -> str:
+    """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | of validation | steps=2000 done | 6.1s`"""
+    return event_line("done", step, last_step, *_metrics(logs), *([over] if logs else []), why_ended, f"{seconds:.1f}s")
 
 
 def _duration(seconds: float) -> str:

@@ -21,7 +21,7 @@ from kdist.evaluation.evaluator import Evaluator
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
 from kdist.hooks.base import Session
 from kdist.hooks.data_position import hooks_of
-from kdist.hooks.epochs import EpochRecorder, last_step_of
+from kdist.hooks.epochs import EPOCHS, EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
@@ -196,6 +196,7 @@ class LocalFit:
             # During training, validating is what an evaluator is for.
             validation_freq=() if has_evaluator else arguments.validation_freq,
             validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
+            prints_epochs=arguments.steps is None,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
         spec = request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch)
@@ -262,14 +263,24 @@ class LocalFit:
             session.print_line(session.strategy.plan.table().rstrip())
 
     def _print_end(self, session: TrainSession, seconds: float) -> None:
-        logs = self._recorder.validation_logs or self._recorder.train_logs
-        done = lines.done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
+        recorder, step, last_step = self._recorder, session.global_step, session.last_step
+        logs, over = recorder.train_logs, lines.over_steps(recorder.num_steps)
+        if recorder.validation_logs:
+            logs, over = recorder.validation_logs, "of validation"
+        done = lines.done_line(step, last_step, logs, over, self._why_ended(session), seconds)
         # With asynchronous updates every gradient is accepted.
         by_worker = {} if session.is_asynchronous else session.statistics.gradients.by_worker
         for line in lines.last_lines(
             by_worker, session.restarts, session.statistics.extra_steps, self._overflowed_steps, done
         ):
             session.print_line(line)
+
+    def _why_ended(self, session: TrainSession) -> str:
+        arguments, last_step = self._request.arguments, session.last_step
+        is_at_end = last_step is not None and session.global_step >= last_step
+        if session.stopped_by == EPOCHS or (session.stopped_by == "StopAtStep" and is_at_end):
+            return f"epochs={arguments.epochs} done" if arguments.steps is None else f"steps={arguments.steps} done"
+        return f"stopped by {session.stopped_by}"
 
     def _finish(self, status: str, session: TrainSession, started: float, error: BaseException | None = None) -> None:
         """Writes the result of a session that has ended."""
