@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.cli.process import exit_code_of
+from kdist.console import log
 from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 
@@ -108,7 +109,7 @@ def trained(
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
                     if (line := isolate.network_line()) is not None:
-                        print(line)
+                        log.say(line)
                 yield found, config
         except StorageError as error:
             failure = KdistError(f"{given.run_dir}: {error}")

@@ -14,6 +14,7 @@ import struct
 import sys
 from pathlib import Path
 
+from kdist.console.log import Line
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
 
@@ -90,18 +91,17 @@ def require(mode: str) -> None:
         )
 
 
-def network_line() -> str | None:
+def network_line() -> Line | None:
     """A line about the network of a run's servers; None if this process has had it."""
     global _has_told  # noqa: PLW0603 - once a process
     if _has_told:
         return None
     _has_told = True
+    known = "TensorFlow's servers listen on all interfaces, without authentication or encryption: "
+    known += "let only machines that you trust reach them"
     if is_isolated():
-        return "network   private namespace: only processes of this run reach its servers"
-    return (
-        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption: "
-        "let only machines that you trust reach them"
-    )
+        known = "private namespace: only processes of this run reach its servers"
+    return Line(f"network   {known}", "network")
 
 
 def _try_in_a_child() -> None:

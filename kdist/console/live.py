@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kdist.console import log
+
 _BAR_WIDTH = 24
 # On a narrower terminal, the text matters more than the bar.
 _WIDE = 110
@@ -158,8 +160,8 @@ class LivePipe:
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal; rich alone treats any file as one if told so by the environment."""
-    return sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
+    """Whether standard output is a terminal for people; rich alone may treat any file as one."""
+    return not log.is_json() and sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
 
 
 def live_line() -> LiveLine | None:

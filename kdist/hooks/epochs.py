@@ -203,7 +203,7 @@ class EpochRecorder(Hook):
         self._finished.append(Epoch(session.global_step, self._epoch, told))
         self.metrics.end_epoch(session, self._epoch, told)
         if self.prints_epochs and is_complete:
-            session.print_line(lines.epoch_line(self._epoch + 1, self.epochs, {**logs, **told}))
+            session.print_line(lines.epoch_line(self._epoch + 1, self.epochs, session.global_step, {**logs, **told}))
 
     def _earlier(self, step: int) -> list[Epoch]:
         """The epochs of the run that is resumed at `step`."""

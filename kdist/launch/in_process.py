@@ -31,7 +31,6 @@ from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.best_values import BestValues
 from kdist.run.result import Result, final_metrics
 from kdist.session import TrainSession
-from kdist.version import __version__
 
 
 class InProcess(Launcher):
@@ -241,8 +240,8 @@ class LocalFit:
 
     def _print_begin(self, session: TrainSession) -> None:
         request, strategy = self._request, self._request.strategy
-        session.print_line(f"kdist {__version__} | {request.name} | {strategy.name} on {strategy.shape}")
-        session.print_line(f"run dir   {request.files}      tensorboard --logdir {request.files.tensorboard_logdir}")
+        session.print_line(lines.start_line(request.name, strategy.name, str(strategy.shape)))
+        session.print_line(lines.run_dir_line(str(request.files), request.files.tensorboard_logdir))
         is_first = not request.num_fits and not request.arguments.is_quiet
         has_servers = strategy.membership is not None or not strategy.shape.is_local
         if is_first and has_servers and (line := isolate.network_line()) is not None:

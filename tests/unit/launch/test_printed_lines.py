@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+from helpers import toy_data
 
 import kdist
-import models
-from helpers import toy_data
 from kdist.hooks import LoggingTensor, StopAtStep
 
 X, Y = toy_data(64)
