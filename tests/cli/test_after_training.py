@@ -18,6 +18,7 @@ from helpers import result_of
 import kdist
 from kdist.cli import evaluate, export, main, predict
 from kdist.run.checkpoint import Checkpoints
+from kdist.run.object_storage import ObjectStorage, StorageError
 
 TRUST = "run.trust=[served_code]"
 KEYS = [TRUST, "train.steps=30", "train.batch_size=16", "hooks.checkpoint.every_steps=10", "run.verbose=0"]
@@ -293,7 +294,7 @@ WRONG: list[tuple[Any, list[str], list[str]]] = [
     (export, ["no_model", "--to", "x"], ["model.keras cannot be loaded", "model._target_=package.function"]),
     (evaluate, ["mine", "--step", "7"], ["--step=7", "mine/checkpoints", "there are 0, 10, 20, 30"]),
     (evaluate, ["mine", "--step", "x"], ["--step", "'x'"]),
-    (evaluate, [], ["RUN_DIR"]),
+    (evaluate, [], ["required: RUN_DIR; --help"]),
     (evaluate, ["mine", "--jsn"], ["--jsn", "--help"]),
     (evaluate, ["mine", "30"], ["30: is neither an option nor of the form KEY=VALUE"]),
     (evaluate, ["mine", "data.sed=1"], ["mine: data.sed", "+data.sed=..."]),
@@ -358,6 +359,20 @@ def test_what_is_wrong_is_said_once(
         assert words in captured.err
     assert captured.out == ""
     assert sorted(Path().rglob("*")) == before
+
+
+def test_storage_that_fails_can_be_asked_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/mine"
+    train(url, "model._target_=served_code.build", "data._target_=served_code.data")
+
+    def fail(*_: Any) -> None:
+        raise StorageError(f"{url}: storage fails: out of order")
+
+    monkeypatch.setattr(ObjectStorage, "download", fail)
+    assert evaluate.run([url, TRUST]) == 75
+    assert capsys.readouterr().err == f"kdist: error: {url}: storage fails: out of order\n"
 
 
 def test_code_of_the_run_has_to_be_trusted_again(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
