@@ -280,6 +280,7 @@ BROKEN = {
         ".hydra/config.yaml": "{model: {_target_: keras.Model}, optimizer: {warmth: 3}}",
         "result.json": '{"versions": {"kdist": "9.1"}}',
     },
+    "format": {"result.json": '{"format": 2, "versions": {"kdist": "9.2"}}'},
     "python_only": {"result.json": '{"status": "done"}'},
     "no_model": {"result.json": '{"status": "done"}', "model.keras": "no archive"},
 }
@@ -290,6 +291,7 @@ WRONG: list[tuple[Any, list[str], list[str]]] = [
     (evaluate, ["sweep"], ["sweep: is not the run dir of a run", "give that of a trial"]),
     (evaluate, ["broken"], ["broken", "config.yaml"]),
     (evaluate, ["newer"], ["newer: was trained by kdist 9.1", "knows no optimizer.warmth"]),
+    (evaluate, ["format"], ["format: was trained by kdist 9.2", "format 1, not 2"]),
     (evaluate, ["python_only"], ["python_only: was trained from Python", "model._target_=package.function"]),
     (export, ["no_model", "--to", "x"], ["model.keras cannot be loaded", "model._target_=package.function"]),
     (evaluate, ["mine", "--step", "7"], ["--step=7", "mine/checkpoints", "there are 0, 10, 20, 30"]),
