@@ -120,7 +120,8 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
             print(f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}")
             print("\n".join(sweep.table()), flush=True)
             if any(trial.status != "done" for trial in sweep.trials):
-                print(f"rerun with hydra.sweep.dir={folder} to finish the remaining trials", flush=True)
+                again = shlex.quote(f"hydra.sweep.dir={folder}")
+                print(f"rerun with {again} to finish the remaining trials", flush=True)
             sweep.write()
             if (picture := picture_of(sweep)) is not None:
                 folder.write("sweep.png", picture)
@@ -271,7 +272,8 @@ def _job(
 
             way_on, files = "there is no checkpoint yet", RunDir(place, "")
             if (newest := files.checkpoints().newest()) is not None:
-                way_on = f"the same command with run.dir={files} resumes from {newest.parent.name}/{newest.name}"
+                again = shlex.quote(f"run.dir={files}")
+                way_on = f"the same command with {again} resumes from {newest.parent.name}/{newest.name}"
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise
