@@ -57,6 +57,9 @@ def run_experiment(
     keras.utils.clear_session()
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
+    if run_dir is not None and is_chief:
+        # Before anything replaces the record of a newer version.
+        RunDir(run_dir, config.run.name).read_result()
     started = time.time()
     trainer = None
     try:

@@ -116,15 +116,20 @@ class FitRequest:
 
     def result(self, error: BaseException | None = None, **found: Any) -> Result:
         """The result of the fit: what is known before it runs, and what was `found`, by the names of `Result`."""
-        origin = self.origin if self.origin.config is not None else replace(self.origin, config=self._config())
         return Result(
             strategy=self.strategy.name,
             cluster=str(self.strategy.shape),
             error=None if error is None else describe(error),
             seed=self.seed,
-            **vars(origin),
+            **vars(self.with_config().origin),
             **found,
         )
+
+    def with_config(self) -> FitRequest:
+        """The request, whose origin knows the config; without the command line, that is what the request says."""
+        if self.origin.config is not None:
+            return self
+        return replace(self, origin=replace(self.origin, config=self._config()))
 
     def _config(self) -> dict[str, Any]:
         """The arguments of a trainer without the command line and of its fit, under the keys of the config."""

@@ -87,7 +87,7 @@ class Subprocesses(Launcher):
             request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=callbacks
         )
         # The command line's lock, and restarts, are here.
-        fit = replace(request, arguments=arguments, max_restarts=0)
+        fit = replace(request.with_config(), arguments=arguments, max_restarts=0)
         started, restarts = time.time(), 0
         while True:
             try:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.run.files import make_private, write_whole
+from kdist.run.run_lock import check_not_taken_over
 
 NAME = "metrics.csv"
 TRAIN, VALIDATION, EPOCH = "train", "validation", "epoch"
@@ -87,7 +88,11 @@ class MetricsFile:
         Args:
             values: of `COLUMNS`, by name; None is the same as absent.
             metrics: by name, `val_` before those of validation; a number each, or nested lists of numbers.
+
+        Raises:
+            ConfigError: another chief has taken over the run dir.
         """
+        check_not_taken_over(self.path.parent)
         row = {**values, **{_column_of(name): value for name, value in metrics.items()}}
         try:
             if self._columns is None:

@@ -152,12 +152,15 @@ def checked_record(file: bytes, place: object) -> dict[str, Any]:
     found = content_of(file)
     if "status" not in found:
         raise ConfigError(f"{place}: is not the record of a run")
-    if found.get("format", 1) != FORMAT:
-        by = (found.get("versions") or {}).get("kdist", "a newer version")
-        raise ConfigError(
-            f"{place}: was written by kdist {by}, in format {found['format']}; this version reads format {FORMAT}"
-        )
+    check_format(found, place)
     return found
+
+
+def check_format(record: Mapping[str, Any], place: object) -> None:
+    """Refuses the record of a newer version, which this one would misread."""
+    if (number := record.get("format", 1)) != FORMAT:
+        by = (record.get("versions") or {}).get("kdist", "a newer version")
+        raise ConfigError(f"{place}: was written by kdist {by}, in format {number}; this version reads format {FORMAT}")
 
 
 def _as_json(value: Any) -> Any:

@@ -22,7 +22,7 @@ from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.model_file import write_model_file
 from kdist.run.object_storage import ObjectStorage, is_url
-from kdist.run.result import Result, content_of
+from kdist.run.result import Result, check_format, content_of
 from kdist.run.run_lock import RunLock, check_not_taken_over
 from kdist.run.summaries import Summaries
 
@@ -171,10 +171,16 @@ class RunDir:
         return None
 
     def read_result(self) -> dict[str, Any]:
-        """The content of `result.json`; empty if it is missing or unreadable."""
+        """The content of `result.json`; empty if it is missing or unreadable.
+
+        Raises:
+            ConfigError: a newer version has written it.
+        """
+        found: dict[str, Any] = {}
         with suppress(OSError):
-            return content_of((self.path / "result.json").read_bytes())
-        return {}
+            found = content_of((self.path / "result.json").read_bytes())
+        check_format(found, f"{self}/result.json")
+        return found
 
     def write_result(self, result: Result) -> None:
         """Writes `result.json`. If the run has failed, a failure to write it is only a warning.

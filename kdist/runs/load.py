@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ class Runs:
         keys: columns of keys: those that a run overrides, and those in which runs from Python differ.
         metrics: columns of metrics: `train/loss`, `validation/loss`, `best/loss`.
         modes: `min` or `max` by metric, for those of which it is known which values are better.
-        records: the `result.json` of each run, by the run's name.
         errors: the first lines of the errors of failed runs, by their names.
     """
 
@@ -51,8 +50,7 @@ class Runs:
     keys: list[str]
     metrics: list[str]
     modes: dict[str, str]
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str]
 
     @property
     def columns(self) -> list[str]:
@@ -114,16 +112,10 @@ def runs_in(folder: RunsFolder, names: Sequence[str] | None = None) -> Runs:
         }
         for run in found
     ]
-    modes = {name: mode for run in found for name, mode in run.modes.items()}
     metrics.sort(key=lambda name: ("train", "validation", "best").index(name.partition("/")[0]))
-    return Runs(
-        rows,
-        keys,
-        metrics,
-        modes,
-        {run.about["run"]: run.record for run in found},
-        {run.about["run"]: run.error for run in found if run.error is not None},
-    )
+    modes = {name: mode for run in found for name, mode in run.modes.items()}
+    errors = {run.about["run"]: run.error for run in found if run.error is not None}
+    return Runs(rows, keys, metrics, modes, errors)
 
 
 @dataclass

@@ -264,6 +264,22 @@ def test_a_failing_run_says_whose_error_it_is_once(
     assert result["started"] < result["ended"]
 
 
+def test_the_run_dir_of_a_newer_version_is_refused_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", list(sys.argv))
+    monkeypatch.setattr("kdist.launch.signals.exit_at_once", None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    record = '{"format": 99, "status": "done", "versions": {"kdist": "9.1"}}'
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text(record)
+    assert run([*MINE, "train.steps=20", "run.dir=out"]) == 2
+    expected = "kdist: error: out/result.json: was written by kdist 9.1, in format 99; this version reads format 1\n"
+    assert capsys.readouterr().err == expected
+    assert (tmp_path / "out" / "result.json").read_text() == record
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("arguments", "said"),

@@ -16,6 +16,7 @@ from helpers import process_name, result_of, tags_of, toy_data
 import kdist
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.run.checkpoint import Checkpoints
+from kdist.run.metrics_file import read_rows
 
 pytestmark = pytest.mark.cluster
 
@@ -30,6 +31,9 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert (result["status"], result["global_step"], result["workers"]) == ("done", 48, 2)
     assert result["examples"] == 48 * 16
     assert trainer.result.global_step == 48
+    epochs = [row for row in read_rows(run_dir) if row["kind"] == "epoch"]
+    assert [row["val_loss"] for row in epochs] == history.history["val_loss"]
+    assert (result["config"]["train"]["epochs"], result["config"]["train"]["max_restarts"]) == (3, 3)
     assert history.epoch == [0, 1, 2]
     assert history.history["val_loss"][-1] == pytest.approx(trainer.evaluate(x, y)["loss"], rel=1e-5)
     assert Checkpoints(run_dir / "checkpoints").steps() == [0, 16, 32, 48]

@@ -17,6 +17,7 @@ import kdist
 from kdist.errors import ConfigError
 from kdist.hooks import BestCheckpoint, CheckpointSaver
 from kdist.run.checkpoint import Checkpoints
+from kdist.run.metrics_file import rows_in
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared", "bucket")]
 
@@ -64,6 +65,8 @@ def test_a_run_is_resumed_on_another_machine(bucket: Any, tmp_path: Path, monkey
     found = objects_in(bucket, "runs/mine/")
     assert found.keys() == OTHERS | files_of(40) | files_of(50) | files_of(50, "best")
     assert json.loads(found["result.json"])["global_step"] == 50
+    rows = rows_in(found["metrics.csv"], "metrics.csv")
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [8, 16, 24, 32, 40, 48, 50]
     # Both runs are in TensorBoard, which reads what it is given.
     bucket.download_file(
         next(each.key for each in bucket.objects.filter(Prefix="runs/mine/tb/validation")), str(tmp_path / "tfevents")

@@ -20,8 +20,8 @@ MINE = ["model._target_=user_code.build", "data._target_=user_code.keras_form", 
 TRIAL = {
     ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoints/checkpoint",
     "checkpoints/ckpt-0.data-00000-of-00001", "checkpoints/ckpt-0.index", "checkpoints/ckpt-20.data-00000-of-00001",
-    "checkpoints/ckpt-20.index", "logs/chief-0.log", "model.keras", "result.json", "tb/hparams/events.out.tfevents",
-    "tb/train/events.out.tfevents", "tb/validation/events.out.tfevents", "trial.json",
+    "checkpoints/ckpt-20.index", "logs/chief-0.log", "metrics.csv", "model.keras", "result.json",
+    "tb/hparams/events.out.tfevents", "tb/train/events.out.tfevents", "tb/validation/events.out.tfevents", "trial.json",
 }  # fmt: skip
 
 

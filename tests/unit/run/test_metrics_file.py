@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import ended_process, held_by, write_lock
 
 from kdist.errors import ConfigError
 from kdist.run.metrics_file import COLUMNS, Epoch, MetricsFile, epochs_of, metrics_of, read_rows
@@ -123,6 +124,13 @@ def test_a_full_disk_costs_one_warning_and_rows_continue_when_there_is_room(
         end.write(b"40,0,tr")
     file.append(values(50), {"loss": 1.0})
     assert [row["step"] for row in read_rows(file.path.parent)] == [10, 50]
+
+
+def test_a_chief_that_was_replaced_writes_no_more(run_dir: Path) -> None:
+    write_lock(run_dir, held_by(pid=ended_process()))
+    with pytest.raises(ConfigError, match="was taken over by"):
+        MetricsFile(run_dir).append(values(10), {"loss": 1.0})
+    assert not (run_dir / "metrics.csv").exists()
 
 
 def test_a_metric_may_have_the_name_of_a_column_and_thousands_of_values(file: MetricsFile) -> None:

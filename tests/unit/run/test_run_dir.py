@@ -10,7 +10,7 @@ import models
 import pytest
 
 from kdist.errors import ConfigError, KdistError
-from kdist.run.result import Result
+from kdist.run.result import FORMAT, Result
 from kdist.run.run_dir import RunDir
 from kdist.run.run_lock import Holder
 
@@ -33,6 +33,19 @@ def test_a_run_dir_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     RunDir(tmp_path, "x").write_result(Result())
     assert mode_of(tmp_path) == 0o755
+
+
+def test_the_record_of_a_newer_version_is_refused(run_dir: Path) -> None:
+    folder = RunDir(run_dir, "mine")
+    folder.write_result(Result("done", 7))
+    assert folder.read_result()["format"] == FORMAT
+    (run_dir / "result.json").write_text('{"format": 2, "status": "done", "versions": {"kdist": "9.1"}}')
+    with pytest.raises(ConfigError, match=r"result\.json: was written by kdist 9\.1, in format 2; this version reads"):
+        folder.read_result()
+    # Unreadable, or of a version that knew no formats.
+    for content in ("{", '{"status": "done"}'):
+        (run_dir / "result.json").write_text(content)
+        assert folder.read_result() in ({}, {"status": "done"})
 
 
 def full(*_: object, **__: object) -> None:
