@@ -30,10 +30,13 @@ def reached(request: FitRequest) -> FitOutcome | None:
     The earlier run must have ended well: otherwise its model and its result are still to be written.
     """
     arguments, files = request.arguments, request.files
-    first_step = int(step_counter(main_optimizer(request.source.model)))
-    result = files.read_result()
-    if request.strategy.membership is not None or result.get("status") != "done" or request.resume == "never":
+    if request.strategy.membership is not None or request.resume == "never":
+        # Tasks that others started wait for the chief to come.
         return None
+    result = files.read_result()
+    if result.get("status") != "done":
+        return None
+    first_step = int(step_counter(main_optimizer(request.source.model)))
     if request.resume is None:
         # It continues from the model, which the fit before has trained.
         first_step, step = 0, first_step
