@@ -228,7 +228,7 @@ def test_keras_own_layer_is_looked_up_by_rows_too(run_dir: Path) -> None:
 
 def step_of(model: keras.Model, data: tf.data.Dataset, run_dir: Path) -> ReplicaStep:
     request = kdist.Trainer(lambda: compiled(model), run_dir=run_dir)._request(FitArguments(data))
-    return prepare(request.training_spec(request.training_data()), 1).replica_step
+    return prepare(request.training_spec(request.training_data), 1).replica_step
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

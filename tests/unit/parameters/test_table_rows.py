@@ -57,7 +57,7 @@ def build(embedding: type[layers.Embedding], optimizer: str = "adam", lengths: S
 def prepared(run_dir: Path, optimizer: str = "adam", lengths: Sequence[int] = ROWS) -> PreparedTraining:
     trainer = kdist.Trainer(lambda: build(kdist.layers.Embedding, optimizer, lengths), run_dir=run_dir)
     request = trainer._request(FitArguments(*data(lengths), batch_size=BATCH, shuffle=False))
-    return prepare(request.training_spec(request.training_data()), 1)
+    return prepare(request.training_spec(request.training_data), 1)
 
 
 def store_of(training: PreparedTraining, num_servers: int) -> ParameterStore:
