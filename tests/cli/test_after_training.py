@@ -198,6 +198,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_averages_are_what_is_evaluated_and_exported(folder: Path, done: Callable[..., str], tmp_path: Path) -> None:
     run_dir = train(
         "averaged", "model._target_=served_code.build", "+model.use_ema=true", "data._target_=served_code.data"
@@ -213,6 +214,7 @@ def test_averages_are_what_is_evaluated_and_exported(folder: Path, done: Callabl
     assert np.abs(values["parameters/dense_2/kernel"] - values["slots/dense_2/kernel/average"]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_rows_of_a_dynamic_table_are_evaluated_and_exported(
     folder: Path, done: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -226,6 +228,7 @@ def test_rows_of_a_dynamic_table_are_evaluated_and_exported(
     assert np.ptp(found) > 0.01
 
 
+@pytest.mark.long
 def test_a_model_that_is_built_for_its_data(folder: Path, done: Callable[..., str], tmp_path: Path) -> None:
     run_dir = train("subclassed", "model._target_=served_code.build_subclassed", "data._target_=served_code.kinds")
     assert json.loads(done(evaluate, run_dir, "--json"))["metrics"] == metrics(run_dir)
@@ -245,6 +248,7 @@ def test_a_run_without_checkpoints_has_its_model_file(folder: Path, done: Callab
     }
 
 
+@pytest.mark.long
 def test_a_run_from_python_needs_to_be_told_its_data(folder: Path, done: Callable[..., str], tmp_path: Path) -> None:
     x, y = served_code.columns()
     trainer = kdist.Trainer(served_code.build, run_dir="python")

@@ -100,9 +100,10 @@ def test_a_sweep_whose_storage_is_gone_ends_with_one_message(bucket: Any, tmp_pa
 @pytest.mark.parametrize(
     ("plugin", "keys"),
     [
-        (
+        pytest.param(
             "hydra/sweeper=optuna",
             ["optimizer.learning_rate=tag(log,interval(0.0001,1))", "hydra.sweeper.n_trials=2"],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "hydra/launcher=joblib",

@@ -117,7 +117,7 @@ def pooled_data(context: kdist.DataContext | None = None) -> tf.data.Dataset:
     )
 
 
-@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("is_function", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ragged_and_sparse_ids_train_and_validate_as_in_keras(is_function: bool, run_dir: Path) -> None:
     def build_pooled() -> keras.Model:
         keras.utils.set_random_seed(6)
