@@ -54,6 +54,7 @@ def by_workers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_mnist_is_evaluated_predicted_and_exported_with_the_numbers_of_its_result(
     run: Callable[..., str], by_workers: list[str], tmp_path: Path
 ) -> None:

@@ -116,7 +116,8 @@ class StepsMeanwhile(Hook):
             self._may_write.set()
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
 def test_training_continues_while_servers_write(
     strategy: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

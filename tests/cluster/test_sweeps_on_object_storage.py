@@ -25,6 +25,7 @@ TRIAL = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_sweep_is_in_the_bucket_and_known_on_another_machine(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:

@@ -72,7 +72,7 @@ def train(training: PreparedTraining, store: ParameterStore, steps: int = 6) -> 
     return store.values.read()
 
 
-@pytest.mark.parametrize("lengths", [ROWS, FULL], ids=["several lengths", "full"])
+@pytest.mark.parametrize("lengths", [ROWS, pytest.param(FULL, marks=pytest.mark.long)], ids=["several lengths", "full"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_they_train_as_apart_and_as_by_keras(
     optimizer: str, lengths: tuple[int, ...], run_dir: Path, monkeypatch: pytest.MonkeyPatch
