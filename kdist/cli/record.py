@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kdist.run.observed_run import ObservedRun
 
 _NAME = "kdist_trained"
-#: Of `result.json`.
-_FORMAT = 1
 #: What a model and its evaluation depend on: all of these groups, or these keys of them.
 _WHOLE = ("model", "data", "optimizer", "loss", "metrics")
 _PARTS = {
@@ -114,8 +112,6 @@ def _recorded(run: ObservedRun) -> dict[str, Any]:
 def _check_version(optimizer: Any, result: dict[str, Any]) -> None:
     """Refuses a record of another version that this one would misread."""
     by = f"was trained by kdist {result.get('versions', {}).get('kdist', 'of another version')}; this is {__version__}"
-    if (form := result.get("format", _FORMAT)) != _FORMAT:
-        raise ConfigError(f"{by}, which reads a result.json of format {_FORMAT}, not {form}")
     if unknown := sorted(set(optimizer or ()) - {item.name for item in fields(OptimizerConfig)}):
         raise ConfigError(f"{by}, which knows no {', '.join(f'optimizer.{name}' for name in unknown)}")
 

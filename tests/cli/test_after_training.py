@@ -295,7 +295,7 @@ WRONG: list[tuple[Any, list[str], list[str]]] = [
     (evaluate, ["sweep"], ["sweep: is not the run dir of a run", "give that of a trial"]),
     (evaluate, ["broken"], ["broken", "config.yaml"]),
     (evaluate, ["newer"], ["newer: was trained by kdist 9.1", "knows no optimizer.warmth"]),
-    (evaluate, ["format"], ["format: was trained by kdist 9.2", "format 1, not 2"]),
+    (evaluate, ["format"], ["was written by kdist 9.2, in format 2", "reads format 1"]),
     (evaluate, ["python_only"], ["python_only: was trained from Python", "model._target_=package.function"]),
     (export, ["no_model", "--to", "x"], ["model.keras cannot be loaded", "model._target_=package.function"]),
     (evaluate, ["mine", "--step", "7"], ["--step=7", "mine/checkpoints", "there are 0, 10, 20, 30"]),
