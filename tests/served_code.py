@@ -37,6 +37,7 @@ def columns(num_rows: int = 256, seed: int = 3) -> tuple[dict[str, np.ndarray], 
 
 
 def data(seed: int = 3) -> dict[str, Any]:
+    print("reading", flush=True)
     x, y = columns(seed=seed)
     return {"x": x, "y": y, "validation_data": columns(100, seed + 1)}
 

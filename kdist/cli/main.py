@@ -122,7 +122,8 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
             line = f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}"
             log.say(log.Line("\n".join([line, *sweep.table()]), "sweep", values={"trials": len(sweep.trials)}))
             if any(trial.status != "done" for trial in sweep.trials):
-                log.say(f"rerun with hydra.sweep.dir={folder} to finish the remaining trials")
+                again = shlex.quote(f"hydra.sweep.dir={folder}")
+                log.say(f"rerun with {again} to finish the remaining trials")
             sweep.write()
             if (picture := picture_of(sweep)) is not None:
                 folder.write("sweep.png", picture)
@@ -274,7 +275,8 @@ def _job(
 
             way_on, files = "there is no checkpoint yet", RunDir(place, "")
             if (newest := files.checkpoints().newest()) is not None:
-                way_on = f"the same command with run.dir={files} resumes from {newest.parent.name}/{newest.name}"
+                again = shlex.quote(f"run.dir={files}")
+                way_on = f"the same command with {again} resumes from {newest.parent.name}/{newest.name}"
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise

@@ -111,11 +111,10 @@ def _recorded(run: ObservedRun) -> dict[str, Any]:
 
 
 def _check_version(optimizer: Any, result: dict[str, Any]) -> None:
-    """Refuses a record of another version that has keys which this one does not know."""
+    """Refuses a record of another version that this one would misread."""
+    by = f"was trained by kdist {result.get('versions', {}).get('kdist', 'of another version')}; this is {__version__}"
     if unknown := sorted(set(optimizer or ()) - {item.name for item in fields(OptimizerConfig)}):
-        version = result.get("versions", {}).get("kdist", "of another version")
-        keys = ", ".join(f"optimizer.{name}" for name in unknown)
-        raise ConfigError(f"was trained by kdist {version}; this is kdist {__version__}, which knows no {keys}")
+        raise ConfigError(f"{by}, which knows no {', '.join(f'optimizer.{name}' for name in unknown)}")
 
 
 def _resolved(config: Any, key: str) -> Any:

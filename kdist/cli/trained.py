@@ -33,6 +33,8 @@ class _Parser(ArgumentParser):
     """Raises what is wrong instead of printing it."""
 
     def error(self, message: str) -> NoReturn:
+        # Python takes what may be missing for required, where options stand between arguments.
+        message = message.replace(", KEY=VALUE", "")
         raise ConfigError(f"{message}; --help shows what this command takes")
 
 
@@ -112,7 +114,7 @@ def trained(
                         log.say(line)
                 yield found, config
         except StorageError as error:
-            failure = KdistError(f"{given.run_dir}: {error}")
+            failure = KdistError(str(error))
             failure.exit_code = 75
             raise failure from None
 

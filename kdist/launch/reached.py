@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.console import lines
@@ -16,11 +14,9 @@ from kdist.hooks import StopAtStep
 from kdist.hooks.epochs import fill
 from kdist.hooks.keras_callbacks import RATE_ONLY
 from kdist.launch.base import FitOutcome, FitRequest
-from kdist.model.state import finalize_ema, read_from_model, write_to_model
-from kdist.run import checkpoint_content as content
+from kdist.model.state import finalize_ema, names_here, parameter_names, write_to_model
 from kdist.run.metrics_file import epochs_of, read_rows
 from kdist.run.result import Result
-from kdist.strategies.base import TrainingSpec
 from kdist.strategies.store_backed import prepare
 
 
@@ -30,10 +26,13 @@ def reached(request: FitRequest) -> FitOutcome | None:
     The earlier run must have ended well: otherwise its model and its result are still to be written.
     """
     arguments, files = request.arguments, request.files
-    first_step = int(step_counter(main_optimizer(request.source.model)))
-    result = files.read_result()
-    if request.strategy.membership is not None or result.get("status") != "done" or request.resume == "never":
+    if request.strategy.membership is not None or request.resume == "never":
+        # Tasks that others started wait for the chief to come.
         return None
+    result = files.read_result()
+    if result.get("status") != "done":
+        return None
+    first_step = int(step_counter(main_optimizer(request.source.model)))
     if request.resume is None:
         # It continues from the model, which the fit before has trained.
         first_step, step = 0, first_step
@@ -74,17 +73,19 @@ def _is_last(request: FitRequest, result: dict[str, Any], first_step: int, step:
 def _gives_values(request: FitRequest, step: int) -> bool:
     """Gives the model the values of a checkpoint; False if that is damaged, or of another model."""
     model = request.source.model
-    spec = TrainingSpec(model, request.training_data, request.arguments.batch_size, None, request.seed, Path())
-    prepare(spec, 1)
+    # Builds the model.
+    prepare(request.training_spec(request.training_data), 1)
     if request.keeps_model_on_servers:
         return True
     values = request.files.checkpoints().read(step)
-    if values is None:
+    expected = {*parameter_names(model), *(name for name in names_here(model) if name.startswith("slots/"))}
+    if values is None or not expected <= values.keys():
         return False
-    shapes = {name: np.shape(value) for name, value in read_from_model(model).items()}
-    if content.differences({name: np.shape(value) for name, value in values.items()}, shapes):
+    try:
+        write_to_model(model, values)
+    except ValueError:
+        # One has another shape.
         return False
-    write_to_model(model, values)
     finalize_ema(model)
     return True
 

@@ -84,9 +84,9 @@ class CallbacksElsewhere(Callbacks):
     ) -> None:
         self._call = partial(conversation.call, "callbacks")
         of_user = conversation.call("prepare", epochs, steps)
-        tests = (_TestBatches if of_user[2] else _Tests)(conversation, objects)
+        tests = (_TestBatches if of_user["acts_on_test_batches"] else _Tests)(conversation, objects)
         super().__init__([*callbacks, tests], model, epochs=epochs, steps=steps)
-        self.looks_at_model, self.wants_batches, self.acts_on_test_batches = of_user
+        vars(self).update(of_user)
 
     def begin(self, session: Session, epoch: int) -> None:
         self._call("begin", session, epoch)

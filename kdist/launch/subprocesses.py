@@ -34,7 +34,7 @@ from kdist.cluster.process import (
 )
 from kdist.cluster.sigstop_watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
-from kdist.console import lines, live
+from kdist.console import lines, live, log
 from kdist.console.log import Line
 from kdist.console.warn import warn
 from kdist.data.pickling import pickled, unpickled
@@ -104,7 +104,7 @@ class Subprocesses(Launcher):
             num_cpus=self._num_cpus,
             devices=strategy.cluster.devices,
             stop_signals=request.stop_signals,
-            print_line=lines.print_line,
+            print_line=_print,
         )
         # The command line's lock, and restarts, are here.
         fit = replace(request, max_restarts=0)
@@ -143,6 +143,14 @@ class Subprocesses(Launcher):
         return FitOutcome(result, request.resume, error=error)
 
 
+def _print(line: str) -> None:
+    """Prints a line of the chief; what the user's code prints stays as it is, and is not logged."""
+    if isinstance(line, Line):
+        log.say(line)
+    else:
+        print(line, flush=True)
+
+
 def _checkpoint_to_resume(files: RunDir, resume: str | None, started: float) -> Path | None:
     """The newest checkpoint, if it is of this run or of one that this run resumes."""
     checkpoints = files.checkpoints()
@@ -167,7 +175,7 @@ class WorkerProcesses:
         num_cpus: logical CPU devices of each; 0 for the devices that exist.
         devices: which GPUs they may use.
         stop_signals: names of the signals that are forwarded to the chief.
-        print_line: takes kdist's own lines of what the chief prints.
+        print_line: takes what the chief prints: kdist's own as `Line`, and other lines.
     """
 
     num_workers: int
@@ -318,7 +326,7 @@ class WorkerProcesses:
                 # Without a console, or with warnings that are errors, the chief would wait for ever for a reader.
                 with suppress(OSError, ValueError, Warning):
                     if text or not (is_warning or is_own):
-                        print(text, flush=True)
+                        self.print_line(text)
                     if is_own:
                         self.print_line(Line.from_json(own))
                     if is_warning:

@@ -24,6 +24,8 @@ from kdist.model.metrics import MetricReader
 from kdist.run.result import Result
 from kdist.strategies.base import TrainingSpec
 
+_ABOUT_CALLBACKS = ("looks_at_model", "wants_batches", "acts_on_test_batches", "logs_learning_rate")
+
 
 class UsersHooks:
     """The hooks and callbacks of one fit that stay here, called as the process that trains says.
@@ -95,16 +97,15 @@ class UsersHooks:
         result = getattr(self._callbacks, event)(*arguments)
         return self._epoch_logs.logs if event == "end_epoch" else result
 
-    def call_prepare(self, epochs: int | None, steps: int | None) -> tuple[bool, bool, bool]:
-        """Makes the callbacks ready; returns what `Callbacks` says of them.
+    def call_prepare(self, epochs: int | None, steps: int | None) -> dict[str, bool]:
+        """Makes the callbacks ready; returns what `Callbacks` says of them, by its attributes.
 
         Args:
             epochs, steps: those of the fit, for `callback.params`.
         """
         if self._callbacks is None:
             self._callbacks = Callbacks(self._given_callbacks, self._spec.model, epochs=epochs, steps=steps)
-        callbacks = self._callbacks
-        return callbacks.looks_at_model, callbacks.wants_batches, callbacks.acts_on_test_batches
+        return {name: getattr(self._callbacks, name) for name in _ABOUT_CALLBACKS}
 
     def call_test(self, event: str, session: Session, *arguments: Any) -> None:
         """Passes an event of a validation on to the callbacks."""

@@ -18,6 +18,7 @@ from helpers import result_of
 import kdist
 from kdist.cli import evaluate, export, main, predict
 from kdist.run.checkpoint import Checkpoints
+from kdist.run.object_storage import ObjectStorage, StorageError
 
 TRUST = "run.trust=[served_code]"
 KEYS = [TRUST, "train.steps=30", "train.batch_size=16", "hooks.checkpoint.every_steps=10", "run.verbose=0"]
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def mine(folder: Path) -> Path:
-    return train("mine", "model._target_=served_code.build", "data._target_=served_code.data")
+    return train("mine", "model._target_=served_code.build", "data._target_=served_code.data", "+data.seed=3")
 
 
 def train(name: str, *keys: str) -> Path:
@@ -99,11 +100,12 @@ def test_evaluate_can_take_an_earlier_step_and_other_data(mine: Path, done: Call
     assert earlier["step"] == 10
     assert earlier["metrics"]["loss"] > result_of(mine)["metrics"]["validation"]["loss"]
     model = keras.saving.load_model(mine / "model.keras")
-    other = json.loads(done(evaluate, "--json", mine, "+data.seed=8"))["metrics"]
+    other = json.loads(done(evaluate, "--json", mine, "data.seed=8"))["metrics"]
     x, y = served_code.data(8)["validation_data"]
     assert other == pytest.approx(model.evaluate(x, y, 16, verbose=0, return_dict=True), rel=1e-5)
     # Of data that is given for this, everything counts.
-    whole = json.loads(done(evaluate, mine, "--json", "data._target_=served_code.not_validated"))["metrics"]
+    other = ["data=custom", "data._target_=served_code.not_validated"]
+    whole = json.loads(done(evaluate, mine, "--json", *other))["metrics"]
     x, y = served_code.columns()
     assert whole == pytest.approx(model.evaluate(x, y, 16, verbose=0, return_dict=True), rel=1e-5)
 
@@ -196,6 +198,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_averages_are_what_is_evaluated_and_exported(folder: Path, done: Callable[..., str], tmp_path: Path) -> None:
     run_dir = train(
         "averaged", "model._target_=served_code.build", "+model.use_ema=true", "data._target_=served_code.data"
@@ -211,6 +214,7 @@ def test_averages_are_what_is_evaluated_and_exported(folder: Path, done: Callabl
     assert np.abs(values["parameters/dense_2/kernel"] - values["slots/dense_2/kernel/average"]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_rows_of_a_dynamic_table_are_evaluated_and_exported(
     folder: Path, done: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -224,6 +228,7 @@ def test_rows_of_a_dynamic_table_are_evaluated_and_exported(
     assert np.ptp(found) > 0.01
 
 
+@pytest.mark.long
 def test_a_model_that_is_built_for_its_data(folder: Path, done: Callable[..., str], tmp_path: Path) -> None:
     run_dir = train("subclassed", "model._target_=served_code.build_subclassed", "data._target_=served_code.kinds")
     assert json.loads(done(evaluate, run_dir, "--json"))["metrics"] == metrics(run_dir)
@@ -243,6 +248,7 @@ def test_a_run_without_checkpoints_has_its_model_file(folder: Path, done: Callab
     }
 
 
+@pytest.mark.long
 def test_a_run_from_python_needs_to_be_told_its_data(folder: Path, done: Callable[..., str], tmp_path: Path) -> None:
     x, y = served_code.columns()
     trainer = kdist.Trainer(served_code.build, run_dir="python")
@@ -278,6 +284,7 @@ BROKEN = {
         ".hydra/config.yaml": "{model: {_target_: keras.Model}, optimizer: {warmth: 3}}",
         "result.json": '{"versions": {"kdist": "9.1"}}',
     },
+    "format": {"result.json": '{"format": 2, "versions": {"kdist": "9.2"}}'},
     "python_only": {"result.json": '{"status": "done"}'},
     "no_model": {"result.json": '{"status": "done"}', "model.keras": "no archive"},
 }
@@ -288,18 +295,19 @@ WRONG: list[tuple[Any, list[str], list[str]]] = [
     (evaluate, ["sweep"], ["sweep: is not the run dir of a run", "give that of a trial"]),
     (evaluate, ["broken"], ["broken", "config.yaml"]),
     (evaluate, ["newer"], ["newer: was trained by kdist 9.1", "knows no optimizer.warmth"]),
+    (evaluate, ["format"], ["was written by kdist 9.2, in format 2", "reads format 1"]),
     (evaluate, ["python_only"], ["python_only: was trained from Python", "model._target_=package.function"]),
     (export, ["no_model", "--to", "x"], ["model.keras cannot be loaded", "model._target_=package.function"]),
     (evaluate, ["mine", "--step", "7"], ["--step=7", "mine/checkpoints", "there are 0, 10, 20, 30"]),
     (evaluate, ["mine", "--step", "x"], ["--step", "'x'"]),
-    (evaluate, [], ["RUN_DIR"]),
+    (evaluate, [], ["required: RUN_DIR; --help"]),
     (evaluate, ["mine", "--jsn"], ["--jsn", "--help"]),
     (evaluate, ["mine", "30"], ["30: is neither an option nor of the form KEY=VALUE"]),
     (evaluate, ["mine", "data.sed=1"], ["mine: data.sed", "+data.sed=..."]),
     (evaluate, ["mine", "+recipe=mnist"], ["recipe", "data=mnist"]),
     (evaluate, ["mine", "data=nope"], ["data=nope", "choose one of"]),
     (evaluate, ["mine", "cluster=4w"], ["cluster=4w", "cluster=2ps2w"]),
-    (evaluate, ["mine", "data._target_=served_code.endless"], ["without end"]),
+    (evaluate, ["mine", "data=custom", "data._target_=served_code.endless"], ["without end"]),
     (evaluate, ["mine", "+model.unit=3"], ["model", "unit"]),
     (evaluate, ["mine", "optimizer.use_ema=true"], ["use_ema", "no moving averages"]),
     (evaluate, ["mine", "model._target_=served_code.build_other"], ["is of another model", "dense_1/kernel"]),
@@ -349,13 +357,28 @@ def test_what_is_wrong_is_said_once(
     before = sorted(Path().rglob("*"))
     assert command.run([*arguments, *([TRUST] if arguments else [])]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("kdist: error: ")
+    # What the user's code prints comes before.
+    assert captured.err.removeprefix("reading\n").startswith("kdist: error: ")
     assert captured.err.count("kdist: error") == 1
     assert "Traceback" not in captured.err
     for words in said:
         assert words in captured.err
     assert captured.out == ""
     assert sorted(Path().rglob("*")) == before
+
+
+def test_storage_that_fails_can_be_asked_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/mine"
+    train(url, "model._target_=served_code.build", "data._target_=served_code.data")
+
+    def fail(*_: Any) -> None:
+        raise StorageError(f"{url}: storage fails: out of order")
+
+    monkeypatch.setattr(ObjectStorage, "download", fail)
+    assert evaluate.run([url, TRUST]) == 75
+    assert capsys.readouterr().err == f"kdist: error: {url}: storage fails: out of order\n"
 
 
 def test_code_of_the_run_has_to_be_trusted_again(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 COMMAND = "hydra.searchpath=[pkg://theirs.conf] +recipe=theirs run.trust=[theirs] cluster=1ps2w"
 
 
+@pytest.mark.long
 def test_a_package_extends_kdist_without_a_change_in_it(tmp_path: Path) -> None:
     source, site = tmp_path / "plugin", tmp_path / "site"
     shutil.copytree(REPO / "tests" / "plugin", source)

@@ -39,5 +39,7 @@ def test_a_wheel_of_a_clean_clone_trains_mnist_in_an_empty_folder(tmp_path: Path
     record = json.loads(result.read_text())
     assert (record["status"], record["global_step"]) == ("done", 2000)
     assert record["metrics"]["validation"]["accuracy"] > 0.95
+    found = run(python, "-m", "kdist.evaluate", result.parent, "--json", cwd=folder)
+    assert json.loads(found)["metrics"] == pytest.approx(record["metrics"]["validation"], rel=1e-5)
     # Everything that a run leaves is in its run dir.
     assert {path.name for path in folder.iterdir()} <= {"runs", "data"}

@@ -54,6 +54,7 @@ def by_workers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_mnist_is_evaluated_predicted_and_exported_with_the_numbers_of_its_result(
     run: Callable[..., str], by_workers: list[str], tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_mnist_is_evaluated_predicted_and_exported_with_the_numbers_of_its_resul
     np.testing.assert_allclose(served, np.load("out.npz")["predictions"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_here_stays_on_the_servers(
     run: Callable[..., str], by_workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

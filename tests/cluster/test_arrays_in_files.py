@@ -74,7 +74,7 @@ def in_files(folder: Path) -> tuple[np.memmap, np.memmap]:
     return x, y
 
 
-@pytest.mark.parametrize("cluster", ["2ps2w", "1ps1w"])
+@pytest.mark.parametrize("cluster", ["2ps2w", pytest.param("1ps1w", marks=pytest.mark.long)])
 def test_workers_read_memory_mapped_arrays_from_their_files(
     cluster: str, run_dir: Path, tmp_path: Path, ways: Ways
 ) -> None:
@@ -89,7 +89,7 @@ def test_workers_read_memory_mapped_arrays_from_their_files(
         np.testing.assert_array_equal(mine, expected)
 
 
-@pytest.mark.parametrize("num_seeing", [0, 1])
+@pytest.mark.parametrize("num_seeing", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_worker_that_sees_another_file_gets_its_rows_sent(
     num_seeing: int, run_dir: Path, tmp_path: Path, ways: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +115,7 @@ def test_a_worker_that_sees_another_file_gets_its_rows_sent(
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.long
 def test_hdf5_datasets(run_dir: Path, tmp_path: Path, ways: Ways) -> None:
     x, y = toy_data()
     with h5py.File(tmp_path / "data.h5", "w") as file:

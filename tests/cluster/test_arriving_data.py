@@ -78,7 +78,7 @@ def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path,
     assert set(by_worker) == {"worker:0", "worker:1"}
 
 
-@pytest.mark.parametrize("restarts", [1, 0])
+@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_lost_worker_costs_at_most_a_batch_that_counts_twice(folder: Path, run_dir: Path, restarts: int) -> None:
     for number in range(8):
         counted.write_file(folder / f"{number}.parquet", range(100 * number, 100 * number + 100))
@@ -117,6 +117,7 @@ def test_a_lost_server_costs_nothing_that_a_checkpoint_had(folder: Path, run_dir
     assert trainer.result.global_step == 80
 
 
+@pytest.mark.long
 def test_messages_of_a_topic_are_read_once_by_one_of_the_workers(run_dir: Path) -> None:
     broker = counted.Broker()
     broker.send("clicks", range(300))

@@ -129,7 +129,10 @@ def test_hooks_feed_workers_that_begin_one_after_the_other(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "strategy",
-    ["parameter_server", "sync_replicas", "mirrored", pytest.param("multi_worker_mirrored", marks=pytest.mark.long)],
+    [
+        "parameter_server",
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("sync_replicas", "mirrored", "multi_worker_mirrored")),
+    ],
 )
 def test_without_an_end_validations_checkpoints_and_exports_go_on_until_a_hook_ends_training(
     strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -43,7 +43,10 @@ def build() -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("parameter_server", "dataset"), ("sync_replicas", "arrays")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("parameter_server", "dataset"), pytest.param("sync_replicas", "arrays", marks=pytest.mark.long)],
+)
 def test_workers_validate_what_keras_would(
     strategy: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +149,7 @@ def test_an_evaluator_evaluates_each_new_checkpoint_and_comes_back(
     assert (tmp_path / "logs" / "evaluator-0.log").exists()
 
 
+@pytest.mark.long
 def test_an_evaluator_that_fails_costs_a_warning(tmp_path: Path) -> None:
     x, y = toy_data(64)
 

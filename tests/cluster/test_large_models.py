@@ -78,6 +78,7 @@ def test_servers_save_their_rows_and_any_number_of_them_restores_them(run_dir: P
         np.testing.assert_allclose(resumed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_servers_with_disks_of_their_own_save_and_restore_through_the_chief(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ class StepsMeanwhile(Hook):
             self._may_write.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
 def test_training_continues_while_servers_write(
     strategy: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -134,6 +136,7 @@ def test_training_continues_while_servers_write(
         np.testing.assert_allclose(saved[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_damaged_file_of_one_server_damages_its_checkpoint_alone(run_dir: Path) -> None:
     before = train(run_dir, "2ps1w", 20)
     largest = max((run_dir / "checkpoints").glob("ckpt-20.data-*"), key=lambda path: path.stat().st_size)
@@ -146,6 +149,7 @@ def test_a_damaged_file_of_one_server_damages_its_checkpoint_alone(run_dir: Path
         np.testing.assert_allclose(again[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_any_number_of_servers_draws_the_same_values_and_comes_to_the_same(tmp_path: Path) -> None:
     clusters = {"local": {}, "1ps1w": {}, "2ps1w": {}, "3ps1w": {}}
     for strategy in ({}, {"strategy": "sync_replicas"}):
@@ -252,6 +256,7 @@ def test_an_initializer_with_values_of_another_shape_is_named(run_dir: Path) -> 
         trainer.fit(*ids(), batch_size=16, steps=1, verbose=0)
 
 
+@pytest.mark.long
 def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = kdist.Trainer(build, cluster="2ps1w", run_dir=run_dir, export_max_bytes=1000, use_default_hooks=False)
     trainer.fit(*ids(), batch_size=16, steps=20, verbose=2)
@@ -291,6 +296,7 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     assert keras.saving.load_model(run_dir / "model.keras").layers[0].embeddings.shape == (ROWS, DIM)
 
 
+@pytest.mark.long
 def test_training_may_end_with_the_best_values_which_never_come_here(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +389,7 @@ def test_values_of_the_users_own_travel_to_the_servers(run_dir: Path) -> None:
     np.testing.assert_array_equal(first["parameters/embedding/embeddings"], mine)
 
 
+@pytest.mark.long
 def test_workers_validate_with_what_they_pull(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = ids()
     trainer = kdist.Trainer(build, cluster="2ps2w", strategy="sync_replicas", run_dir=run_dir)

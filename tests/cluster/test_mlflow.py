@@ -18,8 +18,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Any]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A client of a store that MLflow uses by default."""
+    # There MLflow puts the files of its first experiment.
+    monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     client = mlflow.MlflowClient()

@@ -137,6 +137,7 @@ def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, cap
         "checkpoints/checkpoint",
         *(f"checkpoints/ckpt-{step}.{end}" for step in (0, 200) for end in ("index", "data-00000-of-00001")),
         "logs",
+        "metrics.csv",
         *(f"logs/{task}.log" for task in ("ps-0", "ps-1", "worker-0", "worker-1")),
         "model.keras",
         "placement.png",

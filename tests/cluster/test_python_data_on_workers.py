@@ -154,7 +154,9 @@ def test_an_error_of_the_users_code_ends_the_run(run_dir: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("cluster", "options"), [("2w", {}), ("local", {"strategy": "mirrored", "devices": 2})], ids=["2w", "mirrored"]
+    ("cluster", "options"),
+    [pytest.param("2w", {}, marks=pytest.mark.long), ("local", {"strategy": "mirrored", "devices": 2})],
+    ids=["2w", "mirrored"],
 )
 def test_all_reduce_workers_use_every_batch_once(cluster: str, options: Any, run_dir: Path) -> None:
     trainer = kdist.Trainer(counted.counting_model, cluster, run_dir=run_dir, **options)

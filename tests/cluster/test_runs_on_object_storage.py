@@ -101,6 +101,7 @@ def test_a_second_fit_continues_from_the_model(bucket: Any) -> None:
     assert json.loads(found["result.json"])["global_step"] == 30
 
 
+@pytest.mark.long
 def test_the_chief_may_be_a_process_of_its_own(bucket: Any) -> None:
     trainer = train(20, "2w", strategy="multi_worker_mirrored")
     assert json.loads(objects_in(bucket, "runs/mine/")["result.json"])["status"] == "done"
@@ -108,6 +109,7 @@ def test_the_chief_may_be_a_process_of_its_own(bucket: Any) -> None:
     assert (trainer.run_dir / ".arrived").exists()
 
 
+@pytest.mark.long
 def test_the_command_line(bucket: Any, tmp_path: Path, secret: str) -> None:
     part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
     arguments = ["+recipe=mnist", "cluster=2ps2w", "train.steps=20", part, "run.dir=s3://bucket/mnist"]

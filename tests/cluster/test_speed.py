@@ -118,7 +118,9 @@ def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, 
         assert len(_crossing(graph, "worker", tf.int64)) == 1
 
 
-@pytest.mark.parametrize("kinds", [["narrow"], ["narrow", "wide", "plain"]], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [["narrow"], pytest.param(["narrow", "wide", "plain"], marks=pytest.mark.long)], ids="-".join
+)
 def test_what_travels_does_not_grow_with_the_number_of_tables(kinds: list[str], run_dir: Path) -> None:
     def build(num_tables: int) -> keras.Model:
         ids = keras.layers.Input((num_tables,), dtype="int32")

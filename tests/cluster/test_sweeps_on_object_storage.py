@@ -25,6 +25,7 @@ TRIAL = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_sweep_is_in_the_bucket_and_known_on_another_machine(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:
@@ -100,9 +101,10 @@ def test_a_sweep_whose_storage_is_gone_ends_with_one_message(bucket: Any, tmp_pa
 @pytest.mark.parametrize(
     ("plugin", "keys"),
     [
-        (
+        pytest.param(
             "hydra/sweeper=optuna",
             ["optimizer.learning_rate=tag(log,interval(0.0001,1))", "hydra.sweeper.n_trials=2"],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "hydra/launcher=joblib",

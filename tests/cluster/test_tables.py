@@ -39,10 +39,10 @@ def build(embedding: type[layers.Embedding], optimizer: keras.optimizers.Optimiz
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
-        lambda: keras.optimizers.Adagrad(0.1),
+        pytest.param(lambda: keras.optimizers.SGD(0.5, clipnorm=0.1), marks=pytest.mark.long),
+        pytest.param(lambda: keras.optimizers.Adagrad(0.1), marks=pytest.mark.long),
         lambda: keras.optimizers.Adam(0.01),
-        lambda: keras.optimizers.Ftrl(0.1),
+        pytest.param(lambda: keras.optimizers.Ftrl(0.1), marks=pytest.mark.long),
     ],
     ids=["sgd", "adagrad", "adam", "ftrl"],
 )
@@ -117,7 +117,7 @@ def pooled_data(context: kdist.DataContext | None = None) -> tf.data.Dataset:
     )
 
 
-@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("is_function", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ragged_and_sparse_ids_train_and_validate_as_in_keras(is_function: bool, run_dir: Path) -> None:
     def build_pooled() -> keras.Model:
         keras.utils.set_random_seed(6)

@@ -462,6 +462,7 @@ def _run_script(folder: Path, last: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_a_model_with_classes_of_a_script_reaches_the_processes_that_train(tmp_path: Path) -> None:
     done = _run_script(tmp_path, "x / 1")

@@ -68,6 +68,7 @@ def test_every_layer(name: str, cluster: str, run_dir: Path) -> None:
 
 
 @anywhere
+@pytest.mark.long
 @pytest.mark.usefixtures("tasks_prepared")
 def test_every_loss_and_every_metric(cluster: str, run_dir: Path) -> None:
     assert_same_as_keras(compared, compatibility.X, targets(), run_dir, cluster, batch_size=BATCH, epochs=2)

@@ -304,7 +304,7 @@ PROGRAMS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]
 
 
 #: The others run in `make long`.
-IN_SHORT = {("vae", "async"), ("dcgan", "async"), ("language_model", "async")}
+IN_SHORT = {("vae", "async"), ("dcgan", "async")}
 
 
 @pytest.mark.cluster

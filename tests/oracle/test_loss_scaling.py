@@ -89,6 +89,7 @@ def test_the_policy_alone_scales_the_loss_and_training_goes_on_from_the_model(ru
     assert keras.models.load_model(run_dir / "model.keras").optimizer.iterations == trainer.model.optimizer.iterations
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
 def test_asynchronous_workers_find_a_scale_together(run_dir: Path) -> None:

@@ -57,6 +57,7 @@ def test_states_are_those_of_keras(cluster: str, reset: type[Reset], run_dir: Pa
     )
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
 def test_states_are_reset_at_epochs_and_matter(tmp_path: Path) -> None:

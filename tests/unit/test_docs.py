@@ -10,6 +10,7 @@ import pytest
 from helpers import REPO
 from hydra._internal.utils import get_args_parser
 
+from kdist.cli.arguments import as_hydra_reads
 from kdist.cli.hydra_plugins import register
 from kdist.cli.main import _check
 
@@ -51,7 +52,7 @@ def test_commands_of_the_docs_are_right(page: str, arguments: list[str]) -> None
         arguments = [a.split(",")[0] if "(" not in a else a.split("=")[0] + "=0.01" for a in arguments if a != "-m"]
         arguments = [a for a in arguments if not a.startswith(("hydra/", "hydra.sweeper", "hydra.launcher"))]
     register()
-    _check(get_args_parser().parse_args(arguments))
+    _check(get_args_parser().parse_args(as_hydra_reads(arguments)))
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """`make lint` finds what breaks the order of the rooms, and the rules of the code."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -84,3 +85,18 @@ def test_an_import_that_breaks_the_order_of_the_rooms_is_found(
     assert done.returncode == 1, done.stdout + done.stderr
     broken = [line for line in done.stdout.splitlines() if " BROKEN" in line]
     assert any(line.startswith(contract) for line in broken), done.stdout
+
+
+def test_a_wheel_has_every_package() -> None:
+    folders = {"kdist": "kdist", "kdist.conf": "conf", "kdist.recipes": "recipes"}
+    found = {
+        ".".join([name, *init.parent.relative_to(REPO / folder).parts])
+        for name, folder in folders.items()
+        for init in (REPO / folder).rglob("__init__.py")
+    }
+    configs = {
+        f"kdist.conf.{path.name}" for path in (REPO / "conf").iterdir() if path.is_dir() and any(path.glob("*.yaml"))
+    }
+    text = (REPO / "pyproject.toml").read_text()
+    listed = re.findall(r'"([\w.]+)"', text[text.index("\npackages = [") : text.index("[tool.setuptools.package-dir]")])
+    assert sorted(listed) == sorted(found | configs)

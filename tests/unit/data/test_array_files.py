@@ -144,7 +144,7 @@ def batches(x: Any, y: Any, num_workers: int, worker: int, shuffle: bool) -> lis
     return [[tensor.numpy() for tensor in tf.nest.flatten(element)] for element in dataset.take(20)]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("dtype", ["float64", "uint8"])
 def test_batches_are_those_of_arrays_in_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,7 +16,9 @@ from helpers import result_of, tags_of
 from python_data import BATCH, Batches, X, Y, batch
 
 import kdist
+from kdist.data.base import Readers
 from kdist.data.batch_source import BatchSource
+from kdist.data.sources import training_data
 from kdist.errors import ConfigError, TaskError
 
 
@@ -134,6 +137,19 @@ def test_histograms_of_gradients_take_no_batch_away(make: Any, run_dir: Path) ->
     num_examples = sum(len(y) for _, y in (make() if make is python_data.filtered else python_data.generator()))
     assert trainer.result.examples == 2 * num_examples
     assert "gradients/dense/kernel" in "".join(tags_of(run_dir / "tb" / "train"))
+
+
+@pytest.mark.parametrize("make", [Batches, python_data.filtered])
+def test_a_histogram_holds_no_batch_of_a_worker_that_is_away(make: Any) -> None:
+    data = training_data(make(), readers=Readers(number=2, by_passes=True), shuffle=False)
+    assert data.splits is not None
+    data.splits.look()
+    session: Any = SimpleNamespace(spec=SimpleNamespace(data=data, batch_size=None, seed=0), global_step=0)
+    x, _ = kdist.hooks.HistogramSaver(every_steps=1)._next_batch(session)
+    assert x.shape == (BATCH, 6)
+    assert data.splits.split_of(0) is None
+    assert data.splits.assign(1).name in ("batch 0 of the PyDataset Batches", "part 1 of 2")
+    data.splits.close()
 
 
 def changing() -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import keras
 import models
 import numpy as np
 import pytest
@@ -82,6 +83,21 @@ def test_data_of_unknown_length_is_done_after_its_epochs(run_dir: Path, monkeypa
     again = trainer_in(run_dir)
     assert again.fit(python_data.filtered(), epochs=3, verbose=0).epoch == [0, 1, 2]
     assert again.result.global_step == first.result.global_step // 2 * 3
+
+
+def test_a_model_with_random_seeds_and_averages_gets_its_values(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Any:
+        model = models.dropout()
+        model.compile(keras.optimizers.Adam(use_ema=True, ema_momentum=0.5), "sparse_categorical_crossentropy")
+        return model
+
+    first = kdist.Trainer(build, run_dir=run_dir)
+    first.fit(X, Y, epochs=2, verbose=0)
+    monkeypatch.setattr(Single, "start", None)
+    again = kdist.Trainer(build, run_dir=run_dir)
+    again.fit(X, Y, epochs=2, verbose=0)
+    for value, wanted in zip(again.model.get_weights(), first.model.get_weights()):
+        np.testing.assert_array_equal(value, wanted)
 
 
 def test_after_it_the_next_fit_trains_more(run_dir: Path) -> None:

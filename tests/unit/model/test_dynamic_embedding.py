@@ -57,11 +57,11 @@ def fixed(optimizer: Any) -> keras.Model:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=0.1),
+        pytest.param(lambda: keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=0.1), marks=pytest.mark.long),
         lambda: keras.optimizers.Adagrad(0.1),
         lambda: keras.optimizers.AdamW(0.01, use_ema=True),
         pytest.param(lambda: keras.optimizers.RMSprop(0.01), marks=pytest.mark.long),
-        lambda: keras.optimizers.Ftrl(0.1),
+        pytest.param(lambda: keras.optimizers.Ftrl(0.1), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Adadelta(1.0), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Adamax(0.01), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Lion(0.001), marks=pytest.mark.long),

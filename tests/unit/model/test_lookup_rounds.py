@@ -116,7 +116,7 @@ def step_of(build: Callable[..., keras.Model], run_dir: Path) -> ReplicaStep:
     request = kdist.Trainer(lambda: build(kdist.layers.Embedding), run_dir=run_dir)._request(
         FitArguments(*data(), batch_size=16)
     )
-    return prepare(request.training_spec(request.training_data()), 1).replica_step
+    return prepare(request.training_spec(request.training_data), 1).replica_step
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def dataset(kind: Any, num_batches: int = 5) -> tf.data.Dataset:
     )
 
 
-@pytest.mark.parametrize("is_functional", [False, True])
+@pytest.mark.parametrize("is_functional", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_models_train_evaluate_and_predict_as_by_keras(kind: Any, is_functional: bool, run_dir: Path) -> None:
     def make() -> keras.Model:
@@ -228,7 +228,7 @@ def test_keras_own_layer_is_looked_up_by_rows_too(run_dir: Path) -> None:
 
 def step_of(model: keras.Model, data: tf.data.Dataset, run_dir: Path) -> ReplicaStep:
     request = kdist.Trainer(lambda: compiled(model), run_dir=run_dir)._request(FitArguments(data))
-    return prepare(request.training_spec(request.training_data()), 1).replica_step
+    return prepare(request.training_spec(request.training_data), 1).replica_step
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -71,7 +71,7 @@ class Servers:
         )
         ids, y = np.zeros((batch, 4), np.int64), np.zeros((batch, 1), np.float32)
         request = trainer._request(FitArguments(ids, y, batch_size=batch))
-        prepared = prepare(request.training_spec(request.training_data()), 1)
+        prepared = prepare(request.training_spec(request.training_data), 1)
         plan = prepared.plan(num_servers, PlacementPolicy.of(ServerOptions()))
         self.store = prepared.store([CPU] * num_servers, plan)
         self.checkpoints = Checkpoints(folder / "checkpoints")

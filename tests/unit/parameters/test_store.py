@@ -38,7 +38,7 @@ def make_store(run_dir: Path, num_servers: int, build_model: Callable[[], keras.
     trainer = kdist.Trainer(build_model, run_dir=run_dir)
     x, y = toy_data()
     request = trainer._request(FitArguments(x, y, batch_size=8))
-    prepared = prepare(request.training_spec(request.training_data()), 1)
+    prepared = prepare(request.training_spec(request.training_data), 1)
     return prepared.store(["/CPU:0"] * num_servers, prepared.plan(num_servers, PlacementPolicy.of(ServerOptions())))
 
 

@@ -57,7 +57,7 @@ def build(embedding: type[layers.Embedding], optimizer: str = "adam", lengths: S
 def prepared(run_dir: Path, optimizer: str = "adam", lengths: Sequence[int] = ROWS) -> PreparedTraining:
     trainer = kdist.Trainer(lambda: build(kdist.layers.Embedding, optimizer, lengths), run_dir=run_dir)
     request = trainer._request(FitArguments(*data(lengths), batch_size=BATCH, shuffle=False))
-    return prepare(request.training_spec(request.training_data()), 1)
+    return prepare(request.training_spec(request.training_data), 1)
 
 
 def store_of(training: PreparedTraining, num_servers: int) -> ParameterStore:
@@ -72,7 +72,7 @@ def train(training: PreparedTraining, store: ParameterStore, steps: int = 6) -> 
     return store.values.read()
 
 
-@pytest.mark.parametrize("lengths", [ROWS, FULL], ids=["several lengths", "full"])
+@pytest.mark.parametrize("lengths", [ROWS, pytest.param(FULL, marks=pytest.mark.long)], ids=["several lengths", "full"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_they_train_as_apart_and_as_by_keras(
     optimizer: str, lengths: tuple[int, ...], run_dir: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,1 @@
+"""`python -m kdist.evaluate`; see `kdist.cli.evaluate`."""

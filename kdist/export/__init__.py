@@ -1,0 +1,1 @@
+"""`python -m kdist.export`; see `kdist.cli.export`."""

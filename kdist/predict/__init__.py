@@ -1,0 +1,1 @@
+"""`python -m kdist.predict`; see `kdist.cli.predict`."""
