@@ -160,7 +160,7 @@ def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, mon
         wait_until(lambda: not cluster.starting_tasks(), 30, "it serves")
         assert cluster.lost_tasks() == {}
         second = log.read_text().removeprefix(first)
-    says_much = re.compile("DEBUG|polling engine")
+    says_much = re.compile("DEBUG|polling engine|gRPC experiments")
     assert says_much.search(first)
     assert "serves at" in second
     assert not says_much.search(second)

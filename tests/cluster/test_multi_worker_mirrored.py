@@ -39,7 +39,7 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert Checkpoints(run_dir / "checkpoints").steps() == [0, 16, 32, 48]
     assert "async/staleness" not in tags_of(run_dir / "tb" / "train")
     assert "done  | step     48/48" in capsys.readouterr().out
-    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["worker-0.log", "worker-1.log"]
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["chief-0.log", "worker-0.log", "worker-1.log"]
     # This process is as it was.
     assert own(np.zeros((1, 6), np.float32)).shape == (1, 2)
     # A second fit resumes from the model, another trainer from the checkpoint; on another number of workers, too.
