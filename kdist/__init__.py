@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kdist._compat import quiet_import
 from kdist._compat.quick_import import quick_import
 from kdist.config.targets import trust
 from kdist.errors import (
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from kdist.runs.load import load_runs
     from kdist.session import TrainSession
     from kdist.trainer import Trainer
+
+# Before anything imports TensorFlow and Keras.
+quiet_import.install()
 
 _MODULES = ("hooks", "layers")
 _LAZY = {

@@ -11,13 +11,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist.cluster import isolate
 from kdist.cluster.resolve import common_seed, membership_of, shape_of, with_given
 from kdist.cluster.spec import Membership
-from kdist.config.checks import STOP_SIGNALS, check_seed, check_stop_signals, checked_steps_per_call
+from kdist.config.checks import STOP_SIGNALS, check_one_of, check_seed, check_stop_signals, checked_steps_per_call
 from kdist.config.hparams import plain
-from kdist.config.schema import ClusterConfig, RunConfig, TrainConfig
+from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConfig
 from kdist.config.strategy_options import strategy_config
+from kdist.console import log
 from kdist.data.sources import read_locally, split_validation
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate
@@ -36,7 +36,6 @@ from kdist.run.result import Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
-from kdist.strategies.multi_worker_mirrored import join
 
 
 class Trainer:
@@ -69,6 +68,7 @@ class Trainer:
         grace_secs: seconds to save and exit after a stop signal or Ctrl-C.
         stop_signals: names of the signals at which the run saves and exits; a handler of the program's own stays.
         storage_timeout: seconds for which object storage may fail before a save counts as failed.
+        log_format: `text` prints lines for people, `json` an object a line for programs; see `kdist.console.log`.
         use_default_hooks: whether to add the default hooks.
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
@@ -103,6 +103,7 @@ class Trainer:
         grace_secs: float = RunConfig.grace_secs,
         stop_signals: Sequence[str] = STOP_SIGNALS,
         storage_timeout: float = RunConfig.storage_timeout,
+        log_format: str = RunConfig.log_format,
         use_default_hooks: bool = True,
         lock_run_dir: bool = True,
         membership: Membership | None = None,
@@ -126,11 +127,8 @@ class Trainer:
             shape_of(cluster, membership),
             membership,
         )
-        if membership is None and not self._strategy.shape.is_local:
-            isolate.require(cluster.isolate)
-        if self._strategy.name == "multi_worker_mirrored" and membership is not None and membership.runs_program:
-            # Before a model runs TensorFlow's first ops.
-            join(membership, cluster.start_timeout)
+        # Before a model runs TensorFlow's first ops.
+        self._strategy.take_place()
         self.name = name or name_of_program()
         self.files = RunDir(run_dir, self.name, storage_timeout)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
@@ -144,6 +142,8 @@ class Trainer:
         self._grace_secs = grace_secs
         check_stop_signals("stop_signals", stop_signals)
         self._stop_signals = tuple(stop_signals)
+        check_one_of("log_format", log_format, LOG_FORMATS)
+        self._log_format = log_format
         # None continues from the model as it is.
         self._resume: str | None = resume
         check_seed("seed", seed)
@@ -156,6 +156,9 @@ class Trainer:
         self.result = Result()
         self._left_on_servers: FitRequest | None = None
         self._num_fits = 0
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.name}, {self.strategy_name} on {self._strategy.shape}, run dir {self.files})"
 
     @property
     def strategy_name(self) -> str:
@@ -296,7 +299,11 @@ class Trainer:
         if not self._strategy.is_chief:
             yield
             return
-        with self.files.lock() if self._lock_run_dir else nullcontext():
+        with (
+            log.used(self._log_format),
+            self.files.lock() if self._lock_run_dir else nullcontext(),
+            log.file_log(self.files.logs / "chief-0.log"),
+        ):
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
@@ -388,9 +395,5 @@ class Trainer:
             raise self._left_on_servers.model_is_elsewhere()
 
     def _workers(self) -> WorkerPool | None:
-        """The workers that can be started for an evaluation; None without parameter servers."""
-        strategy = self._strategy
-        if not strategy.shape.num_ps or strategy.membership is not None:
-            return None
-        training = None if self._left_on_servers is None else self._left_on_servers.bring_back
-        return WorkerPool(strategy.make, strategy.shape.num_workers, self.files.logs, self._grace_secs, training)
+        left = self._left_on_servers
+        return self._strategy.workers(self.files.logs, self._grace_secs, None if left is None else left.bring_back)

@@ -28,6 +28,7 @@ from kdist.recipes.criteo_files import (
 from kdist.recipes.criteo_truth import CRITEO_CARDINALITIES, Truth, exact_auc, scaled_cardinalities
 
 from kdist.config.checks import check_more_than_zero, check_one_of, check_seed, check_whole_number
+from kdist.console.log import say
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def load_data(
     validation = read_rows(others, is_held_out=holds_out, num_rows=num_validation, transform=transform)
     where = f"every {HELD_OUT}th line" if holds_out else validation_path
     number = f"{len(files)} file{'s' * (len(files) > 1)}"
-    print(f"data      {number} in {path}, {len(validation[1])} rows of {where} to validate with", flush=True)
+    say(f"data      {number} in {path}, {len(validation[1])} rows of {where} to validate with")
     x = reader(files, holds_out=holds_out, shuffle_rows=shuffle_rows, seed=seed, transform=transform)
     return {"x": x, "validation_data": validation}
 
@@ -200,10 +201,9 @@ def _generated(num_validation: int, scale: float, seed: int, transform: Transfor
     rows, probabilities = Truth(scale, seed).rows(tf.constant(_VALIDATION_BATCH, tf.int64), num_validation)
     auc = exact_auc(rows.labels.numpy(), probabilities.numpy())
     validation = tf.nest.map_structure(lambda tensor: tensor.numpy(), transform(rows))
-    print(
+    say(
         f"data      generated, {sum(scaled_cardinalities(scale))} ids in {NUM_IDS} columns, {num_validation} rows to "
         f"validate with: the AUC of the true probabilities is {auc:.4f}",
-        flush=True,
     )
     return {"x": batches(scale, seed, transform), "validation_data": validation}
 

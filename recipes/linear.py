@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdist.console import lines
+from kdist.console.log import say
 from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, Session
 
 if TYPE_CHECKING:
@@ -43,10 +44,9 @@ def load_data(
     x = random.uniform(-1.0, 1.0, (num_points + num_validation, 1))
     y = weight * x + bias + random.normal(0.0, noise, x.shape)
     x, y = x.astype(np.float32), y.astype(np.float32)
-    print(
+    say(
         f"data      {num_points} + {num_validation} points of y = {weight:g}x + {bias:g}, noise {noise:.2f} "
         f"(the floor of the loss is {noise**2:.2f})",
-        flush=True,
     )
     return {
         "x": x[:num_points],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdist.console.log import say
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def load_data(path: str | None = None) -> dict[str, Any]:
     else:
         source, arrays = _from_keras() or _shipped()
     x_train, y_train, x_test, y_test = arrays
-    print(f"data      MNIST, {len(x_train)} + {len(x_test)} images, {source}", flush=True)
+    say(f"data      MNIST, {len(x_train)} + {len(x_test)} images, {source}")
     return {
         "x": x_train.astype(np.float32) / 255.0,
         "y": y_train,

@@ -20,6 +20,7 @@ from kdist.recipes import mnist
 
 from kdist.config.checks import check_whole_number
 from kdist.console import lines
+from kdist.console.log import say
 from kdist.errors import ConfigError
 from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, Session, StepCounter
 
@@ -81,7 +82,7 @@ def load_data(
         paths, num_written = write_tfrecords(images, labels, Path(folder), num_files)
     except OSError as error:
         raise ConfigError(f"data.folder={folder}: the files cannot be written there: {error}") from None
-    print(f"data      {num_files} TFRecord files in {folder}, {num_written} of them written now", flush=True)
+    say(f"data      {num_files} TFRecord files in {folder}, {num_written} of them written now")
     return {"x": tfrecord_reader(paths, shuffle_buffer), "validation_data": arrays["validation_data"]}
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdist.console.log import say
+
 if TYPE_CHECKING:
     import keras
 
@@ -87,10 +89,9 @@ def load_data(
             factor_stddev * random.standard_normal(length, np.float32) for length in (num_users, num_items)
         )
         rating += user_factor[user] * item_factor[item]
-    print(
+    say(
         f"data      {num_users} users x {num_items} items, {num_ratings} + {num_validation} ratings, "
         f"noise {noise:.2f} (the floor of the RMSE)",
-        flush=True,
     )
     train, validation = slice(0, num_ratings), slice(num_ratings, None)
     rating = rating[:, np.newaxis]

@@ -17,6 +17,7 @@ from kdist.config import targets
 from kdist.config.build import build_model, data_arguments, parts_of
 from kdist.config.hparams import CHOSEN, hparams_of
 from kdist.config.schema import Config
+from kdist.console import log
 from kdist.errors import ConfigError
 from kdist.strategies import registry
 
@@ -44,6 +45,7 @@ def run_experiment(
         import keras
         import tensorflow as tf
 
+        from kdist.hooks import MetricsServer
         from kdist.run.result import Result, describe
         from kdist.run.run_dir import RunDir
         from kdist.trainer import Trainer
@@ -60,6 +62,8 @@ def run_experiment(
     if run_dir is not None and is_chief:
         # Before anything replaces the record of a newer version.
         RunDir(run_dir, config.run.name).read_result()
+    port, host = config.run.metrics_port, config.run.metrics_host
+    metrics_servers = [] if port is None else [MetricsServer(port, host)]
     started = time.time()
     trainer = None
     try:
@@ -68,7 +72,7 @@ def run_experiment(
             cluster=config.cluster,
             strategy=strategy_of(config),
             run_dir=run_dir,
-            hooks=parts_of(config, "hooks", "drill"),
+            hooks=[*parts_of(config, "hooks", "drill"), *metrics_servers],
             callbacks=parts_of(config, "callbacks"),
             name=config.run.name,
             steps_per_call=config.train.steps_per_call,
@@ -79,6 +83,7 @@ def run_experiment(
             grace_secs=config.run.grace_secs,
             stop_signals=config.run.stop_signals,
             storage_timeout=config.run.storage_timeout,
+            log_format=config.run.log_format,
             use_default_hooks=False,
             lock_run_dir=False,
             origin=origin,
@@ -89,7 +94,8 @@ def run_experiment(
         _ = trainer.model
         data = data_arguments(config)
         if config.run.plan_only:
-            print(trainer.plan(data["x"], data.get("y"), config.train.batch_size).table(), end="", flush=True)
+            table = trainer.plan(data["x"], data.get("y"), config.train.batch_size).table()
+            log.say(log.Line(table.rstrip("\n"), "plan"))
             return
         trainer.fit(
             **data,

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kdist._compat import quiet_import
 from kdist.cli.arguments import as_hydra_reads
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained
 from kdist.cli.help import help_text
@@ -20,6 +21,7 @@ from kdist.cli.process import end_process, exit_code_of, print_error
 from kdist.cluster import isolate
 from kdist.config import targets
 from kdist.config.checks import check_target
+from kdist.console import log
 from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.launch import signals
@@ -49,6 +51,8 @@ def run(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(f"kdist {__version__}")
         return 0
+    # A config that is wrong is reported in this form, too.
+    log.use("json" if "run.log_format=json" in arguments else "text")
     return exit_code_of(lambda: _run_hydra(arguments))
 
 
@@ -57,8 +61,6 @@ def _run_hydra(arguments: list[str]) -> None:
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
 
-    # Otherwise TensorFlow's C++ code writes to standard error as soon as a user's module imports it.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     register()
     arguments = as_hydra_reads(arguments)
     parsed = parse_command_line(arguments)
@@ -117,11 +119,11 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
         sweep = Sweep(folder, metric, mode)
         if sweep.trials:
             logdir = shlex.quote(str(folder.local))
-            print(f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}")
-            print("\n".join(sweep.table()), flush=True)
+            line = f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}"
+            log.say(log.Line("\n".join([line, *sweep.table()]), "sweep", values={"trials": len(sweep.trials)}))
             if any(trial.status != "done" for trial in sweep.trials):
                 again = shlex.quote(f"hydra.sweep.dir={folder}")
-                print(f"rerun with {again} to finish the remaining trials", flush=True)
+                log.say(f"rerun with {again} to finish the remaining trials")
             sweep.write()
             if (picture := picture_of(sweep)) is not None:
                 folder.write("sweep.png", picture)
@@ -196,6 +198,7 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
     with explained(ValueError):
         check_keys(config, Config)
         checked: Any = OmegaConf.to_object(config)
+        log.use(checked.run.log_format)
         check_target("data", checked.data)
         if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
             raise ConfigError(f"run.dir={checked.run.dir}: is a file")
@@ -241,11 +244,11 @@ def _job(
         return
     checked.run.dir = trial_dir or checked.run.dir
     run_dir = relative(Path(HydraConfig.get().runtime.output_dir))
-    log = run_dir / "logs" / "chief-0.log"
+    log_file = run_dir / "logs" / "chief-0.log"
     if checked.run.log_device_placement:
         # TensorFlow reads it on import.
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log):
+        os.environ[quiet_import.LEVEL] = "0"
+    with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log_file):
         from kdist.cluster.local import log_path, prepared
         from kdist.cluster.resolve import shape_of
 
@@ -253,7 +256,7 @@ def _job(
         shape = shape_of(checked.cluster, membership)
         if membership is None and shape.num_ps and not checked.run.plan_only:
             # The tasks that this process will start import TensorFlow while it does so itself.
-            end.enter_context(prepared(log_path(log.parent, shape.tasks[0])))
+            end.enter_context(prepared(log_path(log_file.parent, shape.tasks[0])))
         from kdist.cli.experiment import run_experiment
         from kdist.cli.hydra_plugins import overrides_of_job
         from kdist.config.recorded import recorded
@@ -278,7 +281,7 @@ def _job(
         except KdistError:
             raise
         except Exception:
-            with log.open("a") as file:
+            with log_file.open("a") as file:
                 traceback.print_exc(file=file)
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from kdist.console import log
 from kdist.console.native_stderr import keep_python_stderr
 from kdist.errors import KdistError
 from kdist.launch import signals
@@ -38,11 +40,11 @@ def exit_code_of(command: Callable[[], None]) -> int:
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
         error = signals.asked_to_exit() or caught
     if isinstance(error, KeyboardInterrupt):
-        print("kdist: interrupted", file=sys.stderr)
+        _say("kdist: interrupted")
         return signals.INTERRUPTED
     if isinstance(error, SystemExit):
         if error.code == signals.STOPPED:
-            print("kdist: terminated", file=sys.stderr)
+            _say("kdist: terminated")
         return error.code if isinstance(error.code, int) else 1
     print_error(error)
     return error.exit_code if isinstance(error, KdistError) else 1
@@ -51,12 +53,15 @@ def exit_code_of(command: Callable[[], None]) -> int:
 def print_error(error: BaseException) -> None:
     """Prints one message; for an error in the user's own code, also the lines of that code that led to it."""
     if isinstance(error, KdistError):
-        print(f"kdist: error: {error}", file=sys.stderr)
+        _say(f"kdist: error: {error}")
         return
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    print(f"kdist: error: chief: {message}", file=sys.stderr)
     ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
     ]
-    print(*traceback.format_list(frames), sep="", end="", file=sys.stderr)
+    _say("".join([f"kdist: error: chief: {message}\n", *traceback.format_list(frames)]).rstrip("\n"))
+
+
+def _say(message: str) -> None:
+    log.say(log.Line(message, "error"), logging.ERROR, sys.stderr)

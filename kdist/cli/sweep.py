@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cli.sweep_folder import SweepFolder
 from kdist.config.hparams import by_key, is_of_training
+from kdist.console import log
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import content_of
 from kdist.runs.folder import TRIAL
@@ -162,11 +163,11 @@ class TrialRunner:
 
         hydra = HydraConfig.get()
         overrides = overrides_of_job()
-        print(f"\ntrial {hydra.job.num} | {' '.join(overrides)}", flush=True)
+        log.say(log.Line(f"\ntrial {hydra.job.num} | {' '.join(overrides)}", "trial", values={"overrides": overrides}))
         name = os.path.relpath(hydra.runtime.output_dir, hydra.sweep.dir)
         trial = begin_trial(self._sweep, name, overrides)
         if trial.status == "done":
-            print("already done; skipped", flush=True)
+            log.say("already done; skipped")
         else:
             self._run(trial, config)
             trial = Trial.read(self._sweep, name) or trial

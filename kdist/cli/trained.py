@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.cli.process import exit_code_of
+from kdist.console import log
 from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 
@@ -57,8 +58,6 @@ def run_command(arguments: list[str], parser: ArgumentParser, command: Callable[
 
     What the user's code prints goes to standard error.
     """
-    # TensorFlow reads it on import.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     def run() -> None:
         given = parser.parse_intermixed_args(arguments)
@@ -111,7 +110,8 @@ def trained(
                 found = TrainedRun(config, run, given.step, logs, lambda: (data or _training_data)(config))
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
-                    print(isolate.network_line())
+                    if (line := isolate.network_line()) is not None:
+                        log.say(line)
                 yield found, config
         except StorageError as error:
             failure = KdistError(str(error))

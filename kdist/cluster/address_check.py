@@ -46,7 +46,7 @@ def check_private(addresses: Mapping[str, str], lookup: Lookup | None = None) ->
                 where = addresses[task] if address == host else f"{addresses[task]} ({address})"
                 raise ConfigError(
                     f"{task} is at {where}, a public address, and TensorFlow's servers run what anybody sends them: "
-                    "use a private network (docs/security.md), or insist by cluster.allow_unprotected_network=true"
+                    "use a private network, or insist by cluster.allow_unprotected_network=true"
                 )
 
 

@@ -14,6 +14,7 @@ import struct
 import sys
 from pathlib import Path
 
+from kdist.console.log import Line
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
 
@@ -29,6 +30,7 @@ _IN_PYTHON = "a Python process cannot do it by itself; start it by `unshare -rn 
 _why_not = _IN_PYTHON
 _has_entered = False
 _has_warned = False
+_has_told = False
 
 
 def is_isolated() -> bool:
@@ -85,18 +87,21 @@ def require(mode: str) -> None:
         _has_warned = True
         warn(
             f"cluster.isolate=auto: not in a private network namespace: {_why_not}; "
-            "whoever reaches this machine reaches TensorFlow's servers (docs/security.md)"
+            "whoever reaches this machine reaches TensorFlow's servers"
         )
 
 
-def network_line() -> str:
-    """A line about the network of a run's servers."""
+def network_line() -> Line | None:
+    """A line about the network of a run's servers; None if this process has had it."""
+    global _has_told  # noqa: PLW0603 - once a process
+    if _has_told:
+        return None
+    _has_told = True
+    known = "TensorFlow's servers listen on all interfaces, without authentication or encryption: "
+    known += "let only machines that you trust reach them"
     if is_isolated():
-        return "network   private namespace: only processes of this run reach its servers"
-    return (
-        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption "
-        "(docs/security.md)"
-    )
+        known = "private namespace: only processes of this run reach its servers"
+    return Line(f"network   {known}", "network")
 
 
 def _try_in_a_child() -> None:

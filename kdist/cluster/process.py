@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from kdist._compat import quiet_import
 from kdist.cluster.spec import Task
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     package_root = str(Path(__file__).resolve().parents[2])
     paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    environment["TF_CPP_MIN_LOG_LEVEL"] = "1"
+    # Errors are shown: why a server could not start is told by them alone.
+    if environment.get(quiet_import.LEVEL) not in ("0", "1"):
+        environment[quiet_import.LEVEL] = "2"
     if task.job in ("ps", "evaluator"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if (visible := visible_devices(task, devices)) is not None:

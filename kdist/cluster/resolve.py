@@ -74,7 +74,7 @@ def _refuse_under_launcher(shape: str, environment: Mapping[str, str]) -> None:
                 "cluster of its own\n"
                 "  either start it once (srun -n1, mpirun -n 1): kdist starts the tasks itself, on one machine\n"
                 "  or give each process its task: cluster=hosts with cluster.job and cluster.task, or "
-                "cluster=tf_config (docs/howto/machines.md)"
+                "cluster=tf_config"
             )
 
 

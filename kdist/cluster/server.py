@@ -19,6 +19,7 @@ from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import Membership
 from kdist.config.schema import ClusterConfig, RunConfig
+from kdist.console import log
 from kdist.errors import ClusterError
 from kdist.version import __version__
 
@@ -91,7 +92,7 @@ def serve(options: ServerOptions) -> NoReturn:
         TcpTimeouts(addresses, [int(own.rpartition(":")[2])], options.patience).start()
     os.write(1, READY)
     os.dup2(2, 1)
-    print(f"{options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
+    print(f"{log.now()} {options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         signal.pause()
 
@@ -138,7 +139,7 @@ def serve_until_done(
     except tf.errors.OpError as error:
         raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
     chief = Chief(spec, task, config.patience)
-    print(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}", flush=True)
+    log.say(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}")
     timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
     timeouts.start()
     try:
@@ -148,7 +149,7 @@ def serve_until_done(
     finally:
         timeouts.stop()
         chief.stop()
-    print(f"done  | {task} | the chief has finished", flush=True)
+    log.say(f"done  | {task} | the chief has finished")
     del server
 
 

@@ -22,6 +22,12 @@ def check_whole_number(key: str, value: object, at_least: int = 1, *, required: 
         raise ConfigError(f"{key}={value}: must be a whole number, at least {at_least}")
 
 
+def check_port(key: str, value: int | None) -> None:
+    """Refuses numbers that are not those of a port; None means none."""
+    if value is not None and not 0 < value < 2**16:
+        raise ConfigError(f"{key}={value}: must be a port, from 1 to 65535")
+
+
 def check_more_than_zero(key: str, value: float) -> None:
     """Refuses numbers that are not more than 0, or infinite."""
     if not 0 < value < math.inf:

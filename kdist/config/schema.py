@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from kdist.config import checks, targets
+from kdist.config.optimizer_options import OptimizerConfig
 from kdist.errors import ConfigError
 
+LOG_FORMATS = ("text", "json")
 RESUME_MODES = ("auto", "never", "must")
 PLACEMENT_POLICIES = ("round_robin", "greedy", "partitioned")
 
@@ -74,7 +76,7 @@ class ClusterConfig:
     """NpsMw, Mw: a private network namespace: `auto` if the system permits it, `must`, or `never`."""
 
     allow_unprotected_network: bool = False
-    """cluster=hosts, tf_config: accepts public addresses, where anyone can run code; see docs/security.md."""
+    """cluster=hosts, tf_config: accepts public addresses, where anyone who reaches a task can run code."""
 
     def __post_init__(self) -> None:
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
@@ -82,8 +84,7 @@ class ClusterConfig:
         checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)
         if self.patience < 1:
             raise ConfigError(f"cluster.patience={self.patience:g}: must be at least 1")
-        if self.chief_port is not None and not 0 < self.chief_port < 2**16:
-            raise ConfigError(f"cluster.chief_port={self.chief_port}: must be a port, from 1 to 65535")
+        checks.check_port("cluster.chief_port", self.chief_port)
         checks.check_whole_number("cluster.max_worker_restarts", self.max_worker_restarts, at_least=0, required=True)
 
 
@@ -180,7 +181,7 @@ class StrategyConfig(MirroredOptions, SyncReplicasOptions, ParameterServerOption
     """How training steps are spread over the tasks: the name of a strategy, and the options of all of them."""
 
     _target_: Optional[str] = None
-    """A class of your own, derived from that of the strategy; see docs/extending.md. null: kdist's class."""
+    """A class of your own, derived from that of the strategy. null: kdist's class."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of your class, in addition to those of the strategy."""
@@ -188,60 +189,6 @@ class StrategyConfig(MirroredOptions, SyncReplicasOptions, ParameterServerOption
     def __post_init__(self) -> None:
         MirroredOptions.__post_init__(self)
         SyncReplicasOptions.__post_init__(self)
-
-
-@dataclass
-class OptimizerConfig:
-    """Overrides the model's optimizer, or compiles the model; null keeps the model's setting."""
-
-    name: Optional[str] = None
-    """A Keras optimizer, for example `adam` or `sgd`."""
-
-    learning_rate: Any = None
-    """A number, or a schedule by its `_target_`."""
-
-    momentum: Optional[float] = None
-    """SGD, RMSprop: momentum."""
-
-    nesterov: Optional[bool] = None
-    """SGD: Nesterov momentum."""
-
-    beta_1: Optional[float] = None
-    """Adam family: decay of the first moment."""
-
-    beta_2: Optional[float] = None
-    """Adam family: decay of the second moment."""
-
-    rho: Optional[float] = None
-    """RMSprop, Adadelta: decay of the squared gradient."""
-
-    epsilon: Optional[float] = None
-    """Added to the denominator."""
-
-    weight_decay: Optional[float] = None
-    """Decoupled weight decay."""
-
-    use_ema: Optional[bool] = None
-    """Keeps a moving average of each variable; the model gets the averages at the end."""
-
-    ema_momentum: Optional[float] = None
-    """Weight of the old average in the new one."""
-
-    clipnorm: Optional[float] = None
-    """Clips the norm of each gradient."""
-
-    global_clipnorm: Optional[float] = None
-    """Clips the norm of all gradients together."""
-
-    clipvalue: Optional[float] = None
-    """Clips each value of each gradient."""
-
-    def __post_init__(self) -> None:
-        rate = self.learning_rate
-        if isinstance(rate, (int, float)):
-            checks.check_more_than_zero("optimizer.learning_rate", float(rate))
-        elif isinstance(rate, str):
-            raise ConfigError(f"optimizer.learning_rate={rate}: must be a number or a schedule (_target_)")
 
 
 @dataclass
@@ -334,6 +281,15 @@ class RunConfig:
     verbose: Any = "auto"
     """0: warnings and errors only; 1, auto: lines, a live one on a terminal; 2: lines; 3: tasks and placement too."""
 
+    log_format: str = "text"
+    """Lines on the console and in `logs/chief-0.log`: `text` for people, or `json`, one object a line, for programs."""
+
+    metrics_port: Optional[int] = None
+    """Port at which Prometheus finds the state of the run, at http://127.0.0.1:PORT/metrics; null: none."""
+
+    metrics_host: str = "127.0.0.1"
+    """The address of that port; another than the loopback address opens it to the network."""
+
     hparams: list[str] = field(default_factory=list)
     """Additional keys for TensorBoard's HParams tab, which shows overridden keys and a few others."""
 
@@ -342,6 +298,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.check_one_of("run.resume", self.resume, RESUME_MODES)
+        checks.check_one_of("run.log_format", self.log_format, LOG_FORMATS)
+        checks.check_port("run.metrics_port", self.metrics_port)
         checks.check_verbose("run.verbose", self.verbose)
         checks.check_whole_number("run.export_max_bytes", self.export_max_bytes, at_least=0)
         checks.check_more_than_zero("run.grace_secs", self.grace_secs)

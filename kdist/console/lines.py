@@ -7,6 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist.console import log
+from kdist.console.log import Line
+from kdist.version import __version__
+
 if TYPE_CHECKING:
     from kdist.strategies.gradient_counts import GradientCounts
 
@@ -23,28 +27,53 @@ PASSES_LINE = "steps     the length of the data is not known: an epoch ends wher
 
 
 def print_line(line: str) -> None:
-    print(line, flush=True)
+    log.say(line)
 
 
 def print_nothing(line: str) -> None:
     """Replaces `print_line` if nothing should be printed."""
 
 
-def event_line(event: str, step: int, last_step: int | None, *columns: str) -> str:
-    """A line of a custom hook: `speed | step    100/2000 | 412.3 examples/sec`, from `speed` and its columns."""
-    return _line(event, _step(step, last_step), *columns)
+def start_line(name: str, strategy: str, cluster: str) -> Line:
+    """`kdist 0.1.0 | mnist | parameter_server on 2ps2w`, the first line of a run."""
+    values = {"version": __version__, "name": name, "strategy": strategy, "cluster": cluster}
+    return Line(f"kdist {__version__} | {name} | {strategy} on {cluster}", "start", values=values)
 
 
-def train_line(step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None) -> str:
-    """`train | step    100/2000 | loss 0.4213 | accuracy 0.8750 |  412.3 steps/s | ETA 5s`"""
-    return _line("train", *train_columns(step, last_step, logs, steps_per_second))
+def run_dir_line(run_dir: str, logdir: str) -> Line:
+    """`run dir   runs/mnist/2026-11-21_09-03-45      tensorboard --logdir runs`"""
+    return Line(f"run dir   {run_dir}      tensorboard --logdir {logdir}", "run_dir", values={"run_dir": run_dir})
+
+
+def event_line(
+    event: str, step: int, last_step: int | None, *columns: str, values: Mapping[str, Any] | None = None
+) -> Line:
+    """A line of a custom hook: `speed | step    100/2000 | 412.3 examples/sec`, from `speed` and its columns.
+
+    `values` are what `run.log_format=json` reports.
+    """
+    return _line(event, _step(step, last_step), *columns, step=step, values=values)
+
+
+def train_line(
+    step: int, last_step: int | None, logs: Mapping[str, Any], num_steps: int, steps_per_second: float | None
+) -> Line:
+    """`train | step    200/2000 | loss 0.4213 | accuracy 0.8750 | over 100 steps |  412.3 steps/s | ETA 5s`"""
+    columns = train_columns(step, last_step, logs, steps_per_second, over_steps(num_steps))
+    values = {**logs, "over_steps": num_steps, "steps_per_second": steps_per_second}
+    return _line("train", *columns, step=step, values=values)
+
+
+def over_steps(num_steps: int) -> str:
+    """What an average is over: `over 100 steps`."""
+    return f"over {num_steps} step{'s' * (num_steps != 1)}"
 
 
 def train_columns(
-    step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None
+    step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None, *over: str
 ) -> list[str]:
-    """The step, metrics, rate and remaining time of training."""
-    columns = [_step(step, last_step), *_metrics(logs)]
+    """The step, metrics, what they are `over`, rate and remaining time of training."""
+    columns = [_step(step, last_step), *_metrics(logs), *over]
     if steps_per_second:
         columns.append(f"{steps_per_second:6.1f} steps/s")
         if last_step is not None:
@@ -52,52 +81,66 @@ def train_columns(
     return columns
 
 
-def validation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> str:
+def epoch_line(epoch: int, epochs: int | None, step: int, logs: Mapping[str, Any]) -> Line:
+    """`epoch 2/4 | loss 0.4213 | accuracy 0.8750 | val_loss 0.3902 | val_accuracy 0.8931`, of an epoch from 1."""
+    of = "" if epochs is None else f"/{epochs}"
+    text = " | ".join([f"epoch {epoch}{of}", *_metrics(logs)])
+    return Line(text, "epoch", step, {"epoch": epoch, "epochs": epochs, **logs})
+
+
+def validation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> Line:
     """`valid | step    500/2000 | loss 0.1902 | accuracy 0.9431`"""
-    return event_line("valid", step, last_step, *_metrics(logs))
+    return event_line("valid", step, last_step, *_metrics(logs), values=logs)
 
 
-def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> str:
+def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> Line:
     """`eval  | step    500/2000 | loss 0.1902 | accuracy 0.9431`, of a checkpoint, by the evaluator."""
-    return event_line("eval", step, last_step, *_metrics(logs))
+    return event_line("eval", step, last_step, *_metrics(logs), values=logs)
 
 
-def save_line(step: int, last_step: int | None, path: Path) -> str:
+def save_line(step: int, last_step: int | None, path: Path) -> Line:
     """`save  | step    500      | checkpoints/ckpt-500`"""
-    return _line("save", _step(step).ljust(len(_step(step, last_step))), _short(path))
+    text = _step(step).ljust(len(_step(step, last_step)))
+    return _line("save", text, _short(path), step=step, values={"path": str(path)})
 
 
-def best_line(step: int, last_step: int | None, best: int) -> str:
+def best_line(step: int, last_step: int | None, best: int) -> Line:
     """`best  | step   1000      | has the values of step 600, the best validation`"""
+    text = _step(step).ljust(len(_step(step, last_step)))
+    what = f"has the values of step {best}, the best validation"
+    return _line("best", text, what, step=step, values={"best_step": best})
+
+
+def wait_line(step: int, last_step: int | None, place: str, idle_secs: float) -> Line:
+    """`wait  | step    500/2000 | incoming/*.csv: all is read; waiting up to 3600 s for more`"""
     return _line(
-        "best", _step(step).ljust(len(_step(step, last_step))), f"has the values of step {best}, the best validation"
+        "wait", _step(step, last_step), f"{place}: all is read; waiting up to {idle_secs:g} s for more", step=step
     )
 
 
-def wait_line(step: int, last_step: int | None, place: str, idle_secs: float) -> str:
-    """`wait  | step    500/2000 | incoming/*.csv: all is read; waiting up to 3600 s for more`"""
-    return _line("wait", _step(step, last_step), f"{place}: all is read; waiting up to {idle_secs:g} s for more")
-
-
-def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[str]:
+def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[Line]:
     """`task  | worker:0 | pid   4711 | logs/worker-0.log`, one line per task: its name, process id and log."""
-    return [_line("task", f"{name:<8}", f"pid {pid:>6}", _short(log)) for name, pid, log in tasks]
+    return [
+        _line("task", f"{name:<8}", f"pid {pid:>6}", _short(path), values={"task": name, "pid": pid, "log": str(path)})
+        for name, pid, path in tasks
+    ]
 
 
-def stays_line(num_bytes: int, limit: int) -> str:
+def stays_line(num_bytes: int, limit: int) -> Line:
     """`model | 4.8 GiB, more than run.export_max_bytes (2.0 GiB): its values are in the checkpoints only`"""
     size, allowed = (f"{n / (1 << 30):.1f} GiB" for n in (num_bytes, limit))
     return _line("model", f"{size}, more than run.export_max_bytes ({allowed}): its values are in the checkpoints only")
 
 
-def resume_line(step: int, last_step: int | None, path: Path) -> str:
+def resume_line(step: int, last_step: int | None, path: Path) -> Line:
     """`load  | step    500      | checkpoints/ckpt-500`"""
-    return _line("load", _step(step).ljust(len(_step(step, last_step))), _short(path))
+    text = _step(step).ljust(len(_step(step, last_step)))
+    return _line("load", text, _short(path), step=step, values={"path": str(path)})
 
 
-def reached_line(step: int, run: str) -> str:
+def reached_line(step: int, run: str) -> Line:
     """`done  | step   2000      | nothing is left to do: runs/mine has got there`"""
-    return _line("done", _step(step), f"nothing is left to do: {run} has reached its last step")
+    return _line("done", _step(step), f"nothing is left to do: {run} has reached its last step", step=step)
 
 
 def again_line(error: BaseException, newest: Path, number: int, of: int, *, cluster_is_there: bool = False) -> str:
@@ -112,8 +155,8 @@ def last_lines(
     restarts: Mapping[str, int],
     extra_steps: int,
     overflowed_steps: int | None,
-    done: str,
-) -> list[str]:
+    done: Line,
+) -> list[Line]:
     """The end of a run: each worker's gradients, what was lost, what had no effect, and `done_line`.
 
     `sync  | worker:0 | accepted    300 | dropped     12 | stale     12`
@@ -121,20 +164,35 @@ def last_lines(
     `scale | overflowed steps 3 (dropped)`, unless there was none
     """
     shown = [
-        _line("sync", f"{worker:<8}", *(f"{what} {count:>6}" for what, count in asdict(counts).items()))
+        _line(
+            "sync",
+            f"{worker:<8}",
+            *(f"{what} {count:>6}" for what, count in asdict(counts).items()),
+            values={"worker": worker, **asdict(counts)},
+        )
         for worker, counts in by_worker.items()
     ]
     if extra_steps or any(restarts.values()):
         lost = (f"worker restarts {restarts['worker']}", f"cluster restarts {restarts['cluster']}")
-        shown.append(_line("lost", *lost, f"extra steps {extra_steps}"))
+        shown.append(
+            _line("lost", *lost, f"extra steps {extra_steps}", values={**restarts, "extra_steps": extra_steps})
+        )
     if overflowed_steps:
-        shown.append(_line("scale", f"overflowed steps {overflowed_steps} (dropped)"))
+        shown.append(
+            _line(
+                "scale", f"overflowed steps {overflowed_steps} (dropped)", values={"overflowed_steps": overflowed_steps}
+            )
+        )
     return [*shown, done]
 
 
-def done_line(step: int, last_step: int | None, logs: Mapping[str, Any], stopped_by: str, seconds: float) -> str:
-    """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | stopped by StopAtStep | 6.1s`"""
-    return event_line("done", step, last_step, *_metrics(logs), f"stopped by {stopped_by}", f"{seconds:.1f}s")
+def done_line(
+    step: int, last_step: int | None, logs: Mapping[str, Any], over: str, why_ended: str, seconds: float
+) -> Line:
+    """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | of validation | steps=2000 done | 6.1s`"""
+    columns = [*_metrics(logs), *([over] if logs else []), why_ended, f"{seconds:.1f}s"]
+    values = {**logs, "seconds": seconds, "why": why_ended}
+    return event_line("done", step, last_step, *columns, values=values)
 
 
 def _duration(seconds: float) -> str:
@@ -148,8 +206,8 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02}m"
 
 
-def _line(event: str, *columns: str) -> str:
-    return " | ".join([f"{event:<5}", *columns])
+def _line(event: str, *columns: str, step: int | None = None, values: Mapping[str, Any] | None = None) -> Line:
+    return Line(" | ".join([f"{event:<5}", *columns]), event, step, values)
 
 
 def _short(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The live line: on a terminal, a line below the printed ones that shows the present state of the run.
+"""The live line, which shows the present state of the run: on a terminal below the printed lines, or in a notebook.
 
 A process whose output is relayed by another one has no terminal: it sends the content of its line, and the other
 process shows it.
@@ -14,13 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from kdist.console import log
 
 _BAR_WIDTH = 24
 # On a narrower terminal, the text matters more than the bar.
@@ -80,6 +82,28 @@ class TerminalLine:
         _is_shown.clear()
 
 
+class NotebookLine:
+    """A line in the output of the present cell of a notebook, which stays in its place."""
+
+    def __init__(self) -> None:
+        self._handle = _display({"text/plain": ""}, raw=True, display_id=True)
+        self._shown_at = 0.0
+
+    def prepare(self) -> None:
+        self._update("preparing the first steps")
+
+    def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
+        if time.monotonic() - self._shown_at >= 1 / _REFRESHES_PER_SECOND:
+            self._shown_at = time.monotonic()
+            self._update(" | ".join(columns))
+
+    def close(self) -> None:
+        self._update("")
+
+    def _update(self, text: str) -> None:
+        self._handle.update({"text/plain": text}, raw=True)
+
+
 class SentLine:
     """A line on the terminal of another process: what is passed to `send` reaches a `LivePipe` there."""
 
@@ -109,9 +133,9 @@ class LivePipe:
     def __init__(self) -> None:
         self._reading: int | None = None
         self.descriptor: int | None = None
-        if is_terminal():
+        if is_terminal() or is_notebook():
             self._reading, self.descriptor = os.pipe()
-        self._line: TerminalLine | None = None
+        self._line: LiveLine | None = None
         self._thread = threading.Thread(target=self._receive, daemon=True)
 
     def show(self) -> None:
@@ -126,7 +150,7 @@ class LivePipe:
         if what == "close":
             self.close()
             return
-        self._line = self._line or TerminalLine()
+        self._line = self._line or (NotebookLine() if is_notebook() else TerminalLine())
         if what == "prepare":
             self._line.prepare()
         else:
@@ -158,14 +182,28 @@ class LivePipe:
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal; rich alone treats any file as one if told so by the environment."""
-    return sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
+    """Whether standard output is a terminal for people; rich alone may treat any file as one."""
+    return not log.is_json() and sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
+
+
+def is_notebook() -> bool:
+    """Whether a notebook shows the output of this process."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return not log.is_json() and getattr(shell, "kernel", None) is not None
+
+
+def _display(*arguments: Any, **options: Any) -> Any:
+    from IPython.display import display
+
+    return display(*arguments, **options)
 
 
 def live_line() -> LiveLine | None:
-    """The line of this process; None without a terminal."""
+    """The line of this process; None without a terminal or a notebook."""
     if relay is not None:
         return SentLine(relay)
+    if is_notebook():
+        return NotebookLine()
     return TerminalLine() if is_terminal() else None
 
 

@@ -15,6 +15,7 @@ from kdist.hooks.final_ops import FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
 from kdist.hooks.histogram_saver import HistogramSaver
 from kdist.hooks.logging_tensor import LoggingTensor
+from kdist.hooks.metrics_server import MetricsServer
 from kdist.hooks.mlflow_tracker import MlflowTracker
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
@@ -39,6 +40,7 @@ __all__ = [
     "HistogramSaver",
     "Hook",
     "LoggingTensor",
+    "MetricsServer",
     "MlflowTracker",
     "NanTensor",
     "Profiler",

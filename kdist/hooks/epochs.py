@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.console import lines
 from kdist.console.warn import warn
 from kdist.errors import ConfigError, TaskError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kdist.run.best_values import BestValues
 
 #: Why a session ends after its last pass.
-_EPOCHS = "epochs"
+EPOCHS = "epochs"
 
 
 @dataclass(eq=False)
@@ -41,6 +42,12 @@ class EpochRecorder(Hook):
         resumes: whether the history begins with the epochs of the run that the session resumes.
         validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: also validate at multiples of this step.
+        prints_epochs: whether to print a line for each complete epoch.
+
+    Attributes:
+        train_logs: loss and metrics of the last epoch, or of the part of it that was trained.
+        num_steps: how many steps these are of.
+        validation_logs: those of the last validation.
     """
 
     history: keras.callbacks.History
@@ -57,7 +64,9 @@ class EpochRecorder(Hook):
     resumes: bool = False
     validation_freq: int | Collection[int] = 1
     validation_every_steps: int | None = None
+    prints_epochs: bool = False
     train_logs: dict[str, float] = field(default_factory=dict, init=False)
+    num_steps: int = field(default=0, init=False)
     validation_logs: dict[str, float] = field(default_factory=dict, init=False)
     _finished: list[Epoch] = field(default_factory=list, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -65,11 +74,12 @@ class EpochRecorder(Hook):
     def after_create_session(self, session: Session) -> None:
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
+        self._steps_in_totals = 0
         self._validated_step: int | None = None
         self._num_empty_passes = 0
         self._pass_began = session.global_step
         if self.passes is not None and self._is_past_last(self._epoch):
-            session.request_stop(_EPOCHS)
+            session.request_stop(EPOCHS)
         if not self._has_begun:
             self._has_begun = True
             self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
@@ -77,6 +87,8 @@ class EpochRecorder(Hook):
             if self.resumes and (earlier := self._earlier(session.global_step)):
                 self._set_finished(earlier)
                 self.train_logs = {n: v for n, v in earlier[-1].logs.items() if not n.startswith("val_")}
+                began = earlier[-2].step if len(earlier) > 1 else self.first_step
+                self.num_steps = earlier[-1].step - began
         else:
             self.callbacks.begin_again(session, self._epoch)
             # Training repeats the others.
@@ -88,12 +100,13 @@ class EpochRecorder(Hook):
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
+        self._steps_in_totals += values.num_steps
         step = values.global_step
         if self.callbacks.wants_batches:
             self.callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
         # A run never passes the end of an epoch, but repeated steps of a lost worker may.
         if self._epoch_at(step) > self._epoch:
-            self._finish_epoch(context.session, validate=self._is_validation_epoch())
+            self._finish_epoch(context.session, validate=self._is_validation_epoch(), is_complete=True)
             self._epoch = self._epoch_at(step)
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
@@ -114,8 +127,8 @@ class EpochRecorder(Hook):
             )
             session.request_stop("the end of the data")
         elif is_last:
-            session.request_stop(_EPOCHS)
-        self._finish_epoch(session, validate=self._is_validation_epoch())
+            session.request_stop(EPOCHS)
+        self._finish_epoch(session, validate=self._is_validation_epoch(), is_complete=True)
         if not session.should_stop():
             self.passes.begin_pass()
             self._epoch += 1
@@ -127,7 +140,7 @@ class EpochRecorder(Hook):
 
     def end(self, session: Session) -> None:
         if self._totals is not None:
-            self._finish_epoch(session, validate=True)
+            self._finish_epoch(session, validate=True, is_complete=False)
         elif self._validated_step != session.global_step:
             self._run_validation(session)
         self.callbacks.end(session, self._finished[-1].logs if self._finished else {})
@@ -171,10 +184,11 @@ class EpochRecorder(Hook):
             return epoch % self.validation_freq == 0
         return epoch in self.validation_freq
 
-    def _finish_epoch(self, session: Session, *, validate: bool) -> None:
+    def _finish_epoch(self, session: Session, *, validate: bool, is_complete: bool) -> None:
         if self._totals is None:
             return
         self.train_logs, self._totals = session.training_logs(self._totals), None
+        self.num_steps, self._steps_in_totals = self._steps_in_totals, 0
         logs = dict(self.train_logs)
         session.summaries.epoch("train", logs, session.global_step)
         if validate and self._run_validation(session):
@@ -188,6 +202,8 @@ class EpochRecorder(Hook):
         told = {n: values[-1] for n, values in self.history.history.items() if len(values) > lengths.get(n, 0)}
         self._finished.append(Epoch(session.global_step, self._epoch, told))
         self.metrics.end_epoch(session, self._epoch, told)
+        if self.prints_epochs and is_complete:
+            session.print_line(lines.epoch_line(self._epoch + 1, self.epochs, session.global_step, {**logs, **told}))
 
     def _earlier(self, step: int) -> list[Epoch]:
         """The epochs of the run that is resumed at `step`."""

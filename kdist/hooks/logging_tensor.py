@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class LoggingTensor(TimedHook):
-    """Prints loss and metrics of the steps since the last line, the rate (without tracing) and the remaining time.
+    """Prints loss and metrics of the steps since the last line, how many these are, rate and remaining time.
+
+    The rate leaves out steps in which functions were traced.
 
     Args:
         every_steps: steps between two lines; 100 if neither is given, as in TF1.
@@ -37,11 +39,12 @@ class LoggingTensor(TimedHook):
 
     def _forget(self) -> None:
         self._totals: MetricTotals | None = None
-        self._num_steps = 0
+        self._over_steps = self._num_steps = 0
         self._seconds = 0.0
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
+        self._over_steps += values.num_steps
         if not values.warming_up:
             self._num_steps += values.num_steps
             self._seconds += values.seconds
@@ -50,7 +53,8 @@ class LoggingTensor(TimedHook):
                 self._rate = self._num_steps / self._seconds
             session = context.session
             logs = session.training_logs(self._totals)
-            self._print(session, lines.train_line(values.global_step, session.last_step, logs, self._rate))
+            step, last_step = values.global_step, session.last_step
+            self._print(session, lines.train_line(step, last_step, logs, self._over_steps, self._rate))
             for hook in session.hooks:
                 hook.after_logging(session, logs, self._rate)
             self._timer.restart(values.global_step)

@@ -14,7 +14,8 @@ from kdist.hooks.base import Hook, RunContext, RunValues, Session
 class Progress(Hook):
     """Shows step, loss and metrics, rate, time left, staleness and restarts, below the lines that are printed.
 
-    It shows nothing if standard output is not a terminal. `fit(verbose=1)` and `run.verbose=1` add it.
+    It shows nothing if standard output is neither a terminal nor in a notebook. `fit(verbose=1)` and `run.verbose=1`
+    add it.
 
     Args:
         make_line: makes the line; None shows nothing.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,13 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
+from kdist.cluster import isolate
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.base import Readers, TrainingData
 from kdist.errors import CheckpointError, ConfigError
+from kdist.evaluation.evaluate import WorkerPool
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.source import ModelSource
@@ -34,6 +36,7 @@ from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.multi_worker_mirrored import join
 from kdist.strategies.store_backed import prepare
 
 
@@ -65,9 +68,28 @@ class StrategyRequest:
         """Whether this process runs the training loop."""
         return self.membership is None or self.membership.is_chief
 
+    def take_place(self) -> None:
+        """Makes this process ready for its cluster: out of reach of others, or joined with the other workers.
+
+        Raises:
+            ConfigError: it should be isolated, and is not.
+        """
+        if self.membership is None and not self.shape.is_local:
+            isolate.require(self.cluster.isolate)
+        if self.name == "multi_worker_mirrored" and self.membership is not None and self.membership.runs_program:
+            join(self.membership, self.cluster.start_timeout)
+
     def own_processes(self) -> int | None:
         """See `kdist.strategies.registry.own_processes`."""
         return registry.own_processes(self.config, self.shape, self.membership)
+
+    def workers(
+        self, log_dir: Path, grace_secs: float, training: Callable[[Strategy], None] | None
+    ) -> WorkerPool | None:
+        """The workers that can be started for an evaluation, see there; None without parameter servers."""
+        if not self.shape.num_ps or self.membership is not None:
+            return None
+        return WorkerPool(self.make, self.shape.num_workers, log_dir, grace_secs, training)
 
     def make(self) -> Strategy:
         """A new strategy, not started."""

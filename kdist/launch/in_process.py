@@ -21,7 +21,7 @@ from kdist.evaluation.evaluator import Evaluator
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
 from kdist.hooks.base import Session
 from kdist.hooks.data_position import hooks_of
-from kdist.hooks.epochs import EpochRecorder, last_step_of
+from kdist.hooks.epochs import EPOCHS, EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
@@ -31,7 +31,6 @@ from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.best_values import BestValues
 from kdist.run.result import Result, final_metrics
 from kdist.session import TrainSession
-from kdist.version import __version__
 
 
 class InProcess(Launcher):
@@ -196,6 +195,7 @@ class LocalFit:
             # During training, validating is what an evaluator is for.
             validation_freq=() if has_evaluator else arguments.validation_freq,
             validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
+            prints_epochs=arguments.steps is None,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
         spec = request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch)
@@ -240,10 +240,12 @@ class LocalFit:
 
     def _print_begin(self, session: TrainSession) -> None:
         request, strategy = self._request, self._request.strategy
-        session.print_line(f"kdist {__version__} | {request.name} | {strategy.name} on {strategy.shape}")
-        session.print_line(f"run dir   {request.files}      tensorboard --logdir {request.files.tensorboard_logdir}")
-        if strategy.membership is not None or not strategy.shape.is_local:
-            session.print_line(isolate.network_line())
+        session.print_line(lines.start_line(request.name, strategy.name, str(strategy.shape)))
+        session.print_line(lines.run_dir_line(str(request.files), request.files.tensorboard_logdir))
+        is_first = not request.num_fits and not request.arguments.is_quiet
+        has_servers = strategy.membership is not None or not strategy.shape.is_local
+        if is_first and has_servers and (line := isolate.network_line()) is not None:
+            session.print_line(line)
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)
         ):
@@ -260,14 +262,24 @@ class LocalFit:
             session.print_line(session.strategy.plan.table().rstrip())
 
     def _print_end(self, session: TrainSession, seconds: float) -> None:
-        logs = self._recorder.validation_logs or self._recorder.train_logs
-        done = lines.done_line(session.global_step, session.last_step, logs, str(session.stopped_by), seconds)
+        recorder, step, last_step = self._recorder, session.global_step, session.last_step
+        logs, over = recorder.train_logs, lines.over_steps(recorder.num_steps)
+        if recorder.validation_logs:
+            logs, over = recorder.validation_logs, "of validation"
+        done = lines.done_line(step, last_step, logs, over, self._why_ended(session), seconds)
         # With asynchronous updates every gradient is accepted.
         by_worker = {} if session.is_asynchronous else session.statistics.gradients.by_worker
         for line in lines.last_lines(
             by_worker, session.restarts, session.statistics.extra_steps, self._overflowed_steps, done
         ):
             session.print_line(line)
+
+    def _why_ended(self, session: TrainSession) -> str:
+        arguments, last_step = self._request.arguments, session.last_step
+        is_at_end = last_step is not None and session.global_step >= last_step
+        if session.stopped_by == EPOCHS or (session.stopped_by == "StopAtStep" and is_at_end):
+            return f"epochs={arguments.epochs} done" if arguments.steps is None else f"steps={arguments.steps} done"
+        return f"stopped by {session.stopped_by}"
 
     def _finish(self, status: str, session: TrainSession, started: float, error: BaseException | None = None) -> None:
         """Writes the result of a session that has ended."""

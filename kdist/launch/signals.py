@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.config.checks import STOP_SIGNALS
+from kdist.console import log
 from kdist.console.warn import warn
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class TaskSignals(_Signals):
 
     def _stop(self, received: signal.Signals) -> None:
         if not self._is_serving:
-            print(f"done  | {self._task} | stopped by {received.name} before the chief started", flush=True)
+            log.say(f"done  | {self._task} | stopped by {received.name} before the chief started")
             raise SystemExit(0)
         warn(f"{self._task}: {received.name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
         late = f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)"

@@ -34,7 +34,8 @@ from kdist.cluster.process import (
 )
 from kdist.cluster.sigstop_watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
-from kdist.console import lines, live
+from kdist.console import lines, live, log
+from kdist.console.log import Line
 from kdist.console.warn import warn
 from kdist.data.pickling import pickled, unpickled
 from kdist.errors import ClusterError
@@ -45,6 +46,7 @@ from kdist.launch.signals import ForwardedSignals
 from kdist.launch.stand_ins import METRICS, SESSION
 from kdist.launch.users_hooks import SessionElsewhere, UsersHooks
 from kdist.launch.worker_messages import (
+    LINE,
     WARNING,
     WorkerOptions,
     WorkerOutcome,
@@ -102,7 +104,7 @@ class Subprocesses(Launcher):
             num_cpus=self._num_cpus,
             devices=strategy.cluster.devices,
             stop_signals=request.stop_signals,
-            print_line=lines.print_line,
+            print_line=_print,
         )
         # The command line's lock, and restarts, are here.
         fit = replace(request, max_restarts=0)
@@ -141,6 +143,14 @@ class Subprocesses(Launcher):
         return FitOutcome(result, request.resume, error=error)
 
 
+def _print(line: str) -> None:
+    """Prints a line of the chief; what the user's code prints stays as it is, and is not logged."""
+    if isinstance(line, Line):
+        log.say(line)
+    else:
+        print(line, flush=True)
+
+
 def _checkpoint_to_resume(files: RunDir, resume: str | None, started: float) -> Path | None:
     """The newest checkpoint, if it is of this run or of one that this run resumes."""
     checkpoints = files.checkpoints()
@@ -165,7 +175,7 @@ class WorkerProcesses:
         num_cpus: logical CPU devices of each; 0 for the devices that exist.
         devices: which GPUs they may use.
         stop_signals: names of the signals that are forwarded to the chief.
-        print_line: takes what the chief prints.
+        print_line: takes what the chief prints: kdist's own as `Line`, and other lines.
     """
 
     num_workers: int
@@ -310,12 +320,15 @@ class WorkerProcesses:
     def _relay(self, printed: IO[str]) -> None:
         with printed:
             for line in printed:
-                # A warning may come in the middle of a line.
+                # A warning, or a line of kdist, may come in the middle of what else is printed.
                 text, is_warning, warning = line.rstrip("\n").partition(WARNING)
+                text, is_own, own = text.partition(LINE)
                 # Without a console, or with warnings that are errors, the chief would wait for ever for a reader.
                 with suppress(OSError, ValueError, Warning):
-                    if text or not is_warning:
+                    if text or not (is_warning or is_own):
                         self.print_line(text)
+                    if is_own:
+                        self.print_line(Line.from_json(own))
                     if is_warning:
                         warn(warning, prefix="")
 

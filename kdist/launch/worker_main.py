@@ -25,11 +25,12 @@ import cloudpickle
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
-from kdist.console import live
+from kdist.console import live, log
 from kdist.data.pickling import unpickled
 from kdist.errors import KdistError, TaskError
 from kdist.launch import signals
 from kdist.launch.worker_messages import (
+    LINE,
     WARNING,
     WorkerOptions,
     WorkerOutcome,
@@ -53,6 +54,11 @@ def main(options: WorkerOptions) -> NoReturn:
     if is_chief:
         # In one piece: other threads print, too.
         warnings.showwarning = lambda message, *_, **__: print(f"{WARNING}{message}\n", end="", flush=True)
+        log.relay = lambda line: print(f"{LINE}{line.to_json()}\n", end="", flush=True)
+    else:
+        # Into its log.
+        log.relay = lambda line: print(f"{log.now()} {line}", flush=True)
+        warnings.formatwarning = lambda message, *_, **__: f"{log.now()} {message}\n"
     if options.live_line is not None:
         live.relay = live.pipe_writer(options.live_line)
     folder = Path(options.folder)
@@ -61,6 +67,7 @@ def main(options: WorkerOptions) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - raised in the process that started this one
         outcome = WorkerOutcome(error)
     if outcome.error is not None:
+        print(f"{log.now()} {Task('worker', options.index)} failed", file=sys.stderr)
         traceback.print_exception(outcome.error)
         sent = signals.asked_to_exit() or _sendable(outcome.error, str(Task("worker", options.index)))
         outcome = replace(outcome, error=sent)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Begins a line of the chief that is a warning.
 WARNING = "\x1e"
+#: Begins one that is kdist's own, as JSON.
+LINE = "\x1d"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Result:
     Attributes:
         status: `done`, `failed` or `preempted` (ended by a signal after a checkpoint).
         global_step: updates applied to the parameters since step 0, earlier runs included.
-        stopped_by: the hook or signal that ended the run.
+        stopped_by: the hook or signal that ended the run; `StopAtStep` at `steps`, or after `epochs` of a known length.
         strategy, cluster: as resolved, for example `parameter_server` and `2ps2w`.
         workers: how many computed gradients.
         steps_per_second, examples_per_second: steady rates, warm-up (tracing) left out; None if nothing else ran.

@@ -318,6 +318,11 @@ class Strategy(abc.ABC):
         return None
 
     @property
+    def worker_losses(self) -> int:
+        """How often a worker was lost, since the strategy started."""
+        return 0
+
+    @property
     def worker_restarts(self) -> int:
         """How many workers were lost and returned."""
         return 0

@@ -244,6 +244,10 @@ class PsStrategy(StoreBackedStrategy):
         self._cluster = None
 
     @property
+    def worker_losses(self) -> int:
+        return 0 if self._coordinator is None else self._coordinator.num_lost
+
+    @property
     def worker_restarts(self) -> int:
         return 0 if self._supervisor is None else self._supervisor.restarts
 

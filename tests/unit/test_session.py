@@ -275,9 +275,9 @@ def test_console_line_has_interval_loss_rate_and_time_left() -> None:
     hook = LoggingTensor(every_steps=100, clock=clock)
     run_all(make_session([hook, StopAtStep()], strategy, last_step=300, clock=clock, print_line=lines.append))
     assert lines == [
-        "train | step    100/300 | loss 50.5000 |  100.0 steps/s | ETA 2s",
-        "train | step    200/300 | loss 150.5000 |  100.0 steps/s | ETA 1s",
-        "train | step    300/300 | loss 250.5000 |  100.0 steps/s | ETA 0s",
+        "train | step    100/300 | loss 50.5000 | over 100 steps |  100.0 steps/s | ETA 2s",
+        "train | step    200/300 | loss 150.5000 | over 100 steps |  100.0 steps/s | ETA 1s",
+        "train | step    300/300 | loss 250.5000 | over 100 steps |  100.0 steps/s | ETA 0s",
     ]
 
 

@@ -84,11 +84,14 @@ def test_a_process_with_threads_does_not_try(outside: None, monkeypatch: pytest.
 
 def test_the_first_lines_of_a_run_say_what_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "is_isolated", lambda: False)
+    monkeypatch.setattr(isolate, "_has_told", False)
     assert isolate.network_line() == (
-        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption "
-        "(docs/security.md)"
+        "network   TensorFlow's servers listen on all interfaces, without authentication or encryption: "
+        "let only machines that you trust reach them"
     )
+    assert isolate.network_line() is None, "once a process"
     monkeypatch.setattr(isolate, "is_isolated", lambda: True)
+    monkeypatch.setattr(isolate, "_has_told", False)
     assert isolate.network_line() == "network   private namespace: only processes of this run reach its servers"
 
 

@@ -2,7 +2,8 @@ import keras
 import pytest
 
 from kdist.config.build import build_model
-from kdist.config.schema import Config, OptimizerConfig, RunConfig
+from kdist.config.optimizer_options import OptimizerConfig
+from kdist.config.schema import Config, RunConfig
 
 
 def test_an_override_changes_only_what_it_names() -> None:

@@ -82,6 +82,9 @@ run.stop_signals = [SIGTERM,SIGUSR1,SIGUSR2]
 run.storage_timeout = 60.0
 run.resume = auto
 run.verbose = auto
+run.log_format = text
+run.metrics_port = null
+run.metrics_host = 127.0.0.1
 run.hparams = []
 run.trust = []
 """

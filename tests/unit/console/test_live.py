@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from fakes import make_session, run_all
 from rich.console import Console
 
 from kdist.console import live as live_line
+from kdist.console import log
 from kdist.console.live import LiveLine, LivePipe, SentLine, TerminalLine, pipe_writer
 from kdist.hooks import Progress, StopAtStep
 
@@ -113,3 +115,54 @@ def test_little_is_sent() -> None:
     for step in range(1000):
         line.show(step, 1000, ["loss 1.0"])
     assert len(messages) < 10
+
+
+class Cell:
+    """Stands in for IPython and the output of a cell, where displays are updated in place."""
+
+    def __init__(self) -> None:
+        self.kernel = object()
+        self.outputs: list[list[str]] = []
+
+    def get_ipython(self) -> "Cell":
+        return self
+
+    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> "Cell":
+        assert raw
+        assert display_id
+        self.outputs.append([content["text/plain"]])
+        return self
+
+    def update(self, content: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.outputs[-1].append(content["text/plain"])
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", cell)
+    monkeypatch.setattr(live_line, "_display", cell.display)
+    return cell
+
+
+def test_a_notebook_shows_one_line_that_changes_in_its_place(cell: Cell) -> None:
+    train(live_line.live_line)
+    ((created, prepared, first, *_, last),) = cell.outputs
+    assert (created, prepared, last) == ("", "preparing the first steps", "")
+    assert first.startswith("step ")
+    assert "/40 | loss " in first
+
+
+def test_a_notebook_shows_the_line_of_another_process(cell: Cell) -> None:
+    with LivePipe() as pipe:
+        assert pipe.descriptor is not None
+        pipe.receive(json.dumps({"show": [1, 2, ["step 1/2", "loss 0.5"]]}))
+        pipe.close()
+    assert cell.outputs == [["", "step 1/2 | loss 0.5", ""]]
+
+
+def test_there_is_no_line_among_json(cell: Cell) -> None:
+    with log.used("json"):
+        assert live_line.live_line() is None
+    assert cell.outputs == []

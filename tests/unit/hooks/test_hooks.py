@@ -13,6 +13,7 @@ import pytest
 from fakes import CountingStrategy, FakeCheckpoints, FakeClock, make_session, run_all
 
 from kdist import hooks
+from kdist.cluster.process import free_ports
 from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.hooks import (
     BestCheckpoint,
@@ -26,6 +27,7 @@ from kdist.hooks import (
     HistogramSaver,
     Hook,
     LoggingTensor,
+    MetricsServer,
     NanTensor,
     Profiler,
     Progress,
@@ -51,6 +53,7 @@ HOOKS: dict[str, Callable[[], Hook]] = {
     # Gradients need a model.
     "HistogramSaver": lambda: HistogramSaver(every_steps=20, gradients=False),
     "LoggingTensor": LoggingTensor,
+    "MetricsServer": lambda: MetricsServer(free_ports(1)[0]),
     "NanTensor": NanTensor,
     "Profiler": lambda: Profiler(every_steps=10_000),
     "Progress": Progress,

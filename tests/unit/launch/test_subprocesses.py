@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kdist.console.lines import save_line
+from kdist.console.log import Line
 from kdist.launch.subprocesses import WorkerProcesses
 
 
@@ -25,6 +27,15 @@ def test_lines_are_printed_and_warnings_are_warnings() -> None:
     lines: list[str] = []
     assert relayed("one\n\n\x1ecareful\ntwo", lines.append) == ["careful"]
     assert lines == ["one", "", "two"]
+
+
+def test_a_line_of_kdist_stays_one_behind_half_a_line_of_the_users() -> None:
+    lines: list[str] = []
+    line = save_line(4, 9, Path("checkpoints/ckpt-4"))
+    assert relayed(f"half\x1d{line.to_json()}\n", lines.append) == []
+    assert lines == ["half", line]
+    assert isinstance(lines[1], Line)
+    assert (lines[1].event, lines[1].step) == ("save", 4)
 
 
 def test_a_warning_behind_half_a_line_is_a_warning() -> None:

@@ -1,0 +1,145 @@
+"""Lets TensorFlow, and Matplotlib, which Keras imports, be imported without a word about what is no problem.
+
+`TF_CPP_MIN_LOG_LEVEL` gets a default, and counts from the first message on: TensorFlow's libraries write to standard
+error while they are loaded, before they look at the level. The import passes through a filter, which drops what the
+level says not to show. The filter is a process of its own: should the import abort, what TensorFlow said about it is
+shown.
+
+Matplotlib warns of a home directory that cannot be written, although it finds another place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
+_END_SECS = 5.0
+#: Files that exist if this machine has a GPU that TensorFlow may use: of NVIDIA, also in WSL, and of AMD.
+_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_NO_GPU = r"|.* failed call to cuInit"
+#: Messages begin as `I0000 00:00:17...` or, in earlier versions, as `2026-11-25 14:16:31.376231: I `.
+_FILTER = r"""
+import re, sys
+below = "IWE"[: int(sys.argv[1])]
+dropped = re.compile(
+    rf"([{below}]\d{{4}} |\d{{4}}-\d\d-\d\d [\d:.]+: [{below}] "
+    "|WARNING: All log messages before absl::Init|To enable the following" + sys.argv[2] + ")"
+)
+for line in sys.stdin.buffer:
+    if not dropped.match(line.decode(errors="replace")):
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+"""
+
+
+def install() -> None:
+    """From now on, these imports are quiet; what has been imported is left alone."""
+    for name, execute in {"tensorflow": _execute_tensorflow, "matplotlib": _execute_matplotlib}.items():
+        if name not in sys.modules:
+            sys.meta_path.insert(0, _Finder(name, execute))
+
+
+def default_level() -> str:
+    """What TensorFlow shows if the user has not said it.
+
+    Without a GPU, fatal errors: others are about the GPU that is missing, or are raised as exceptions, too. With one,
+    warnings and errors.
+    """
+    return "1" if has_gpu() else "3"
+
+
+def has_gpu() -> bool:
+    return any(Path(path).exists() for path in _GPUS)
+
+
+class _Finder(MetaPathFinder):
+    """Finds a module where Python does, and lets `execute` execute it: a function of the module and its loader's own.
+
+    It is there until the module has been imported once.
+    """
+
+    def __init__(self, name: str, execute: Callable[[Any, Callable[[Any], None]], None]) -> None:
+        self._name = name
+        self._execute = execute
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name or (spec := PathFinder.find_spec(fullname, path, target)) is None:
+            return None
+        loader: Any = spec.loader
+        original = loader.exec_module
+
+        def execute(module: Any) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            self._execute(module, original)
+
+        loader.exec_module = execute
+        return spec
+
+
+def _execute_tensorflow(module: Any, execute: Callable[[Any], None]) -> None:
+    with _level() as level, _filtered(level):
+        execute(module)
+        if level in ("1", "2") and not has_gpu():
+            # TensorFlow looks for GPUs once, and calls it an error that there is none.
+            module.config.list_physical_devices("GPU")
+
+
+def _execute_matplotlib(module: Any, execute: Callable[[Any], None]) -> None:
+    logger = logging.getLogger("matplotlib")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        execute(module)
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _level() -> Iterator[str]:
+    """The level; while entered, it is in the environment, where TensorFlow reads it."""
+    if LEVEL in os.environ:
+        yield os.environ[LEVEL]
+        return
+    os.environ[LEVEL] = default_level()
+    try:
+        yield os.environ[LEVEL]
+    finally:
+        os.environ.pop(LEVEL, None)
+
+
+@contextmanager
+def _filtered(level: str) -> Iterator[None]:
+    """While entered, standard error gets only messages that `level` allows, and all that is no message."""
+    if level not in ("1", "2", "3") or not sys.executable:
+        yield
+        return
+    try:
+        console = os.dup(2)
+    except OSError:  # This process has none.
+        yield
+        return
+    # Ctrl-C is for this process.
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, level, "" if has_gpu() else _NO_GPU]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert process.stdin is not None
+    os.dup2(process.stdin.fileno(), 2)
+    process.stdin.close()
+    try:
+        yield
+    finally:
+        os.dup2(console, 2)
+        os.close(console)
+        # A process that was started meanwhile may keep the pipe open.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECS)

@@ -1,0 +1,175 @@
+"""Where lines go: to the console, as text for people or as JSON for programs, and always to Python's logger `kdist`.
+
+In JSON, each line is one object: `time` (ISO 8601, UTC), `level`, `event`, `step` (null for what belongs to none),
+`values` and `message`, which is the text. Records of the logger have `event`, `step` and `values` as attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger("kdist")
+logger.setLevel(logging.INFO)
+# Otherwise Python prints warnings that nobody handles.
+logger.addHandler(logging.NullHandler())
+
+#: Takes the lines of a process whose output another one shows; None if this process shows them itself.
+relay: Callable[[Line], None] | None = None
+_is_json = False
+
+
+class Line(str):
+    """A text for people that also says what it is about.
+
+    Attributes:
+        event: what has happened, in a word.
+        step: the global step; None for what belongs to none.
+        values: what the line reports, by name.
+    """
+
+    event: str
+    step: int | None
+    values: dict[str, Any]
+
+    def __new__(
+        cls, text: str, event: str = "message", step: int | None = None, values: Mapping[str, Any] | None = None
+    ) -> Line:
+        line = super().__new__(cls, text)
+        line.event, line.step, line.values = event, step, dict(values or {})
+        return line
+
+    def to_json(self, **more: Any) -> str:
+        """The line as a JSON object, in one line; `more` comes first."""
+        content = {**more, "event": self.event, "step": self.step, "values": self.values, "message": str(self)}
+        return json.dumps(_plain(content), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Line:
+        """Undoes `to_json`."""
+        content = json.loads(text)
+        return cls(content["message"], content["event"], content["step"], content["values"])
+
+
+def say(text: str, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Prints a line to `stream`, standard output if None, and logs it."""
+    line = text if isinstance(text, Line) else Line(text)
+    if relay is not None:
+        relay(line)
+        return
+    record(line, level)
+    print(_as_json(line, level) if _is_json else str(line), file=stream or sys.stdout, flush=True)
+
+
+def record(line: Line, level: int) -> None:
+    """Logs a line that is printed elsewhere, or not at all."""
+    logger.log(level, "%s", line, extra={"event": line.event, "step": line.step, "values": line.values})
+
+
+def is_json() -> bool:
+    """Whether the console has lines for programs."""
+    return _is_json
+
+
+def use(log_format: str) -> None:
+    """From now on, lines are `text` or `json`."""
+    global _is_json, _format_before  # noqa: PLW0603 - a process has one console
+    _is_json = log_format == "json"
+    if _is_json and warnings.formatwarning is not _format_warning:
+        _format_before, warnings.formatwarning = warnings.formatwarning, _format_warning
+    elif not _is_json and warnings.formatwarning is _format_warning:
+        warnings.formatwarning = _format_before
+
+
+@contextmanager
+def used(log_format: str) -> Iterator[None]:
+    """While entered, lines are `text` or `json`."""
+    before = "json" if _is_json else "text"
+    use(log_format)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+@contextmanager
+def file_log(path: Path) -> Iterator[None]:
+    """While entered, a file gets every line of the logger, with the time."""
+    handler = _FileHandler(path)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def now(seconds: float | None = None) -> str:
+    """The time, or `seconds` since the epoch, in ISO 8601 and UTC: `2026-11-25T14:20:33.123Z`."""
+    at = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+    return f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03}Z"
+
+
+class _FileHandler(logging.FileHandler):
+    """Makes the file, and its folder, with the first line. A file that cannot be written does not disturb the run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if not _is_json:
+            return f"{now(record.created)} {record.levelname.lower():<7} {text}"
+        known = vars(record)
+        line = Line(text, known.get("event", "message"), known.get("step"), known.get("values"))
+        return _as_json(line, record.levelno, record.created)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """The console has the line."""
+
+
+def _as_json(line: Line, level: int, seconds: float | None = None) -> str:
+    return line.to_json(time=now(seconds), level=logging.getLevelName(level).lower())
+
+
+_format_before = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Formats kdist's warnings as JSON; others as before."""
+    if filename == "kdist":
+        return _as_json(Line(str(message), "warning"), logging.WARNING) + "\n"
+    return _format_before(message, category, filename, lineno, line)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: numbers of NumPy as Python's, and null for NaN and infinity, which it has not."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)

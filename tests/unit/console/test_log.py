@@ -1,0 +1,130 @@
+"""Lines for people, for programs, and for Python's logging."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+from helpers import toy_data
+
+import kdist
+from kdist.console import lines, log
+from kdist.console.warn import warn
+from kdist.errors import ConfigError
+
+X, Y = toy_data(64)
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    for each in found:
+        assert set(each) == {"time", "level", "event", "step", "values", "message"}
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", each["time"])
+        datetime.fromisoformat(each["time"].replace("Z", "+00:00"))
+    return found
+
+
+def fit(run_dir: Path, **arguments: Any) -> kdist.Trainer:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, **arguments)
+    trainer.fit(X, Y, batch_size=8, epochs=2, validation_data=(X, Y))
+    return trainer
+
+
+def test_every_line_of_a_run_is_an_object(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = fit(run_dir, log_format="json")
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    found = objects(printed.out)
+    events = [each["event"] for each in found]
+    assert events == ["start", "run_dir", "save", *["valid", "epoch"] * 2, "save", "done"]
+    assert found[0]["values"] == {
+        "version": kdist.__version__, "name": trainer.name, "strategy": "single", "cluster": "local"
+    }  # fmt: skip
+    done = found[-1]
+    assert (done["level"], done["step"]) == ("info", 16)
+    assert done["values"]["loss"] == pytest.approx(trainer.result.metrics["validation"]["loss"])
+    assert [each["values"]["epoch"] for each in found if each["event"] == "epoch"] == [1, 2]
+    logged = objects((run_dir / "logs" / "chief-0.log").read_text())
+    assert [each | {"time": None} for each in logged] == [each | {"time": None} for each in found]
+    lines.print_line("text again")
+    assert capfd.readouterr().out == "text again\n"
+
+
+def test_the_logger_and_the_file_have_what_is_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(run_dir)
+    printed = capsys.readouterr().out.splitlines()
+    records = [record for record in caplog.records if record.name == "kdist"]
+    assert [record.getMessage() for record in records] == printed
+    assert {record.levelno for record in records} == {logging.INFO}
+    assert (records[-1].event, records[-1].step) == ("done", 16)
+    logged = (run_dir / "logs" / "chief-0.log").read_text().splitlines()
+    assert [re.sub(r"^\S+Z info    ", "", line) for line in logged] == printed
+
+
+def test_warnings_are_logged(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+    warn("worker:1 is lost")
+    assert caplog.record_tuples == [("kdist", logging.WARNING, "kdist: worker:1 is lost")]
+    assert [str(each.message) for each in recwarn] == ["kdist: worker:1 is lost"]
+
+
+def test_warnings_are_objects_too_and_those_of_others_are_left_alone() -> None:
+    program = """
+import warnings
+from kdist.console import log
+from kdist.console.warn import warn
+before = warnings.formatwarning
+with log.used("json"):
+    warn("worker:1 is lost")
+    warnings.warn("of another library")
+assert warnings.formatwarning is before
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    first, other = done.stderr.splitlines()
+    (found,) = objects(first)
+    assert (found["level"], found["event"], found["message"]) == ("warning", "warning", "kdist: worker:1 is lost")
+    assert other.endswith("UserWarning: of another library")
+
+
+def test_a_value_that_json_has_not_is_null() -> None:
+    line = lines.train_line(np.int64(3), 5, {"loss": float("nan"), "f1": [0.5, np.float32(1)]}, 2, None)
+    assert json.loads(line.to_json())["values"] == {
+        "loss": None, "f1": [0.5, 1.0], "over_steps": 2, "steps_per_second": None
+    }  # fmt: skip
+
+
+def test_a_line_travels_between_processes() -> None:
+    line = lines.save_line(4, 9, Path("runs/checkpoints/ckpt-4"))
+    again = log.Line.from_json(line.to_json())
+    assert (again, again.event, again.step, again.values) == (line, "save", 4, line.values)
+
+
+def test_other_formats_are_refused(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="log_format=xml: choose one of text, json"):
+        kdist.Trainer(models.mlp, run_dir=run_dir, log_format="xml")
+
+
+def test_a_log_that_cannot_be_written_does_not_disturb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").write_text("a file in the place of the folder")
+    with log.file_log(tmp_path / "logs" / "chief-0.log"):
+        lines.print_line("training goes on")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("training goes on\n", "")
+
+
+def test_a_trainer_says_in_a_line_what_it_is(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, "2ps2w", run_dir=run_dir, name="mnist")
+    assert repr(trainer) == f"Trainer(mnist, parameter_server on 2ps2w, run dir {run_dir})"
