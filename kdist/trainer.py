@@ -77,6 +77,9 @@ class Trainer:
             (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
 
     Other Args:
+        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does, who may give a mirror.
+        membership: the role of this process in a cluster whose tasks were started one by one; None: that of `cluster`.
+        origin: what `result.json` says of where the run comes from; None: these arguments, and this process.
 
     Raises:
         ConfigError: a value is not allowed, or the model cannot be trained with this strategy.

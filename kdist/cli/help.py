@@ -35,6 +35,7 @@ after training (--help of each says more)
   python -m kdist.evaluate RUN_DIR                             loss and metrics of a checkpoint
   python -m kdist.predict RUN_DIR --input F --output F         outputs for the rows of a file
   python -m kdist.export RUN_DIR --to DIR                      a SavedModel for serving
+  python -m kdist.runs FOLDER                                  all runs below a folder, compared
 
 keys (KEY=VALUE; null is "not given")
 {keys}
