@@ -47,8 +47,7 @@ class Trainer:
             workers alone; `local` is this process; `tf_config` is what the environment variable TF_CONFIG says. Or a
             `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
-            choose by the cluster. Or your own class, derived from the class of one of these; `arguments` are passed to
-            it.
+            choose by the cluster. Or your own class, derived from the class of one of these.
         run_dir (str | Path | None): folder for checkpoints, summaries, logs, model and result; if None,
             `runs/<name>/<date_time>`. A run dir that holds checkpoints is resumed. Or a URL, as `s3://bucket/folder`.
         hooks: added to the default hooks; a hook replaces the default one of its class.
@@ -58,10 +57,9 @@ class Trainer:
         resume: `auto`, `never` or `must`; see `TrainSession`.
         seed: makes shuffling and Dropout repeatable; at least 0 and less than 2**32. None: the seed of the run that is
             resumed, random in a new run.
-        start_timeout: seconds within which every task must serve; None: as in `cluster`.
-        step_timeout: seconds without progress after which an unresponsive task is replaced, or the run fails; None: as
-            in `cluster`.
-        max_worker_restarts: how often each lost worker of a local cluster is restarted; None: as in `cluster`.
+        start_timeout: seconds within which every task must serve; None, here and for the next two: as in `cluster`.
+        step_timeout: seconds without progress after which an unresponsive task is replaced, or the run fails.
+        max_worker_restarts: how often each lost worker of a local cluster is restarted.
         max_restarts: how often training resumes from the newest checkpoint after a failure, on a new local cluster.
         export_max_bytes: a model whose parameters take more stays on its parameter servers and in checkpoints: `model`
             does not get the trained values, and there is no `model.keras`.

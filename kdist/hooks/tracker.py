@@ -14,9 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
 from kdist.config.checks import check_more_than_zero
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
@@ -50,7 +47,9 @@ class Tracker(Hook, abc.ABC):
         self._extra = extra
         self._save_model = save_model
         self._timeout = timeout
-        self._calls: queue.Queue[tuple[Callable[[], None], Future[None]]] | None = None
+        #: What the thread is to call; None between two fits.
+        self._calls: queue.Queue[tuple[Callable[[], None], Future[None]] | None] | None = None
+        self._error: Exception | None = None
 
     @abc.abstractmethod
     def _start(self, earlier: Mapping[str, Any], result: Result) -> Mapping[str, Any]:
@@ -85,6 +84,9 @@ class Tracker(Hook, abc.ABC):
     @property
     def _sweep_folder(self) -> Path | None:
         """The folder of the sweep whose trial this run is; None if it is none."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
         if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
             return None
         return Path(HydraConfig.get().sweep.dir)
@@ -92,7 +94,7 @@ class Tracker(Hook, abc.ABC):
     def before_fit(self, run_dir: Path, result: Result) -> None:
         self._run_dir = run_dir
         self._calls = queue.Queue()
-        self._error: Exception | None = None
+        self._error = None
         threading.Thread(target=self._work, args=[self._calls], daemon=True).start()
         self._send(partial(self._start_here, result))
 
@@ -111,12 +113,19 @@ class Tracker(Hook, abc.ABC):
         self._send(partial(self._log, metrics, session.global_step))
 
     def after_fit(self, result: Result) -> None:
+        if self._calls is None:
+            # Another hook has failed before this one began.
+            return
         names = ["result.json", "metrics.csv", "placement.png", *(["model.keras"] if self._save_model else [])]
         paths = [self._run_dir / name for name in names]
         ended = self._send(partial(self._finish, result, [path for path in paths if path.exists()]))
+        self._calls.put(None)
+        self._calls = None
         if wait_for([ended], self._timeout).not_done:
-            self._error = TimeoutError(f"it has not ended within {self._timeout:g} s ({type(self).__name__}.timeout)")
-        self._report_error()
+            name = type(self).__name__
+            warn(f"{name}: the tracker did not take the end of the run within {self._timeout:g} s ({name}.timeout)")
+        else:
+            self._report_error()
 
     def _start_here(self, result: Result) -> None:
         file = self._run_dir / f"{self._extra}.json"
@@ -131,10 +140,10 @@ class Tracker(Hook, abc.ABC):
         self._calls.put((call, done))
         return done
 
-    def _work(self, calls: queue.Queue[tuple[Callable[[], None], Future[None]]]) -> None:
+    def _work(self, calls: queue.Queue[tuple[Callable[[], None], Future[None]] | None]) -> None:
         has_failed = False
-        while True:
-            call, done = calls.get()
+        while (item := calls.get()) is not None:
+            call, done = item
             try:
                 if not has_failed:
                     call()

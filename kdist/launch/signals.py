@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Schedulers send a signal to a process and to its group, or twice; one that follows so soon is the same.
 SAME_SIGNAL_SECS = 0.5
+#: How long a process that has saved, or has no time left, may take to exit.
+_EXIT_SECS = 5.0
 INTERRUPTED, STOPPED = 130, 143
 
 #: Ends this process with an exit code, whatever it is doing. Set by programs that are nothing but a run, as the command
@@ -121,7 +123,8 @@ class _Signals:
                 warn(message())
                 if exit_at_once is not None:
                     exit_at_once(exit_code_of(received))
-                signal.raise_signal(received)
+                # Whatever the main thread waits for.
+                signal.pthread_kill(threading.main_thread().ident or 0, received)
 
         threading.Thread(target=watch, daemon=True).start()
 
@@ -268,20 +271,34 @@ def task_signals(task: Task, grace_secs: float, names: Collection[str] = STOP_SI
 class ForwardedSignals(_Signals):
     """While entered, forwards signals to the process that runs the session; a second one ends it at once.
 
+    So does the end of the time that it has to save, if a hook or callback of the user still runs in this process.
+
     Args:
         chief: that process.
+        grace_secs: seconds that it has to save and exit.
         names: of the signals, beside SIGINT.
     """
 
-    def __init__(self, chief: subprocess.Popen[Any], names: Collection[str] = STOP_SIGNALS) -> None:
+    def __init__(self, chief: subprocess.Popen[Any], grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
         super().__init__(names)
         self._chief = chief
+        self._grace_secs = grace_secs
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the first signal raises where a run ends; None without one."""
+        return None if self.received is None else _error_of(self.received)
 
     def _handle(self, number: int, _frame: FrameType | None = None) -> None:
+        is_first = self.received is None
         if self._arrivals.add(number):
             self._chief.kill()
             leave(signal.Signals(number))
         self._chief.send_signal(number)
+        if is_first and (received := self.received) is not None:
+            secs = self._grace_secs + _EXIT_SECS
+            late = f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs): a hook or callback runs"
+            self._leave_after(secs, received, lambda: late)
 
 
 def leave(received: signal.Signals) -> None:
@@ -292,6 +309,8 @@ def leave(received: signal.Signals) -> None:
 
 
 def _raise(received: signal.Signals) -> NoReturn:
-    if received is signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(exit_code_of(received))
+    raise _error_of(received)
+
+
+def _error_of(received: signal.Signals) -> BaseException:
+    return KeyboardInterrupt() if received is signal.SIGINT else SystemExit(exit_code_of(received))

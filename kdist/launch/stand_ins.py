@@ -46,7 +46,8 @@ class UsersHook:
     @classmethod
     def of(cls, index: int, hook: Hook) -> UsersHook:
         kind = next(c for c in type(hook).__mro__ if c.__module__.startswith("kdist."))
-        events = [event for event in _EVENTS if getattr(type(hook), event) is not getattr(Hook, event)]
+        is_own = {event: getattr(type(hook), event) is not getattr(Hook, event) for event in _EVENTS}
+        events = [event for event in _EVENTS if is_own[event] or event in vars(hook)]
         return cls(index, kind, events, {name: getattr(hook, name) for name in _ATTRIBUTES if hasattr(hook, name)})
 
 

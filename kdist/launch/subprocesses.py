@@ -85,8 +85,8 @@ class Subprocesses(Launcher):
         metrics = MetricReader(request.source.model, prepared.replica_step.returned)
         users_hooks = UsersHooks(hooks, callbacks, prepared.spec, metrics)
         arguments = replace(request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=())
-        users_hooks.before_fit(request.files.path, request.result(status="running"))
         try:
+            users_hooks.before_fit(request.files.path, request.result(status="running"))
             outcome = self._run(replace(request.with_config(), arguments=arguments, hooks=()), users_hooks)
         finally:
             users_hooks.close()
@@ -103,6 +103,7 @@ class Subprocesses(Launcher):
             step_timeout=strategy.cluster.step_timeout,
             num_cpus=self._num_cpus,
             devices=strategy.cluster.devices,
+            grace_secs=request.grace_secs,
             stop_signals=request.stop_signals,
             print_line=_print,
         )
@@ -174,6 +175,7 @@ class WorkerProcesses:
         step_timeout: seconds for which one may be stopped (SIGSTOP).
         num_cpus: logical CPU devices of each; 0 for the devices that exist.
         devices: which GPUs they may use.
+        grace_secs: seconds that the chief has to save and exit after a stop signal.
         stop_signals: names of the signals that are forwarded to the chief.
         print_line: takes what the chief prints: kdist's own as `Line`, and other lines.
     """
@@ -184,6 +186,7 @@ class WorkerProcesses:
     step_timeout: float
     num_cpus: int
     devices: DevicesConfig | None
+    grace_secs: float
     stop_signals: Sequence[str]
     print_line: Any = print
 
@@ -191,11 +194,11 @@ class WorkerProcesses:
         """Runs a request to its end; the chief calls the user's hooks and callbacks here.
 
         Returns:
-            The chief's outcome, or that of another worker that has failed.
+            The chief's outcome, or that of another worker that has failed, or of processes that were lost, are stopped
+            or did not start in time; after a stop signal, that of the signal.
 
         Raises:
             ConfigError: something in the request cannot be sent to another process.
-            ClusterError: a process was lost, is stopped or did not start in time.
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             (Path(folder) / "request").write_bytes(pickled(request))
@@ -213,8 +216,14 @@ class WorkerProcesses:
                 relay.start()
                 at_end.callback(relay.join, _STOP_SECS)
                 at_end.callback(end_children, processes, _STOP_SECS)
-                with ForwardedSignals(processes[0], self.stop_signals):
-                    outcome = self._wait(processes, Path(folder), here, users_hooks)
+                with ForwardedSignals(processes[0], self.grace_secs, self.stop_signals) as signals:
+                    try:
+                        outcome = self._wait(processes, Path(folder), here, users_hooks)
+                    except ClusterError as error:
+                        outcome = WorkerOutcome(error)
+                if isinstance(outcome.error, ClusterError) and signals.error is not None:
+                    # It was to end, and is not started again.
+                    outcome = WorkerOutcome(signals.error)
             return outcome
 
     def _launch(self, folder: str, live_pipe: live.LivePipe, pipe_of_chief: Connection) -> list[subprocess.Popen[str]]:

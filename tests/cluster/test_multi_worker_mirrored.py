@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,33 @@ def test_a_process_of_its_own_that_is_stopped_is_named_and_started_again(run_dir
     assert trainer.result.global_step == 20
     assert trainer.result.restarts == {"worker": 0, "cluster": 1}
     assert hook.events == ["begin", "created", "created", "close"]
+
+
+class Interrupts(Hook):
+    """Interrupts the run, and goes on for a long time."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def after_run(self, context: Any, values: Any) -> None:
+        for _ in range(self._times):
+            os.kill(os.getpid(), signal.SIGINT)
+            # Signals that follow each other at once are one.
+            time.sleep(0.7)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(1, marks=pytest.mark.long)], ids=["again", "grace over"])
+@pytest.mark.filterwarnings("ignore:kdist. not ended")
+def test_an_interrupt_ends_a_run_while_a_hook_runs(run_dir: Path, times: int) -> None:
+    x, y = toy_data()
+    options: Any = {"strategy": "mirrored", "devices": 2, "grace_secs": 2.0}
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[Interrupts(times)], **options)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
+    # Nor was it started again.
+    assert time.monotonic() - began < 50
 
 
 def test_an_error_of_the_users_comes_back_with_its_worker(run_dir: Path) -> None:

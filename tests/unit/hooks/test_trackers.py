@@ -89,8 +89,22 @@ def test_a_tracker_that_does_not_end_is_left_behind(tmp_path: Path) -> None:
     tracker = Notebook(timeout=0.05)
     tracker.may_end.clear()
     (warning,) = run(tracker, tmp_path)
-    assert "it has not ended within 0.05 s (Notebook.timeout)" in warning
+    assert "did not take the end of the run within 0.05 s (Notebook.timeout)" in warning
     tracker.may_end.set()
+
+
+def test_a_tracker_of_a_fit_that_did_not_begin_does_nothing() -> None:
+    tracker = Notebook()
+    tracker.after_fit(Result())
+    assert tracker.sent == []
+
+
+def test_the_thread_of_a_tracker_ends_with_the_fit(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    run(Notebook(), tmp_path)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_what_is_not_installed_or_not_allowed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

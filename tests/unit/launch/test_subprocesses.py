@@ -16,7 +16,7 @@ def relayed(printed: str, print_line: object) -> list[str]:
     reading, writing = os.pipe()
     with open(writing, "w") as file:
         file.write(printed)
-    tasks = WorkerProcesses(2, Path(), 1.0, 1.0, 0, None, (), print_line)
+    tasks = WorkerProcesses(2, Path(), 1.0, 1.0, 0, None, 1.0, (), print_line)
     with warnings.catch_warnings(record=True) as said, open(reading) as printed_here:
         warnings.simplefilter("always")
         tasks._relay(printed_here)
@@ -57,7 +57,7 @@ def test_all_is_read_from_a_chief_even_if_nobody_wants_it() -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_task_that_says_nothing_is_lost(tmp_path: Path, index: int) -> None:
-    tasks = WorkerProcesses(2, tmp_path, 1.0, 1.0, 0, None, ())
+    tasks = WorkerProcesses(2, tmp_path, 1.0, 1.0, 0, None, 1.0, ())
     (tmp_path / f"worker-{index}.log").write_text("the last it said\n")
     outcome = tasks._outcome_of(index, -9, tmp_path)
     assert f"worker:{index} died (signal 9, SIGKILL)" in str(outcome.error)
