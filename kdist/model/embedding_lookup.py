@@ -50,7 +50,10 @@ def check_dynamic_layers(model: keras.Model, row_wise: Sequence[keras.layers.Lay
     for layer in layers_of(model):
         if isinstance(layer, DynamicEmbedding) and layer.built and id(layer) not in found:
             why = "it is frozen" if not layer.trainable else "; ".join(dict.fromkeys(whole.values()))
-            why = why or f"{type(main_optimizer(model)).__name__} does not treat each element by itself"
+            optimizer = main_optimizer(model)
+            if not why and optimizer.ema_overwrite_frequency:
+                why = "the optimizer's ema_overwrite_frequency is for whole variables"
+            why = why or f"{type(optimizer).__name__} does not treat each element by itself"
             raise ConfigError(
                 f"model {model.name}: the DynamicEmbedding {layer.name} has no rows to train: {why}; it needs the "
                 "built-in train step, an optimizer such as Adagrad, Adam or SGD, and lookups outside of loops"

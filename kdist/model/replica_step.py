@@ -31,7 +31,7 @@ from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import is_elementwise, overflow_of, unscaled
+from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
 from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
 from kdist.model.table_groups import TableGroup, group_tables, single_groups
@@ -340,11 +340,8 @@ class ReplicaStep:
             return
         readers: dict[int, list[Any]] = {}
         with_gradient: set[int] = set()
-        # Optimizers that are not elementwise need the whole variable.
-        can_be_row_wise = is_elementwise(main_optimizer(self.model))
-        row_wise = frozenset(
-            i for i, layer in candidates.items() if can_be_row_wise and isinstance(layer, PooledLookup)
-        )
+        by_rows = can_update_rows(main_optimizer(self.model))
+        row_wise = frozenset(i for i, layer in candidates.items() if by_rows and isinstance(layer, PooledLookup))
 
         def probe(tables: list[tf.Tensor], *arguments: Any) -> None:
             whole = dict(zip(candidates, tables))

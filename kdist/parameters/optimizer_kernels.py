@@ -73,6 +73,17 @@ class _AdamW(_Adam, keras.optimizers.AdamW):
     """Keras decays the weights before the update."""
 
 
+def add_to_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    """Adds to rows, int64 `[n]`, each of them once; traced.
+
+    The operation holds the variable's own lock. `ResourceScatterAdd` shares that lock with others, and loses what two
+    of them add to a row at the same time.
+    """
+    return tf.raw_ops.ResourceScatterNdAdd(
+        ref=variable.handle, indices=rows[:, tf.newaxis], updates=values, use_locking=True
+    )
+
+
 #: Classes of the same maths with updates by kernels. Not for subclasses: those of users may compute something else.
 BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimizer]] = {
     keras.optimizers.SGD: _SGD,

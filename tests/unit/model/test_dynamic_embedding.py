@@ -220,6 +220,11 @@ def frozen() -> keras.Model:
     [
         (with_own_step, {}, "ids has no rows to train: the model's own train_step"),
         (frozen, {}, "ids has no rows to train: it is frozen"),
+        (
+            lambda: dynamic(keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=2)),
+            {},
+            "ema_overwrite_frequency is for whole variables",
+        ),
         (lambda: dynamic(keras.optimizers.Adafactor()), {}, "Adafactor does not treat each element by itself"),
         (dynamic, {"strategy": "mirrored", "devices": 2}, "strategy=mirrored: every replica has a copy"),
         (dynamic, {"cluster": "2w"}, "strategy=multi_worker_mirrored: every replica has a copy"),

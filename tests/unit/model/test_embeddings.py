@@ -58,11 +58,14 @@ def test_rows_that_no_batch_looks_up_keep_values_and_slots(optimizer: str, run_d
             assert (slot.numpy()[:10] != initial.numpy()[:10]).any()
 
 
-def test_without_moments_rows_are_updated_as_by_keras(run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 4}], ids=["plain", "averages"]
+)
+def test_without_moments_rows_are_updated_as_by_keras(options: dict[str, Any], run_dir: Path) -> None:
     x, y = data()
-    expected = build(layers.Embedding, "sgd")
+    expected = build(layers.Embedding, keras.optimizers.SGD(**options))
     expected.fit(x, y, batch_size=16, shuffle=False, epochs=3, verbose=0)
-    model = train(lambda: build(Embedding, "sgd"), run_dir, x, y)
+    model = train(lambda: build(Embedding, keras.optimizers.SGD(**options)), run_dir, x, y)
     for ours, theirs in zip(model.get_weights(), expected.get_weights()):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
