@@ -38,7 +38,7 @@ _HELP = {
     "kdist_dropped_gradients_total": ("counter", "Gradients that were not part of an update."),
     "kdist_lost_workers_total": ("counter", "How often a worker was lost."),
     "kdist_restarts_total": ("counter", "How often a worker returned, and how often the cluster was restarted."),
-    "kdist_resident_memory_bytes": ("gauge", "Memory of the chief, and of the tasks that it has started."),
+    "kdist_resident_memory_bytes": ("gauge", "Memory of the chief, and of the other tasks on its machine."),
     "kdist_training": ("gauge", "Loss and metrics of training, over the last seconds."),
     "kdist_validation": ("gauge", "Loss and metrics of the last validation."),
 }

@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.tensorflow import function_of_its_own
 from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
 from kdist.model.names import AVERAGE
@@ -114,7 +115,7 @@ class DynamicTable:
         self.evicted = None if interval is None else EvictedRows(device, interval, self.sweep_rows)
         # Traced once, no matter how many steps a call unrolls.
         specs = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int64)
-        self._insert = tf.function(self.insert, specs, autograph=False)
+        self._insert = function_of_its_own(self.insert).get_concrete_function(*specs)
 
     @property
     def vectors(self) -> tf.Variable:

@@ -334,7 +334,7 @@ class Strategy(abc.ABC):
 
     @property
     def pids(self) -> Mapping[Task, int]:
-        """Process ids of the tasks that this process started."""
+        """Process ids of the tasks that this process started, or of the other workers on this machine."""
         return {}
 
     @abc.abstractmethod

@@ -7,6 +7,7 @@ by a small all-reduce, what comes next, so that all of them take part.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError
 from contextlib import suppress
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.port_probe import meet
-from kdist.cluster.spec import Membership
+from kdist.cluster.spec import Membership, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError, ConfigError, reason
 from kdist.strategies.all_reduce import AllReduce, here
@@ -74,9 +75,11 @@ class MultiWorkerMirrored(AllReduce):
         devices = len(self._distribution.extended.worker_devices)
         super().__init__(first_replica=membership.task.index * devices)
         self.batches_per_step = self._distribution.num_replicas_in_sync
+        self._membership = membership
         self._is_chief = membership.is_chief
         self._step_timeout = step_timeout
         self._is_started = False
+        self._pids: dict[Task, int] = {}
         spec = membership.spec
         self._tcp_timeouts = TcpTimeouts(spec.worker, [spec.port(membership.task)], patience)
 
@@ -86,7 +89,12 @@ class MultiWorkerMirrored(AllReduce):
         say = tf.function(self._all_say, autograph=False)
         self._say_together = say.get_concrete_function(tf.TensorSpec([2], tf.int64))
         self._bounded(lambda: self._share(self._store.values.read()))
+        self._pids = self._bounded(self._find_pids)
         self._is_started = True
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        return self._pids
 
     def follow(self, spec: TrainingSpec) -> None:
         """Takes part in what the chief does, until it stops.
@@ -145,6 +153,16 @@ class MultiWorkerMirrored(AllReduce):
                 tf.distribute.ReduceOp.SUM, here(values if local == 0 else tf.zeros_like(values))
             )
         )[0]
+
+    def _find_pids(self) -> dict[Task, int]:
+        """The process ids of the other workers on this machine, which each worker tells all others."""
+        spec, own = self._membership.spec, self._membership.task
+        told = np.zeros(len(spec.worker), np.int64)
+        told[own.index] = os.getpid()
+        pids = tf.function(self._all_say, autograph=False)(tf.constant(told)).numpy()
+        hosts = [address.rpartition(":")[0] for address in spec.worker]
+        others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
+        return {Task("worker", i): int(pids[i]) for i in others}
 
     def _share_with_all(self) -> None:
         """Sends what this process has now to every worker."""

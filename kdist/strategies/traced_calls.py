@@ -23,6 +23,9 @@ from kdist.strategies.local_steps import Compute, LocalSteps
 # A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
 _AUTO_CALL_SECS = 1.0
 _AUTO_MAX_STEPS = 64
+# Nothing can be saved while a call is prepared, which takes at least four times as long for four times the steps. So it
+# has to be over well before the time ends that a signal leaves (`run.grace_secs`).
+_AUTO_PREPARE_SECS = 10.0
 _GROWTH = 4
 
 
@@ -221,9 +224,10 @@ class CallSizer:
     """Decides how many steps the next call unrolls.
 
     With `auto` it starts with single steps and then takes four times as many at a time, so that few sizes are needed.
-    It stops growing when calls would become long, or when larger ones would not save the time that a new size costs: it
-    has to be traced, and prepared by every worker. The overhead of a call follows from the last two sizes. If the end
-    of training is not known, it is assumed to last as long again as it has so far (as in ski rental).
+    It stops growing when calls would become long, or would take long to prepare, or when larger ones would not save the
+    time that a new size costs: it has to be traced, and prepared by every worker. The overhead of a call follows from
+    the last two sizes. If the end of training is not known, it is assumed to last as long again as it has so far (as in
+    ski rental).
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
@@ -286,8 +290,10 @@ class CallSizer:
                 self._step_secs_before = step_secs
 
     def _pays(self, larger: int, step_secs: float) -> bool:
-        """Whether calls of that many steps are short, and will save what they cost to prepare."""
+        """Whether calls of that many steps are short, soon prepared, and will save what they cost to prepare."""
         if larger > _AUTO_MAX_STEPS or larger * step_secs * self._num_workers > _AUTO_CALL_SECS:
+            return False
+        if _GROWTH * self._cost_secs > _AUTO_PREPARE_SECS:
             return False
         if self._step_secs_before is None:
             # Most of the time of a single step may be that of its call.

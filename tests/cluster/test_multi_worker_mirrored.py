@@ -1,9 +1,11 @@
 """All-reduce workers as this machine's own processes, started by `fit`."""
 
 import os
+import re
 import signal
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,31 @@ import tensorflow as tf
 from helpers import process_name, result_of, tags_of, toy_data
 
 import kdist
-from kdist.hooks import CheckpointSaver, Hook
+from kdist.cluster.process import free_ports
+from kdist.hooks import CheckpointSaver, Hook, MetricsServer, Session
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import read_rows
 
 pytestmark = pytest.mark.cluster
 
 
+class Scrapes(Hook):
+    """Reads what `MetricsServer` says of a run at its end."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def end(self, session: Session) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            self.text = answer.read().decode()
+
+
 def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x, y = toy_data()
     own = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
-    trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[CheckpointSaver(every_steps=16)])
+    scrapes = Scrapes(free_ports(1)[0])
+    hooks = [CheckpointSaver(every_steps=16), MetricsServer(scrapes.port), scrapes]
+    trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=hooks)
     history = trainer.fit(x, y, batch_size=8, epochs=3, validation_data=tf.data.Dataset.from_tensors((x, y)))
     # Both workers' batches make one step: 256 examples are 16 steps of 2 x 8.
     result = result_of(run_dir)
@@ -41,6 +57,10 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert "async/staleness" not in tags_of(run_dir / "tb" / "train")
     assert "done  | step     48/48" in capsys.readouterr().out
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["chief-0.log", "worker-0.log", "worker-1.log"]
+    # The chief is worker 0.
+    sizes = dict(re.findall(r'kdist_resident_memory_bytes\{task="(.+?)"\} (\d+)', scrapes.text))
+    assert sizes.keys() == {"chief", "worker:1"}
+    assert min(map(int, sizes.values())) > 10**8
     # This process is as it was.
     assert own(np.zeros((1, 6), np.float32)).shape == (1, 2)
     # A second fit resumes from the model, another trainer from the checkpoint; on another number of workers, too.

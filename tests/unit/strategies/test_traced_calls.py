@@ -41,15 +41,15 @@ def test_auto_keeps_calls_of_slow_models_short() -> None:
     assert sizer.steps_per_call == 1
 
 
-def grown_to_16(last_step: int | None = None, *, num_workers: int = 1) -> CallSizer:
-    """A sizer that has seen single steps at 100/s, then 200/s, and then that calls of 16 cost 1 s."""
+def grown_to_16(last_step: int | None = None, *, num_workers: int = 1, cost: float = 1.0) -> CallSizer:
+    """A sizer that has seen single steps at 100/s, then 200/s, and then that calls of 16 cost `cost` seconds."""
     sizer = CallSizer(None, num_workers, last_step)
     sizer.observe(1, 0.1, warming_up=True)
     trained(sizer, 0.1, rate=100)
     sizer.observe(4, 0.1, warming_up=True)
     while sizer.steps_per_call < 16:
         trained(sizer, 0.1, rate=200)
-    sizer.observe(16, 1.0, warming_up=True)
+    sizer.observe(16, cost, warming_up=True)
     return sizer
 
 
@@ -74,6 +74,13 @@ def test_auto_counts_what_is_left_from_where_a_resumed_run_begins() -> None:
     sizer.begin_at(15_000)
     trained(sizer, 1.5, rate=250)
     assert sizer.steps_per_call == 16
+
+
+@pytest.mark.parametrize(("cost", "size"), [(2.0, 64), (3.0, 16)])
+def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(cost: float, size: int) -> None:
+    sizer = grown_to_16(10_000_000, cost=cost)
+    trained(sizer, 5, rate=250)
+    assert sizer.steps_per_call == size
 
 
 def test_auto_keeps_a_size_that_brought_nothing() -> None:
