@@ -43,9 +43,9 @@ class Trainer:
 
     Args:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
-        cluster: `NpsMw` starts N parameter servers and M workers on this machine for the time of a `fit`, `Mw`
-            workers alone; `local` is this process; `tf_config` is what the environment variable TF_CONFIG says. Or a
-            `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
+        cluster: `NpsMw` is N parameter servers and M workers, `Mw` workers alone. In a Slurm step or TF_CONFIG of as
+            many tasks this process is one of them; alone, it starts them for the time of a `fit`. `local` is this
+            process. Or a `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
             choose by the cluster. Or your own class, derived from the class of one of these.
         run_dir (str | Path | None): folder for checkpoints, summaries, logs, model and result; if None,

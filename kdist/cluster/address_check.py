@@ -46,7 +46,8 @@ def check_private(addresses: Mapping[str, str], lookup: Lookup | None = None) ->
                 where = addresses[task] if address == host else f"{addresses[task]} ({address})"
                 raise ConfigError(
                     f"{task} is at {where}, a public address, and TensorFlow's servers run what anybody sends them: "
-                    "use a private network, or insist by cluster.allow_unprotected_network=true"
+                    "use a private network. cluster.allow_unprotected_network=true accepts it: whoever reaches the "
+                    "ports of the tasks can then run code as you, from anywhere unless a firewall is in between"
                 )
 
 

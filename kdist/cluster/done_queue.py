@@ -62,7 +62,8 @@ class Chief:
         while not self._probes.listening():
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"{self._who}: the chief ({self}) did not respond within {timeout:g} s (cluster.start_timeout)"
+                    f"{self._who}: the chief ({self}) did not respond within {timeout:g} s (cluster.start_timeout): "
+                    f"{self._probes.found().get(self._task, 'no answer yet')}"
                 )
             time.sleep(_POLL_SECS)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist.cluster.done_queue import chief_server, tell_tasks
-from kdist.cluster.port_probe import PortProbes, accepts_connections
+from kdist.cluster.port_probe import PortProbes, accepts_connections, not_met
 from kdist.cluster.process import end_children, free_ports, how_it_ended, start_child, task_environment
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
@@ -101,8 +101,8 @@ class ExternalCluster:
                 own = chief_server(self.spec)[1]
                 raise ClusterError(f"{own} exited while starting ({how_it_ended(code)})\n  log: {self._log}")
             if time.monotonic() > self._deadline:
-                names = ", ".join(f"{task} ({address})" for task, address in addresses.items() if task in missing)
-                raise ClusterError(f"{names} did not respond within {self._start_timeout:g} s (cluster.start_timeout)")
+                late = {task: address for task, address in addresses.items() if task in missing}
+                raise not_met(late, self._running().found(), self._start_timeout)
             time.sleep(_POLL_SECS)
         self._all_there = True
 

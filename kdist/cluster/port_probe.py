@@ -130,6 +130,21 @@ def resolve(host: str, port: int, timeout: float) -> AddressInfo:
     return found
 
 
+def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float) -> ClusterError:
+    """The error for tasks that did not come in time.
+
+    Args:
+        missing: their addresses.
+        why: what their last probes found.
+        timeout: seconds that they had.
+    """
+    names = ", ".join(f"{task} ({address})" for task, address in missing.items())
+    tried = "; ".join(why[task] for task in missing if why.get(task))
+    return ClusterError(
+        f"{names} did not respond within {timeout:g} s (cluster.start_timeout)" + (f": {tried}" if tried else "")
+    )
+
+
 class Silence:
     """How long a task has been silent, judged by its probes.
 
@@ -154,6 +169,11 @@ class Silence:
     def secs_left(self) -> float:
         """Seconds of silence until the task counts as lost."""
         return max(0.0, self._patience - self._secs)
+
+    @property
+    def last(self) -> Found | None:
+        """The outcome of the newest probe."""
+        return self._last
 
     @property
     def is_listening(self) -> bool:
@@ -213,6 +233,10 @@ class PortProbes:
         found = {task: silence.lost_because for task, silence in self._silences.items()}
         return {task: why for task, why in found.items() if why is not None}
 
+    def found(self) -> dict[Task, str]:
+        """What the last probe of each task found that did not listen."""
+        return {task: silence.last.why for task, silence in self._silences.items() if silence.last is not None}
+
     def stop(self) -> None:
         """Stops the threads, without waiting for them."""
         self._stopped.set()
@@ -251,10 +275,13 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
         me = Task("worker", index)
         raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
     with own:
-        while missing := {task: address for task, address in missing.items() if not accepts_connections(address)}:
+        while True:
+            found = {task: probe(address) for task, address in missing.items()}
+            missing = {task: missing[task] for task in missing if found[task].state is not State.LISTENING}
+            if not missing:
+                return
             if time.monotonic() > deadline:
-                names = ", ".join(f"{task} ({address})" for task, address in missing.items())
-                raise ClusterError(f"{names} did not respond within {timeout:g} s (cluster.start_timeout)")
+                raise not_met(missing, {task: found[task].why for task in missing}, timeout)
             time.sleep(_MEET_POLL_SECS)
 
 

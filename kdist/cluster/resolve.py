@@ -1,26 +1,29 @@
-"""The role of this process in a cluster whose tasks are started one by one, from the config or from TF_CONFIG."""
+"""The role of this process in its cluster: its tasks are started by others, one by one, or by this process.
+
+`cluster=hosts` describes the tasks in the config, `cluster=tf_config` in the environment variable TF_CONFIG. A shape,
+as `2ps3w`, says how many tasks there are; who starts them is found out: if a Slurm step or a TF_CONFIG has the tasks of
+the shape, this process is one of them. A process that is alone starts them itself. Anything else is refused.
+"""
 
 from __future__ import annotations
 
-import json
-import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kdist.cluster import slurm, tf_config
 from kdist.cluster.address_check import check_private
-from kdist.cluster.spec import CHIEF, EVALUATOR, ClusterShape, ClusterSpec, Membership, Task
+from kdist.cluster.membership import ROLES, Keys, membership_at
+from kdist.cluster.spec import ClusterShape, Membership
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kdist.config.schema import ClusterConfig
 
-# A host name, an IPv4 address, or an IPv6 address in brackets.
-_ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
-_JOBS = ("ps", "worker", "chief")
-_ROLES = (*_JOBS, EVALUATOR.job)
-_TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
+_HOSTS = Keys("cluster.", "cluster.job", "cluster.task")
+# How launchers of MPI tell a process how many of its kind they started.
+_MPI_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 
 
 def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
@@ -29,16 +32,17 @@ def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
 
 
 def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
-    """The membership that `cluster=hosts` or `cluster=tf_config` describes; None for any other cluster.
+    """What this process is, if others start the tasks of its cluster; None if it starts them itself.
 
     Raises:
-        ConfigError: an invalid address, job or index, an invalid TF_CONFIG, or a public address.
+        ConfigError: an invalid address, job or index, an invalid TF_CONFIG, another number of tasks than the shape has,
+            or a public address.
     """
     membership = _described(config, environment)
     if membership is not None:
         if config.isolate == "must":
             raise ConfigError(
-                f"cluster.isolate=must: is for NpsMw and Mw; the tasks of cluster={config.shape} need a network"
+                f"cluster.isolate=must: is for tasks that kdist starts; those of cluster={config.shape} need a network"
             )
         if not config.allow_unprotected_network:
             check_private(membership.spec.addresses)
@@ -46,35 +50,81 @@ def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Memb
 
 
 def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
+    if config.shape in ("hosts", "tf_config") and config.started_by != "auto":
+        raise ConfigError(f"cluster.started_by={config.started_by}: is for NpsMw and Mw, not for {config.shape}")
     if config.shape == "hosts":
         return _of_hosts(config)
     for key in ("ps", "worker", "chief", "job", "task"):
         if getattr(config, key) not in (None, []):
             raise ConfigError(f"cluster.{key}: is for cluster=hosts, not for cluster={config.shape}")
     if config.shape == "tf_config":
-        return _of_tf_config(environment.get("TF_CONFIG"))
-    if config.chief_port is not None:
-        raise ConfigError(f"cluster.chief_port: is for cluster=hosts and tf_config, not for cluster={config.shape}")
-    if not ClusterShape.parse(config.shape).is_local:
-        _refuse_under_launcher(config.shape, environment)
-    return None
+        return tf_config.membership_in(environment.get("TF_CONFIG"), "cluster=tf_config")
+    membership = _of_shape(ClusterShape.parse(config.shape), config.started_by, environment)
+    if membership is None and config.chief_port is not None:
+        raise ConfigError(f"cluster.chief_port: is for tasks that others start; kdist starts those of {config.shape}")
+    return membership
 
 
-# How launchers tell a process how many of its kind they started.
-_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+def _of_hosts(config: ClusterConfig) -> Membership:
+    if config.job is None:
+        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(ROLES)}")
+    chief = [config.chief] if config.chief else []
+    addresses = {"ps": config.ps, "worker": config.worker, "chief": chief}
+    return membership_at(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
 
 
-def _refuse_under_launcher(shape: str, environment: Mapping[str, str]) -> None:
-    """Refuses to start a cluster in each of several processes that a launcher started for the same command."""
-    for variable, launcher in _LAUNCHERS.items():
+def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, str]) -> Membership | None:
+    """What this process is among the tasks of a shape; None if it starts them itself."""
+    if shape.is_local:
+        if started_by in ("slurm", "tf_config"):
+            raise ConfigError(f"cluster.started_by={started_by}: cluster={shape} is one process; give NpsMw or Mw")
+        return None
+    if started_by == "kdist":
+        return None
+    if started_by == "tf_config":
+        return _of_tf_config(shape, environment, "cluster.started_by=tf_config")
+    if started_by == "slurm":
+        return slurm.membership_in(shape, environment)
+    # Somebody has set it for this very process; a launcher sets its variables for every process.
+    if environment.get("TF_CONFIG") and not _is_alone(environment):
+        return _of_tf_config(shape, environment, "cluster.started_by=auto")
+    _refuse_copies_of_mpi(shape, environment)
+    return slurm.membership_in(shape, environment) if slurm.num_tasks(environment) > 1 else None
+
+
+def _of_tf_config(shape: ClusterShape, environment: Mapping[str, str], asked_by: str) -> Membership:
+    membership = tf_config.membership_in(environment.get("TF_CONFIG"), asked_by)
+    found = membership.spec.shape
+    # An evaluator is not part of the cluster.
+    if (found.num_ps, found.num_workers) != (shape.num_ps, shape.num_workers):
+        raise ConfigError(
+            f"cluster={shape}: TF_CONFIG has the tasks of {found}\n"
+            f"  either make them the same, as cluster={found}\n"
+            "  or ignore TF_CONFIG by cluster.started_by=kdist: kdist starts the tasks itself, on this machine"
+        )
+    return membership
+
+
+def _is_alone(environment: Mapping[str, str]) -> bool:
+    """Whether TF_CONFIG describes one task, this process."""
+    try:
+        membership = tf_config.membership_in(environment.get("TF_CONFIG"), "cluster.started_by=auto")
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  cluster.started_by=kdist ignores it") from None
+    return len(membership.spec.addresses) == 1 and not membership.evaluates
+
+
+def _refuse_copies_of_mpi(shape: ClusterShape, environment: Mapping[str, str]) -> None:
+    """Refuses to start a cluster in each of several processes that a launcher of MPI started for the same command."""
+    for variable, launcher in _MPI_LAUNCHERS.items():
         count = environment.get(variable, "")
-        if count.isdecimal() and int(count) > 1:
+        # Slurm sets PMI_SIZE for its own tasks, too.
+        if count.isdecimal() and int(count) > 1 and int(count) != slurm.num_tasks(environment):
             raise ConfigError(
                 f"cluster={shape}: {launcher} started this command {count} times ({variable}), and each would start a "
                 "cluster of its own\n"
-                "  either start it once (srun -n1, mpirun -n 1): kdist starts the tasks itself, on one machine\n"
-                "  or give each process its task: cluster=hosts with cluster.job and cluster.task, or "
-                "cluster=tf_config"
+                f"  either start it once ({launcher} -n 1): kdist starts the tasks itself, on one machine\n"
+                "  or give each process its task: TF_CONFIG, or cluster=hosts with cluster.job and cluster.task"
             )
 
 
@@ -90,98 +140,3 @@ def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterSha
 def common_seed(membership: Membership) -> int:
     """A seed that is the same on every task, derived from the cluster spec without communication."""
     return zlib.crc32(repr(membership.spec).encode())
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """The names of the parts of a description in its source."""
-
-    cluster: str
-    job: str
-    index: str
-
-
-_HOSTS = _Keys("cluster.", "cluster.job", "cluster.task")
-_TF_CONFIG = _Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: task.index")
-
-
-def _of_hosts(config: ClusterConfig) -> Membership:
-    if config.job is None:
-        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(_ROLES)}")
-    chief = [config.chief] if config.chief else []
-    addresses = {"ps": config.ps, "worker": config.worker, "chief": chief}
-    return _membership(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
-
-
-def _of_tf_config(text: str | None) -> Membership:
-    if not text:
-        raise ConfigError(f"cluster=tf_config: TF_CONFIG is not set; it must be {_TF_CONFIG_FORM}")
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"TF_CONFIG: is not JSON ({error}); it must be {_TF_CONFIG_FORM}") from None
-    for part in ("cluster", "task"):
-        if not isinstance(given, dict) or not isinstance(given.get(part), dict):
-            raise ConfigError(f"TF_CONFIG: has no {part}; it must be {_TF_CONFIG_FORM}")
-    cluster, task = given["cluster"], given["task"]
-    if "type" not in task:
-        raise ConfigError(f"TF_CONFIG: task has no type; it must be {_TF_CONFIG_FORM}")
-    if "master" in cluster and "chief" in cluster:
-        raise ConfigError("TF_CONFIG: cluster has a master and a chief, which are the same job")
-    # "master" is what TF1 called the chief.
-    cluster = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
-    if unknown := sorted(set(cluster) - set(_ROLES)):
-        raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {', '.join(_ROLES)}")
-    for job, hosts in cluster.items():
-        if not isinstance(hosts, list):
-            raise ConfigError(f"TF_CONFIG: cluster.{job} must be a list of addresses, host:port")
-    index = task.get("index", 0)
-    if isinstance(index, str) and index.isdecimal():
-        index = int(index)
-    job = "chief" if task["type"] == "master" else task["type"]
-    return _membership(cluster, job, index, _TF_CONFIG)
-
-
-def _membership(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: _Keys) -> Membership:
-    if job not in _ROLES:
-        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(_ROLES)}")
-    _check_index(index, keys)
-    have = len(addresses.get(job, ()))
-    spec = _spec(addresses, keys)
-    if job == EVALUATOR.job:
-        return Membership(spec, Task(EVALUATOR.job, index))
-    if index >= have:
-        what = f"{have} such task{'' if have == 1 else 's'}" if have else "no such task"
-        raise ConfigError(f"{keys.index}: this process is {job}:{index}, and {keys.cluster}{job} has {what}")
-    if not spec.ps and addresses.get("chief"):
-        # Without servers the chief trains as well: `_spec` has made it the first of the workers.
-        return Membership(spec, Task("worker", index if job == "chief" else index + 1))
-    return Membership(spec, CHIEF if job == "chief" else Task(job, index))
-
-
-def _check_index(index: Any, keys: _Keys) -> None:
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise ConfigError(f"{keys.index}={index}: must be a whole number, at least 0")
-
-
-def _spec(addresses: Mapping[str, Sequence[str]], keys: _Keys) -> ClusterSpec:
-    seen: dict[str, str] = {}
-    for job in _JOBS:
-        for index, address in enumerate(addresses.get(job, ())):
-            match = _ADDRESS.fullmatch(str(address))
-            if match is None or int(match[1]) > 65535:
-                raise ConfigError(f"{keys.cluster}{job}: {address}: is no address; the form is host:port")
-            task = str(CHIEF if job == "chief" else Task(job, index))
-            if address in seen:
-                raise ConfigError(
-                    f"{keys.cluster}{job}: {task} and {seen[address]} are both at {address}; each needs its own"
-                )
-            seen[address] = task
-    ps, workers, chiefs = (tuple(addresses.get(job, ())) for job in _JOBS)
-    if len(chiefs) > 1:
-        raise ConfigError(f"{keys.cluster}chief: there is one chief, not {len(chiefs)}")
-    if not ps:
-        workers, chiefs = (*chiefs, *workers), ()
-    if not workers:
-        raise ConfigError(f"{keys.cluster}worker: there is no worker")
-    return ClusterSpec(ps, workers, chiefs[0] if chiefs else None)

@@ -11,6 +11,7 @@ from kdist.errors import ConfigError
 
 LOG_FORMATS = ("text", "json")
 RESUME_MODES = ("auto", "never", "must")
+STARTED_BY = ("auto", "kdist", "slurm", "tf_config")
 PLACEMENT_POLICIES = ("round_robin", "greedy", "partitioned")
 
 
@@ -39,6 +40,9 @@ class ClusterConfig:
     shape: str = "local"
     """`NpsMw`, `Mw`, `local`, `hosts` or `tf_config`; `cluster=2ps2w` sets it."""
 
+    started_by: str = "auto"
+    """NpsMw, Mw: who starts the tasks: `kdist`, `slurm`, `tf_config`; `auto`: others, if they started all of them."""
+
     start_timeout: float = 120.0
     """Seconds within which every task must serve; more than 0."""
 
@@ -49,10 +53,10 @@ class ClusterConfig:
     """How often each lost worker of a local cluster is restarted; at least 0."""
 
     patience: float = 15.0
-    """hosts, tf_config: seconds without a response after which a task counts as lost; at least 1."""
+    """Tasks that others start: seconds without a response after which a task counts as lost; at least 1."""
 
     chief_port: Optional[int] = None
-    """hosts, tf_config: port at which servers and workers reach the chief's process; null: any free port."""
+    """Tasks that others start: port at which servers and workers reach the chief's process; null: any free port."""
 
     ps: list[str] = field(default_factory=list)
     """cluster=hosts: addresses (host:port) of the parameter servers."""
@@ -73,12 +77,13 @@ class ClusterConfig:
     """GPUs that tasks may use, by job."""
 
     isolate: str = "never"
-    """NpsMw, Mw: a private network namespace: `auto` if the system permits it, `must`, or `never`."""
+    """Tasks that kdist starts: a private network namespace: `auto` if the system permits it, `must`, or `never`."""
 
     allow_unprotected_network: bool = False
-    """cluster=hosts, tf_config: accepts public addresses, where anyone who reaches a task can run code."""
+    """Tasks that others start: accepts public addresses, where anyone who reaches a task can run code."""
 
     def __post_init__(self) -> None:
+        checks.check_one_of("cluster.started_by", self.started_by, STARTED_BY)
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
         checks.check_more_than_zero("cluster.start_timeout", self.start_timeout)
         checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)

@@ -126,6 +126,16 @@ def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[Line]:
     ]
 
 
+def member_lines(addresses: Mapping[str, str], chief: str) -> list[Line]:
+    """`task  | worker:0 | host3:2222 | also the chief`, a line per task that others have started."""
+    width = max(map(len, addresses))
+    also = {chief: ["also the chief"]} if chief != "chief" else {}
+    return [
+        _line("task", f"{task:<{width}}", address, *also.get(task, []), values={"task": task, "address": address})
+        for task, address in addresses.items()
+    ]
+
+
 def stays_line(num_bytes: int, limit: int) -> Line:
     """`model | 4.8 GiB, more than run.export_max_bytes (2.0 GiB): its values are in the checkpoints only`"""
     size, allowed = (f"{n / (1 << 30):.1f} GiB" for n in (num_bytes, limit))

@@ -67,7 +67,8 @@ class TrainedRun:
         self._config, self._run, self._log_dir, self._data = config, run, log_dir, data
         if membership_of(config.cluster, os.environ) is not None:
             raise ConfigError(
-                f"cluster={config.cluster.shape}: give a cluster that this command starts, as cluster=2ps2w"
+                f"cluster={config.cluster.shape}: this command starts its tasks; give a shape, as cluster=2ps2w, "
+                "and cluster.started_by=kdist if this process was started as a task of another cluster"
             )
         self._shape = shape_of(config.cluster, None)
         if not self._shape.num_ps and not self._shape.is_local:

@@ -91,6 +91,7 @@ class LocalFit:
                 hook.before_fit(request.files.path, request.result(status="running"))
             with signals, session:
                 request.files.write_plan(session.strategy.plan)
+                self._print_members(session)
                 if request.arguments.tells_all:
                     self._print_tasks(session)
                 request.files.describe(session.summaries, model, session.global_step)
@@ -252,6 +253,12 @@ class LocalFit:
             data = session.spec.data
             known = lines.ENDLESS_LINE if data.splits is None else lines.ARRIVING_LINE
             session.print_line(known if data.passes is None else lines.PASSES_LINE)
+
+    def _print_members(self, session: TrainSession) -> None:
+        """Shows where tasks are that others have started, now that all of them have come."""
+        if (membership := self._request.strategy.membership) is not None:
+            for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
+                session.print_line(line)
 
     def _print_tasks(self, session: TrainSession) -> None:
         logs = self._request.files.logs

@@ -37,6 +37,8 @@ REFUSED = [
     ([*HOSTS, "cluster.job=ps", "strategy=mirrored"], ["strategy=mirrored", "one process"]),
     ([*HOSTS, "cluster.job=worker", "cluster.ps=[]", "strategy=sync_replicas"], ["sync_replicas", "parameter servers"]),
     (["+recipe=mnist", "cluster=tf_config"], ["cluster=tf_config", "TF_CONFIG is not set", TF_CONFIG_FORM]),
+    (["+recipe=mnist", "cluster=2ps2w", "cluster.started_by=me"], ["cluster.started_by=me", "auto, kdist, slurm"]),
+    (["+recipe=mnist", "cluster=2ps2w", "cluster.started_by=slurm"], ["cluster.started_by=slurm", "srun"]),
     (["+recipe=mnist", "cluster=2ps2w", "cluster.ps=[a:1]"], ["cluster.ps", "cluster=hosts", "cluster=2ps2w"]),
     (["+recipe=mnist", "cluster.job=ps"], ["cluster.job", "cluster=hosts", "cluster=local"]),
     (["+recipe=mnist", "cluster.devices.worker=0"], ["cluster.devices.worker=0", "list of GPU numbers"]),
@@ -112,7 +114,10 @@ REFUSED = [
     (["+recipe=mnist", "run.dir=/dev/null"], ["run.dir=/dev/null", "is a file"]),
     (["+recipe=mnist", "hooks=null"], ["None"]),
     (["+recipe=mnist", "cluster.isolate=maybe"], ["cluster.isolate=maybe", "never, auto, must"]),
-    ([*HOSTS, "cluster.job=ps", "cluster.isolate=must"], ["cluster.isolate=must", "NpsMw", "cluster=hosts"]),
+    (
+        [*HOSTS, "cluster.job=ps", "cluster.isolate=must"],
+        ["cluster.isolate=must", "that kdist starts", "=hosts"],
+    ),
     (
         [*HOSTS, "cluster.job=ps", "cluster.ps=[8.8.8.8:2222]"],
         ["ps:0", "8.8.8.8:2222", "cluster.allow_unprotected_network=true"],

@@ -121,6 +121,12 @@ def test_four_commands_in_any_order_are_one_cluster_whose_chief_is_worker_0(task
     assert (result["status"], result["global_step"], result["error"]) == ("done", 20, None)
     assert (result["cluster"], result["strategy"], result["workers"]) == ("2ps2w", "parameter_server", 2)
     assert "done  | step     20/20 | " in tasks.said("worker:0")
+    assert [line for line in tasks.said("worker:0").splitlines() if line.startswith("task  | ")] == [
+        f"task  | ps:0     | {ps[0]}",
+        f"task  | ps:1     | {ps[1]}",
+        f"task  | worker:0 | {worker_0} | also the chief",
+        f"task  | worker:1 | {worker_1}",
+    ]
     for task, address in (("ps:0", ps[0]), ("ps:1", ps[1]), ("worker:1", worker_1)):
         first, last = tasks.said(task).splitlines()
         assert first.endswith(f"{task} of 2ps2w | at {address}, chief worker:0 at {worker_0}")
@@ -165,7 +171,8 @@ def test_tf_config_says_who_is_who(tasks: Tasks) -> None:
 def test_workers_of_tf_config_train_together_and_worker_0_alone_writes(tasks: Tasks) -> None:
     workers = free_addresses(2)
     for task in ("worker:1", "worker:0"):
-        tasks.start(task, "cluster=tf_config", "train.steps=20", variables=tf_config(task, {"worker": workers}))
+        # The shape says that this TF_CONFIG is of its tasks.
+        tasks.start(task, "cluster=2w", "train.steps=20", variables=tf_config(task, {"worker": workers}))
     assert tasks.codes() == {"worker:1": 0, "worker:0": 0}
     result = result_of(tasks.folder("worker:0") / "D")
     assert (result["status"], result["global_step"]) == ("done", 20)
@@ -184,7 +191,7 @@ def test_a_server_that_never_comes_is_named_and_nobody_waits_on(tasks: Tasks) ->
     assert tasks.code_of("worker:0", 4 + 2 * SOON) == 75
     _, _, message = tasks.said("worker:0").partition("kdist: error: ")
     assert f"ps:1 ({missing})" in message
-    assert "did not respond within 4 s (cluster.start_timeout)" in message
+    assert f"did not respond within 4 s (cluster.start_timeout): nothing listens at {missing}" in message
     assert "Traceback" not in message
     result = result_of(tasks.folder("worker:0") / "D")
     assert result["status"] == "failed"

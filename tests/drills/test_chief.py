@@ -189,7 +189,8 @@ def test_what_strays_in_the_environment_does_not_matter(drill: Drill) -> None:
         "GRPC_FAIL_FAST": "false",
         "TF_CONFIG": '{"cluster": {"worker": ["10.0.0.1:1", "10.0.0.2:1"]}, "task": {"type": "worker", "index": 1}}',
     }
-    run = drill.start(*MINE, "cluster=1ps2w", "train.steps=3000", "train.steps_per_call=16", given=stray)
+    keys = ("cluster=1ps2w", "cluster.started_by=kdist", "train.steps=3000", "train.steps_per_call=16")
+    run = drill.start(*MINE, *keys, given=stray)
     run.wait_for(r"train \| step +300")
     # With GRPC_FAIL_FAST=false the loss of a worker would be waited for, and not noticed.
     run.signal_task("worker:1")

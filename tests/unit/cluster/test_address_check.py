@@ -109,5 +109,5 @@ def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.
 
 def test_tasks_that_others_start_cannot_be_isolated() -> None:
     config = ClusterConfig("hosts", job="ps", ps=["10.0.0.1:1"], worker=["10.0.0.2:1"], isolate="must")
-    with pytest.raises(ConfigError, match=r"cluster\.isolate=must: is for NpsMw and Mw"):
+    with pytest.raises(ConfigError, match=r"cluster\.isolate=must: is for tasks that kdist starts"):
         membership_of(config, {})

@@ -44,7 +44,7 @@ def refusal(error: pytest.ExceptionInfo[ConfigError]) -> str:
 
 @pytest.mark.parametrize("shape", ["local", "2ps2w", "4w"])
 def test_a_cluster_that_kdist_starts_has_no_members(shape: str) -> None:
-    config = ClusterConfig(shape)
+    config = ClusterConfig(shape, started_by="kdist")
     assert membership_of(config, {"TF_CONFIG": "this is not read"}) is None
     assert str(shape_of(config, None)) == shape
 
@@ -308,20 +308,91 @@ def test_wrong_devices_are_refused(job: str, devices: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", ["2ps2w", "4w"])
-@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_several_copies_of_a_command_that_starts_its_own_tasks_are_refused(shape: str, variable: str) -> None:
     with pytest.raises(ConfigError) as error:
         membership_of(ClusterConfig(shape), {variable: "3"})
     message = str(error.value)
     assert message.startswith(f"cluster={shape}: ")
     assert f"started this command 3 times ({variable})" in message
-    for remedy in ("srun -n1", "cluster=hosts", "cluster=tf_config"):
+    for remedy in (" -n 1", "cluster=hosts", "TF_CONFIG"):
+        assert remedy in message
+    assert membership_of(ClusterConfig(shape, started_by="kdist"), {variable: "3"}) is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_NTASKS": "3"},
+        {"PMI_SIZE": ""},
+        {"TF_CONFIG": ""},
+        {"TF_CONFIG": json.dumps({"cluster": {"chief": ["c:1"]}, "task": {"type": "chief", "index": 0}})},
+    ],
+)
+def test_a_process_that_is_alone_starts_the_tasks(environment: dict[str, str]) -> None:
+    assert membership_of(ClusterConfig("2ps2w"), environment) is None
+
+
+@pytest.mark.parametrize("started_by", ["auto", "tf_config"])
+@pytest.mark.parametrize(
+    ("shape", "cluster"), [("2ps2w", HOSTS), ("2ps2w", WITH_CHIEF), ("2w", WORKERS), ("3w", WORKERS_WITH_CHIEF)]
+)
+def test_a_tf_config_with_the_tasks_of_the_shape_is_joined(shape: str, cluster: Any, started_by: str) -> None:
+    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
+    # Slurm, too, may have started the processes, by a script that sets TF_CONFIG for each.
+    environment = {"TF_CONFIG": text, "SLURM_STEP_NUM_TASKS": "7"}
+    membership = membership_of(ClusterConfig(shape, started_by=started_by), environment)
+    assert membership == by_text(text)
+    assert str(shape_of(ClusterConfig(shape), membership)) == shape
+
+
+def test_an_evaluator_of_a_shape_is_joined() -> None:
+    text = json.dumps({"cluster": HOSTS, "task": {"type": "evaluator", "index": 0}})
+    membership = membership_of(ClusterConfig("2ps2w"), {"TF_CONFIG": text})
+    assert membership is not None
+    assert membership.evaluates
+
+
+@pytest.mark.parametrize("started_by", ["auto", "tf_config"])
+@pytest.mark.parametrize("shape", ["2ps3w", "3ps2w", "4w", "2w"])
+def test_a_tf_config_with_other_tasks_than_the_shape_is_refused(shape: str, started_by: str) -> None:
+    text = json.dumps({"cluster": HOSTS, "task": {"type": "worker", "index": 0}})
+    with pytest.raises(ConfigError) as error:
+        membership_of(ClusterConfig(shape, started_by=started_by), {"TF_CONFIG": text})
+    message = str(error.value)
+    assert message.startswith(f"cluster={shape}: TF_CONFIG has the tasks of 2ps2w\n")
+    for remedy in ("as cluster=2ps2w", "cluster.started_by=kdist"):
         assert remedy in message
 
 
-@pytest.mark.parametrize("environment", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "3"}, {"PMI_SIZE": ""}])
-def test_one_copy_of_a_command_starts_its_own_tasks(environment: dict[str, str]) -> None:
-    assert membership_of(ClusterConfig("2ps2w"), environment) is None
+def test_a_tf_config_that_is_not_one_is_refused_with_what_ignores_it() -> None:
+    with pytest.raises(ConfigError, match=r"^TF_CONFIG: is not JSON [^\n]*\n  cluster\.started_by=kdist ignores it$"):
+        membership_of(ClusterConfig("2ps2w"), {"TF_CONFIG": "{broken"})
+    assert membership_of(ClusterConfig("local"), {"TF_CONFIG": "{broken"}) is None
+
+
+@pytest.mark.parametrize(
+    ("started_by", "shape", "said"),
+    [
+        ("tf_config", "2ps2w", "cluster.started_by=tf_config: TF_CONFIG is not set"),
+        ("slurm", "2ps2w", "cluster.started_by=slurm: SLURM_STEP_NUM_TASKS is not set; start this command by srun"),
+        ("tf_config", "local", "cluster.started_by=tf_config: cluster=local is one process; give NpsMw or Mw"),
+        ("slurm", "1w", "cluster.started_by=slurm: cluster=1w is one process; give NpsMw or Mw"),
+        ("kdist", "tf_config", "cluster.started_by=kdist: is for NpsMw and Mw, not for tf_config"),
+        ("slurm", "hosts", "cluster.started_by=slurm: is for NpsMw and Mw, not for hosts"),
+    ],
+)
+def test_who_starts_the_tasks_must_have_done_so(started_by: str, shape: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        membership_of(ClusterConfig(shape, started_by=started_by), {})
+    assert refusal(error).startswith(said)
+
+
+def test_an_unknown_starter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^cluster\.started_by=me: choose one of auto, kdist, slurm, tf_config$"):
+        ClusterConfig("2ps2w", started_by="me")
 
 
 def test_tasks_that_a_launcher_starts_each_with_its_own_are_joined() -> None:
@@ -334,7 +405,7 @@ def test_tasks_that_a_launcher_starts_each_with_its_own_are_joined() -> None:
 
 def test_the_chiefs_port_is_for_tasks_on_other_hosts() -> None:
     assert by_hosts(job="worker", chief_port=2230).is_chief
-    with pytest.raises(ConfigError, match=r"cluster\.chief_port: is for cluster=hosts and tf_config, not .*=2ps2w"):
+    with pytest.raises(ConfigError, match=r"cluster\.chief_port: is for tasks that others start; .* of 2ps2w"):
         membership_of(ClusterConfig("2ps2w", chief_port=2230), {})
     for port in (0, 65536):
         with pytest.raises(ConfigError, match=rf"cluster\.chief_port={port}: must be a port"):

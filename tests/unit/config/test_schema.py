@@ -11,6 +11,7 @@ from kdist.errors import ConfigError
 
 KEYS = """\
 cluster.shape = local
+cluster.started_by = auto
 cluster.start_timeout = 120.0
 cluster.step_timeout = 300.0
 cluster.max_worker_restarts = 3
