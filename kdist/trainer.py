@@ -15,6 +15,7 @@ from kdist.cluster.resolve import common_seed, membership_of, shape_of, with_giv
 from kdist.cluster.spec import Membership
 from kdist.config.checks import STOP_SIGNALS, check_one_of, check_seed, check_stop_signals, checked_steps_per_call
 from kdist.config.hparams import plain
+from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConfig
 from kdist.config.strategy_options import strategy_config
 from kdist.console import log
@@ -43,27 +44,26 @@ class Trainer:
 
     Args:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
-        cluster: `NpsMw` is N parameter servers and M workers, `Mw` workers alone. In a Slurm step or TF_CONFIG of as
-            many tasks this process is one of them; alone, it starts them for the time of a `fit`. `local` is this
-            process. Or a `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
+        cluster: `NpsMw` is N servers and M workers, `Mw` workers alone: in a Slurm step or TF_CONFIG of as many tasks,
+            this process is one of them; otherwise it starts them for the time of a `fit`. `local` is this process. Or a
+            `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
             choose by the cluster. Or your own class, derived from the class of one of these.
-        run_dir (str | Path | None): folder for checkpoints, summaries, logs, model and result; if None,
-            `runs/<name>/<date_time>`. A run dir that holds checkpoints is resumed. Or a URL, as `s3://bucket/folder`.
+        run_dir (str | Path | None): folder, or URL as `s3://bucket/folder`, for all that a run leaves; one that holds
+            checkpoints is resumed. None: `runs/<name>/<date_time>`; in a Slurm step `runs/<name>/slurm-<job id>`.
         hooks: added to the default hooks; a hook replaces the default one of its class.
         callbacks: Keras callbacks for every `fit`.
         name: shown on the first line and used in the default `run_dir`; the script's name if None.
         steps_per_call: steps that a worker runs per call of the chief; `auto` adapts them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
-        seed: makes shuffling and Dropout repeatable; at least 0 and less than 2**32. None: the seed of the run that is
-            resumed, random in a new run.
+        seed: makes shuffling and Dropout repeatable; from 0 to 2**32 - 1. None: that of a resumed run, else random.
         start_timeout: seconds within which every task must serve; None, here and for the next two: as in `cluster`.
         step_timeout: seconds without progress after which an unresponsive task is replaced, or the run fails.
         max_worker_restarts: how often each lost worker of a local cluster is restarted.
         max_restarts: how often training resumes from the newest checkpoint after a failure, on a new local cluster.
         export_max_bytes: a model whose parameters take more stays on its parameter servers and in checkpoints: `model`
             does not get the trained values, and there is no `model.keras`.
-        grace_secs: seconds to save and exit after a stop signal or Ctrl-C.
+        grace_secs: seconds to save and exit after a stop signal or Ctrl-C; None: 20 in a Slurm job or pod, else 30.
         stop_signals: names of the signals at which the run saves and exits; a handler of the program's own stays.
         storage_timeout: seconds for which object storage may fail before a save counts as failed.
         log_format: `text` prints lines for people, `json` an object a line for programs; see `kdist.console.log`.
@@ -101,7 +101,7 @@ class Trainer:
         max_worker_restarts: int | None = None,
         max_restarts: int = TrainConfig.max_restarts,
         export_max_bytes: int = RunConfig.export_max_bytes,
-        grace_secs: float = RunConfig.grace_secs,
+        grace_secs: float | None = RunConfig.grace_secs,
         stop_signals: Sequence[str] = STOP_SIGNALS,
         storage_timeout: float = RunConfig.storage_timeout,
         log_format: str = RunConfig.log_format,
@@ -140,7 +140,7 @@ class Trainer:
         self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
         self._max_restarts = max_restarts
         self._export_max_bytes = export_max_bytes
-        self._grace_secs = grace_secs
+        self._grace_secs = grace_secs_of(grace_secs, os.environ)
         check_stop_signals("stop_signals", stop_signals)
         self._stop_signals = tuple(stop_signals)
         check_one_of("log_format", log_format, LOG_FORMATS)

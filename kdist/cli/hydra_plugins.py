@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from kdist.cluster.spec import ClusterShape
+from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import Config
 from kdist.run.files import OWNER_ONLY, make_private
 from kdist.run.object_storage import folder_of
@@ -88,6 +90,7 @@ def register() -> None:
     ConfigStore.instance().store(name="kdist_schema", node=Config)
     if not OmegaConf.has_resolver("kdist.run_name"):
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
+        OmegaConf.register_new_resolver("kdist.run_folder", lambda now: folder_of_step(os.environ) or now)
         OmegaConf.register_new_resolver("kdist.working_folder", lambda run_dir: str(folder_of(run_dir)))
 
 

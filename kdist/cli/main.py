@@ -21,6 +21,7 @@ from kdist.cli.process import end_process, exit_code_of, print_error
 from kdist.cluster import isolate
 from kdist.config import targets
 from kdist.config.checks import check_target
+from kdist.config.scheduler import grace_secs_of
 from kdist.console import log
 from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
@@ -153,8 +154,9 @@ def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief has finished."""
     signals.exit_at_once = os._exit
     logs_devices = config.run.log_device_placement
+    grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
     with (
-        signals.task_signals(membership.task, config.run.grace_secs, config.run.stop_signals) as stop,
+        signals.task_signals(membership.task, grace_secs, config.run.stop_signals) as stop,
         nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)),
     ):
         if membership.runs_program or membership.evaluates:

@@ -253,8 +253,8 @@ class RunConfig:
     name: str = "${kdist.run_name:}"
     """Name of the run: the recipe's name, or `train`."""
 
-    dir: str = "runs/${run.name}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Folder or URL (`s3://bucket/x`) of a run or sweep; the same again resumes."""
+    dir: str = "runs/${run.name}/${kdist.run_folder:${now:%Y-%m-%d_%H-%M-%S}}"
+    """Folder or URL (`s3://bucket/x`) of a run or sweep; the same again resumes. Of a Slurm job: `slurm-<job id>`."""
 
     seed: Optional[int] = None
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null: random."""
@@ -271,8 +271,8 @@ class RunConfig:
     export_max_bytes: int = 2 << 30
     """A larger model stays on its servers and in checkpoints, without a `model.keras`; at least 0."""
 
-    grace_secs: float = 30.0
-    """Seconds to save and exit after a stop signal or Ctrl-C; more than 0."""
+    grace_secs: Optional[float] = None
+    """Seconds to save and exit after a stop signal or Ctrl-C; null: 20 in a Slurm job or a pod, 30 elsewhere."""
 
     stop_signals: list[str] = field(default_factory=lambda: list(checks.STOP_SIGNALS))
     """Signals at which a run saves and exits with code 143, also when sent to all of its tasks."""
@@ -307,7 +307,8 @@ class RunConfig:
         checks.check_port("run.metrics_port", self.metrics_port)
         checks.check_verbose("run.verbose", self.verbose)
         checks.check_whole_number("run.export_max_bytes", self.export_max_bytes, at_least=0)
-        checks.check_more_than_zero("run.grace_secs", self.grace_secs)
+        if self.grace_secs is not None:
+            checks.check_more_than_zero("run.grace_secs", self.grace_secs)
         checks.check_more_than_zero("run.storage_timeout", self.storage_timeout)
         checks.check_stop_signals("run.stop_signals", self.stop_signals)
         targets.check_packages("run.trust", self.trust)

@@ -14,6 +14,7 @@ import numpy as np
 from kdist._compat.keras import main_optimizer, metrics_are_built
 from kdist.cluster.resolve import membership_of, shape_of
 from kdist.config.build import build_model
+from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.console.warn import warn
 from kdist.data.base import TrainingData
@@ -71,6 +72,7 @@ class TrainedRun:
                 "and cluster.started_by=kdist if this process was started as a task of another cluster"
             )
         self._shape = shape_of(config.cluster, None)
+        self._grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
         if not self._shape.num_ps and not self._shape.is_local:
             raise ConfigError(f"cluster={self._shape}: workers need parameter servers to evaluate, as in cluster=2ps2w")
         self._is_newest = step is None
@@ -201,7 +203,7 @@ class TrainedRun:
         config = self._config
         make = partial(registry.create, config.strategy, config.cluster, self._shape)
         training = self._bring_back if pulls else None
-        return WorkerPool(make, self._shape.num_workers, self._log_dir, config.run.grace_secs, training)
+        return WorkerPool(make, self._shape.num_workers, self._log_dir, self._grace_secs, training)
 
     def _bring_back(self, strategy: Strategy) -> None:
         """Starts a strategy with the values on its servers."""
@@ -227,7 +229,7 @@ class TrainedRun:
             None,
             0,
             self._log_dir,
-            grace_secs=config.run.grace_secs,
+            grace_secs=self._grace_secs,
             on_servers=True,
             stays_on_servers=lambda: num_bytes(model) > config.run.export_max_bytes,
         )

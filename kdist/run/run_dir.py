@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 import sys
+from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import RunConfig
 from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
@@ -36,8 +39,9 @@ class RunDir:
     """Names the files of a run dir, and writes those that are written once. Every file is complete or absent.
 
     Args:
-        path: the folder; None creates a new `runs/<name>/<date_time>`. Or a URL on object storage, or its mirror, which
-            the caller enters.
+        path: the folder, or a URL on object storage, or its mirror, which the caller enters. None creates a new
+            `runs/<name>/<date_time>`; in a step of a Slurm job it is `runs/<name>/slurm-<job id>`, with a number for
+            the second one of a program, so that a requeued job resumes.
         name: of the run.
         storage_timeout: seconds for which object storage may fail.
 
@@ -51,6 +55,8 @@ class RunDir:
         name: str,
         storage_timeout: float = RunConfig.storage_timeout,
     ) -> None:
+        if path is None and (folder := folder_of_step(os.environ)) is not None:
+            path = _numbered(Path("runs") / name / folder)
         if is_url(path):
             path = Mirror(str(path), storage_timeout)
         self._mirror = path if isinstance(path, Mirror) else None
@@ -61,7 +67,7 @@ class RunDir:
 
     @property
     def is_given(self) -> bool:
-        """Whether the user chose the folder, so that other tasks may know it."""
+        """Whether other tasks may know the folder: the user chose it, or it has the name of the Slurm job."""
         return self._given is not None
 
     @property
@@ -214,6 +220,15 @@ def name_of_program() -> str:
     """The name of a run that was given none."""
     stem = Path(sys.argv[0]).stem
     return "notebook" if stem == "ipykernel_launcher" else stem or "python"
+
+
+_num_of_step: Counter[Path] = Counter()
+
+
+def _numbered(path: Path) -> Path:
+    """`path`, and `path-2` when it is asked for a second time: every program that is run again asks in this order."""
+    _num_of_step[path] += 1
+    return path if _num_of_step[path] == 1 else path.with_name(f"{path.name}-{_num_of_step[path]}")
 
 
 def _make_new(parent: Path) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
-from kdist.config.schema import RunConfig
+from kdist.config.scheduler import GRACE_SECS
 from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
@@ -94,7 +94,7 @@ class TrainingSpec:
     seed: int
     log_dir: Path
     last_step: int | None = None
-    grace_secs: float = RunConfig.grace_secs
+    grace_secs: float = GRACE_SECS
     on_servers: bool = False
     stays_on_servers: Callable[[], bool] = lambda: False
     steps_per_epoch: int | None = None

@@ -1,0 +1,32 @@
+"""What is different in a process that a scheduler has started: Slurm, or Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: Seconds to save and exit after a stop signal where nobody ends the process by force.
+GRACE_SECS = 30.0
+#: Slurm's KillWait and the `terminationGracePeriodSeconds` of pods are 30 by default.
+_GRACE_SECS_OF_JOBS = 20.0
+
+
+def grace_secs_of(given: float | None, environment: Mapping[str, str]) -> float:
+    """`run.grace_secs` if it is given; otherwise what is usual for a process in this environment."""
+    if given is not None:
+        return given
+    is_job = "SLURM_JOB_ID" in environment or "KUBERNETES_SERVICE_HOST" in environment
+    return _GRACE_SECS_OF_JOBS if is_job else GRACE_SECS
+
+
+def folder_of_step(environment: Mapping[str, str]) -> str | None:
+    """`slurm-77`, the name of the run dir of a Slurm job, so that the job resumes when it is requeued.
+
+    Each step of a job has its own: the first one this, the next one `slurm-77.1`. None in an interactive job, where one
+    command follows the other, and for what a batch script runs without `srun`.
+    """
+    job, step, count = (environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "STEP_NUM_TASKS"))
+    if not (job.isdecimal() and step.isdecimal() and count.isdecimal()):
+        return None
+    if environment.get("ENVIRONMENT") != "BATCH" and int(count) == 1:
+        return None
+    return f"slurm-{job}" if int(step) == 0 else f"slurm-{job}.{step}"
