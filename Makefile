@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test short drills hosts long lint matrix bench docs
+.PHONY: help mnist test short drills hosts slurm long lint matrix bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 15 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
+	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), about 15 minutes"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, 20 minutes"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, about 15 minutes"
@@ -38,8 +39,14 @@ drills: $(READY)
 hosts: $(READY)
 	$(BIN)/python -m pytest tests/hosts
 
+# One job after the other on a system that all tests share. Without Slurm, and no way to install it, they are skipped.
+slurm: $(READY)
+	@command -v slurmctld >/dev/null || PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || \
+		apt-get install -y -qq slurm-wlm munge >/dev/null || echo "slurm-wlm and munge cannot be installed"
+	$(BIN)/python -m pytest tests/slurm
+
 long: $(READY) hosts
-	$(BIN)/python -m pytest --numprocesses 2 -m long --ignore tests/drills --ignore tests/hosts
+	$(BIN)/python -m pytest --numprocesses 2 -m long --ignore tests/drills --ignore tests/hosts --ignore tests/slurm
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -75,6 +75,10 @@ def nodes_of_tasks(environment: Mapping[str, str]) -> list[str]:
     given = environment.get("SLURM_DISTRIBUTION", "block")
     # What follows is about sockets and cores inside of a node.
     distribution = re.split("[:,]", given)[0]
+    if environment.get("SLURM_HET_SIZE", "1") != "1":
+        # Of a heterogeneous step, Slurm tells the distribution of the last group only. Unless asked for another one, it
+        # is block in each group, or there is one task on each node.
+        distribution = "block"
     if distribution == "cyclic":
         rounds = range(max(counts))
         return [node for done in rounds for node, count in zip(nodes, counts) if count > done]

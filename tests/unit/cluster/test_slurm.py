@@ -111,6 +111,11 @@ def test_cyclic_goes_round_the_nodes_that_have_room(distribution: str) -> None:
     assert nodes_of_tasks(environment) == ["a", "b", "c", "b", "c", "b"]
 
 
+def test_in_a_heterogeneous_step_the_groups_follow_each_other() -> None:
+    environment = step("a,b,c,d", "2,1,1(x2)", SLURM_DISTRIBUTION="cyclic", SLURM_HET_SIZE="2")
+    assert nodes_of_tasks(environment) == ["a", "a", "b", "c", "d"]
+
+
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from(["block", "cyclic"]))
 def test_every_distribution_puts_as_many_tasks_on_a_node_as_slurm_says(counts: list[int], distribution: str) -> None:
     names = [f"n{index}" for index in range(len(counts))]
