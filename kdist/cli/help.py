@@ -31,6 +31,9 @@ groups (GROUP=OPTION)
   python -m kdist -m +recipe=mnist cluster=1ps1w,2ps2w         one run after another (multirun)
   python -m kdist +recipe=mnist --cfg job                      shows the config and runs nothing
 
+  python -m kdist.launch -H h1:2,h2:2 -- +recipe=mnist cluster=2ps2w
+                                                               on other machines, over ssh (--help says more)
+
 after training (--help of each says more)
   python -m kdist.evaluate RUN_DIR                             loss and metrics of a checkpoint
   python -m kdist.predict RUN_DIR --input F --output F         outputs for the rows of a file
