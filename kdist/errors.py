@@ -36,6 +36,12 @@ class ClusterError(KdistError):
     exit_code = 75
 
 
+class ChiefStoppedError(ClusterError):
+    """The chief was told to stop before the end of the run; a task that was told so, too, exits with code 143."""
+
+    exit_code = 143
+
+
 class DataSourceError(KdistError):
     """Data that keeps arriving could not be reached for too long (exit code 75: a retry may help)."""
 

@@ -394,6 +394,7 @@ class TrainSession:
             hook.after_delta(path)
 
     def _close(self) -> None:
+        self.strategy.is_interrupted = self.interrupted
         with ExitStack() as closing:
             # All are called even if one raises; the last one first.
             for close in (self.strategy.stop, self.summaries.close, *(hook.close for hook in reversed(self.hooks))):

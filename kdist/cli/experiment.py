@@ -24,6 +24,7 @@ from kdist.strategies import registry
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kdist.hooks import Hook
     from kdist.run.mirror import Mirror
     from kdist.run.origin import Origin
     from kdist.strategies.base import Strategy
@@ -45,7 +46,6 @@ def run_experiment(
         import keras
         import tensorflow as tf
 
-        from kdist.hooks import MetricsServer
         from kdist.run.result import Result, describe
         from kdist.run.run_dir import RunDir
         from kdist.trainer import Trainer
@@ -62,8 +62,6 @@ def run_experiment(
     if run_dir is not None and is_chief:
         # Before anything replaces the record of a newer version.
         RunDir(run_dir, config.run.name).read_result()
-    port, host = config.run.metrics_port, config.run.metrics_host
-    metrics_servers = [] if port is None else [MetricsServer(port, host)]
     started = time.time()
     trainer = None
     try:
@@ -72,7 +70,7 @@ def run_experiment(
             cluster=config.cluster,
             strategy=strategy_of(config),
             run_dir=run_dir,
-            hooks=[*parts_of(config, "hooks", "drill"), *metrics_servers],
+            hooks=[*parts_of(config, "hooks", "drill"), *_servers(config)],
             callbacks=parts_of(config, "callbacks"),
             name=config.run.name,
             steps_per_call=config.train.steps_per_call,
@@ -124,6 +122,15 @@ def run_experiment(
                     )
                 )
         raise
+
+
+def _servers(config: Config) -> list[Hook]:
+    """The hooks that answer over HTTP while the run lasts."""
+    from kdist.hooks import HealthCheck, MetricsServer
+
+    run = config.run
+    found: list[Hook] = [] if run.metrics_port is None else [MetricsServer(run.metrics_port, run.metrics_host)]
+    return found if run.health_port is None else [*found, HealthCheck(run.health_port)]
 
 
 def strategy_of(config: Config) -> str | type[Strategy]:

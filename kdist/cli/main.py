@@ -8,7 +8,7 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,13 +17,14 @@ from kdist._compat import quiet_import
 from kdist.cli.arguments import as_hydra_reads
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained
 from kdist.cli.help import help_text
-from kdist.cli.process import end_process, exit_code_of, print_error
+from kdist.cli.process import end_process, exit_code_of, print_error, start_anew
 from kdist.cluster import isolate
 from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
 from kdist.console import log
 from kdist.console.native_stderr import native_log
+from kdist.console.warn import warn
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.launch import signals
 from kdist.run.files import relative
@@ -153,12 +154,23 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
 def _take_part(config: Config, membership: Membership) -> None:
     """Runs as a task that is not the chief, until the chief has finished."""
     signals.exit_at_once = os._exit
-    logs_devices = config.run.log_device_placement
     grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
-    with (
-        signals.task_signals(membership.task, grace_secs, config.run.stop_signals) as stop,
-        nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)),
-    ):
+    with signals.task_signals(membership.task, grace_secs, config.run.stop_signals) as stop:
+        try:
+            with _health_server(config, membership, lambda: stop.is_serving):
+                _serve(config, membership, stop)
+        except ClusterError as error:
+            stays = config.cluster.stay and not membership.evaluates
+            if not (stays and stop.is_serving) or stop.received is not None:
+                raise
+            warn(f"{error}; it waits for the next chief (cluster.stay)")
+            start_anew()
+
+
+def _serve(config: Config, membership: Membership, stop: signals.TaskSignals) -> None:
+    """See `_take_part`."""
+    logs_devices = config.run.log_device_placement
+    with nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)):
         if membership.runs_program or membership.evaluates:
             from kdist.cli.experiment import run_experiment
 
@@ -168,6 +180,14 @@ def _take_part(config: Config, membership: Membership) -> None:
             from kdist.cluster.server import serve_until_done
 
             serve_until_done(membership, config.cluster, stop.begin_to_serve, log_device_placement=logs_devices)
+
+
+def _health_server(config: Config, membership: Membership, is_ready: Callable[[], bool]) -> AbstractContextManager[Any]:
+    """While entered, this task answers at `run.health_port`, if there is one."""
+    from kdist.cluster.health_server import HealthServer, health_of_task
+
+    port = config.run.health_port
+    return nullcontext() if port is None else HealthServer(port, health_of_task(membership, port, is_ready))
 
 
 def _check(parsed: Namespace) -> tuple[Config, Membership | None]:

@@ -32,6 +32,13 @@ def end_process(run: Callable[[list[str]], int]) -> NoReturn:
     os._exit(code)
 
 
+def start_anew() -> NoReturn:
+    """Replaces this process by one with the same command, id and parent, of which nothing is left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def exit_code_of(command: Callable[[], None]) -> int:
     """Runs a command; prints the error that ends it, and returns the exit code."""
     try:

@@ -46,5 +46,9 @@ class Cluster(Protocol):
     def pids(self) -> Mapping[Task, int]:
         """Process ids of the tasks that this process started."""
 
-    def stop(self) -> None:
-        """Stops the cluster; may be called repeatedly."""
+    def stop(self, *, run_goes_on: bool = False) -> None:
+        """Stops the cluster; may be called repeatedly.
+
+        Args:
+            run_goes_on: whether the run is not at its end, so that another chief will resume it.
+        """

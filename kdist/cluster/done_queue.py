@@ -3,7 +3,8 @@
 TensorFlow's servers cannot be stopped. In TF1 programs, every parameter server waited at a queue ("done queue") until
 the chief had put an element into it. kdist does the same with a shared queue on the chief's server, but the chief
 closes it, which every waiting task notices, and reads the names of those that did from a second queue: an element might
-be taken by the read of a task that fell silent long ago.
+be taken by the read of a task that fell silent long ago. A third queue is closed before if the chief was told to
+stop before the end of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _POLL_SECS = 0.2
 _LAST_WORD_SECS = 1.0
 #: A task that has lost its chief can only exit; it should have exited when `patience` is over.
 _EXIT_SECS = 1.5
-_DONE, _NOTED = "kdist_done", "kdist_noted"
+_DONE, _NOTED, _STOPPED = "kdist_done", "kdist_noted", "kdist_stopped"
 _MAX_TASKS = 1 << 20
 
 
@@ -67,19 +68,21 @@ class Chief:
                 )
             time.sleep(_POLL_SECS)
 
-    def wait_until_done(self) -> None:
-        """Returns when the chief reports that it has finished.
+    def wait_until_done(self) -> bool:
+        """Returns when the chief reports that it has finished: whether the run is at its end, and was not stopped.
 
         Raises:
             ClusterError: it exited without reporting completion, or is silent for too long.
         """
         is_done = threading.Event()
+        was_stopped: list[bool] = []
 
         def wait() -> None:
-            session, done, noted = _session(self._address, self._task)
+            session, done, noted, stopped = _session(self._address, self._task)
             with session.graph.as_default():
                 with suppress(tf.errors.OutOfRangeError):
                     session.run(done.dequeue())
+                was_stopped.append(bool(session.run(stopped.is_closed())))
                 is_done.set()
                 session.run(noted.enqueue(str(self._who)))
 
@@ -94,7 +97,7 @@ class Chief:
                     # Its server exits as soon as the last task has acknowledged, and TensorFlow may wait for its
                     # response for ever.
                     outcome.result(_LAST_WORD_SECS)
-                return
+                return not was_stopped[0]
             if not outcome.done():
                 failing_since = None
                 if not lost:
@@ -118,11 +121,12 @@ class Chief:
         self._probes.stop()
 
 
-def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float) -> set[str]:
+def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, run_goes_on: bool) -> set[str]:
     """Tells the waiting tasks that the chief has finished, and gives them `timeout` seconds to acknowledge.
 
     Args:
         tasks: those that can acknowledge.
+        run_goes_on: whether the chief was told to stop before the end of the run.
 
     Returns:
         The names of the tasks that did not.
@@ -131,8 +135,10 @@ def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float) -> se
     address, chief = chief_server(spec)
 
     def tell() -> None:
-        session, done, noted = _session(address, chief)
+        session, done, noted, stopped = _session(address, chief)
         with session.graph.as_default():
+            if run_goes_on:
+                session.run(stopped.close())
             session.run(done.close())
             name = noted.dequeue()
             while missing:
@@ -150,12 +156,14 @@ class _Session(tf.compat.v1.Session):
         pass
 
 
-def _session(address: str, task: Task) -> tuple[_Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+def _session(address: str, task: Task) -> tuple[_Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
     """A session on a server, and the queues there."""
     device = f"/job:{task.job}/replica:0/task:{task.index}"
     graph = tf.Graph()
     with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
-        done, noted = (tf.queue.FIFOQueue(_MAX_TASKS, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED))
+        done, noted, stopped = (
+            tf.queue.FIFOQueue(_MAX_TASKS, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED, _STOPPED)
+        )
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
-    return _Session(f"grpc://{address}", graph=graph, config=config), done, noted
+    return _Session(f"grpc://{address}", graph=graph, config=config), done, noted, stopped

@@ -145,7 +145,7 @@ class ExternalCluster:
         """Empty: tasks that do not serve yet count as lost."""
         return set()
 
-    def stop(self) -> None:
+    def stop(self, *, run_goes_on: bool = False) -> None:
         """Tells the tasks that the chief has finished, and stops the chief's own server. May be called repeatedly."""
         if self._own is None or self._probes is None or self._tcp_timeouts is None:
             return
@@ -153,7 +153,7 @@ class ExternalCluster:
             others = self._addresses().keys() - self._probes.lost() - {chief_server(self.spec)[1]}
             # A task that returns in time should learn that the chief has finished, not find that it has disappeared.
             timeout = max(_STOP_SECS, self._patience) if self._probes.silent() else _STOP_SECS
-            if missing := tell_tasks(self.spec, others, timeout):
+            if missing := tell_tasks(self.spec, others, timeout, run_goes_on=run_goes_on):
                 warn(f"{', '.join(sorted(missing))} did not acknowledge that training has finished")
         self._probes.stop()
         self._tcp_timeouts.stop()

@@ -173,7 +173,7 @@ class LocalCluster:
         self.wait()
         return self
 
-    def stop(self) -> None:
+    def stop(self, *, run_goes_on: bool = False) -> None:
         """Stops every task and waits for it, at most a few seconds. May be called repeatedly."""
         end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()

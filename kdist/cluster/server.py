@@ -20,7 +20,7 @@ from kdist.cluster.process import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import Membership
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.console import log
-from kdist.errors import ClusterError
+from kdist.errors import ChiefStoppedError, ClusterError
 from kdist.version import __version__
 
 READY = b"ready\n"
@@ -111,6 +111,7 @@ def serve_until_done(
 
     Raises:
         ClusterError: the address is in use, or the chief never came, or died.
+        ChiefStoppedError: it was stopped before the end of the run, and `cluster.stay` is set.
     """
     task, spec = membership.task, membership.spec
     visible = visible_devices(task, config.devices)
@@ -145,10 +146,12 @@ def serve_until_done(
     try:
         chief.wait_for_it(config.start_timeout)
         before_serving()
-        chief.wait_until_done()
+        is_at_end = chief.wait_until_done()
     finally:
         timeouts.stop()
         chief.stop()
+    if config.stay and not is_at_end:
+        raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
     log.say(f"done  | {task} | the chief has finished")
     del server
 

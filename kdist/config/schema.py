@@ -55,6 +55,9 @@ class ClusterConfig:
     patience: float = 15.0
     """Tasks that others start: seconds without a response after which a task counts as lost; at least 1."""
 
+    stay: bool = False
+    """Tasks that others start: when the chief stops early or is lost, servers and workers wait for the next one."""
+
     chief_port: Optional[int] = None
     """Tasks that others start: port at which servers and workers reach the chief's process; null: any free port."""
 
@@ -295,6 +298,9 @@ class RunConfig:
     metrics_host: str = "127.0.0.1"
     """The address of that port; another than the loopback address opens it to the network."""
 
+    health_port: Optional[int] = None
+    """Port at which every task answers /healthz and /readyz, open to the network; null: none."""
+
     hparams: list[str] = field(default_factory=list)
     """Additional keys for TensorBoard's HParams tab, which shows overridden keys and a few others."""
 
@@ -305,6 +311,7 @@ class RunConfig:
         checks.check_one_of("run.resume", self.resume, RESUME_MODES)
         checks.check_one_of("run.log_format", self.log_format, LOG_FORMATS)
         checks.check_port("run.metrics_port", self.metrics_port)
+        checks.check_port("run.health_port", self.health_port)
         checks.check_verbose("run.verbose", self.verbose)
         checks.check_whole_number("run.export_max_bytes", self.export_max_bytes, at_least=0)
         if self.grace_secs is not None:

@@ -13,6 +13,7 @@ from kdist.hooks.export import Export
 from kdist.hooks.feed_fn import FeedFn
 from kdist.hooks.final_ops import FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
+from kdist.hooks.health import HealthCheck
 from kdist.hooks.histogram_saver import HistogramSaver
 from kdist.hooks.logging_tensor import LoggingTensor
 from kdist.hooks.metrics_server import MetricsServer
@@ -37,6 +38,7 @@ __all__ = [
     "FeedFn",
     "FinalOps",
     "GlobalStepWaiter",
+    "HealthCheck",
     "HistogramSaver",
     "Hook",
     "LoggingTensor",

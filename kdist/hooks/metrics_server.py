@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdist.cluster.http_server import HttpServer, Page
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
-from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ PATH = "/metrics"
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _EVERY_SECS = 5.0
-_TIMEOUT_SECS = 10.0
 #: Every name with its type and meaning, in the order in which they are shown.
 _HELP = {
     "kdist_global_step": ("gauge", "Updates applied to the parameters."),
@@ -64,21 +61,15 @@ class MetricsServer(Hook):
         check_port("run.metrics_port", port)
         self._address = (host, port)
         self._clock = clock
-        self._server: _Server | None = None
+        self._server: HttpServer | None = None
 
     def begin(self, session: Session) -> None:
         self._dropped = 0
         self._window = _Window(self._clock())
         self._state: dict[str, dict[str, float]] = {}
         self._pids: Mapping[str, int] = {}
-        try:
-            self._server = _Server(self._address, self._text)
-        except OSError as error:
-            host, port = self._address
-            raise ConfigError(
-                f"run.metrics_port={port}: {host}:{port} cannot be used: {error.strerror or error}; choose another port"
-            ) from error
-        threading.Thread(target=self._server.serve_forever, name="kdist-metrics", daemon=True).start()
+        host, port = self._address
+        self._server = HttpServer("run.metrics_port", host, port, {PATH: lambda: Page(self._text(), _CONTENT_TYPE)})
 
     def after_create_session(self, session: Session) -> None:
         self._set_counts(session)
@@ -97,8 +88,7 @@ class MetricsServer(Hook):
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            server.close()
 
     def _report(self, session: Session) -> None:
         """Reports the steps of the window, and begins another one."""
@@ -158,35 +148,6 @@ class _Window:
             self.steady_steps += values.num_steps
             self.steady_examples += values.num_examples
             self.seconds += values.seconds
-
-
-class _Server(ThreadingHTTPServer):
-    """Answers with what `text` returns."""
-
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], text: Callable[[], str]) -> None:
-        self.text = text
-        super().__init__(address, _Handler)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _TIMEOUT_SECS
-    server: _Server
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
-            self.send_error(404, f"the metrics are at {PATH}")
-            return
-        content = self.server.text().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", _CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """A run's console is not for requests."""
 
 
 def _by_metric(logs: Mapping[str, Any]) -> dict[str, float]:

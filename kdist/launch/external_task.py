@@ -7,6 +7,7 @@ from typing import Any
 from kdist.cluster.server import serve_until_done
 from kdist.cluster.spec import Membership
 from kdist.console import lines
+from kdist.errors import ChiefStoppedError
 from kdist.evaluation.external_evaluator import evaluate_until_done
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
 from kdist.launch.signals import task_signals
@@ -53,7 +54,9 @@ class ExternalTask(Launcher):
         lines.print_line(f"kdist {__version__} | {task} of {strategy_request.shape} | {strategy_request.name}")
         strategy: Any = strategy_request.make()
         data = request.training_data
-        strategy.follow(request.training_spec(data, steps_per_epoch=request.steps_per_epoch(data)))
+        is_at_end = strategy.follow(request.training_spec(data, steps_per_epoch=request.steps_per_epoch(data)))
+        if strategy_request.cluster.stay and not is_at_end:
+            raise ChiefStoppedError(f"{task}: the chief was told to stop")
         model = request.source.model
         write_to_model(model, strategy.read())
         finalize_ema(model)

@@ -232,6 +232,11 @@ class TaskSignals(_Signals):
         if len(raised) > 1 and isinstance(raised[1], Exception):
             self._exit_if_stopped()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the chief has come, and may need this task."""
+        return self._is_serving
+
     def begin_to_serve(self) -> None:
         """From now on the chief may need this task."""
         self._exit_if_stopped()

@@ -154,6 +154,9 @@ class Strategy(abc.ABC):
     #: How many batches one update takes: 1 if every gradient is applied by itself.
     batches_per_step: int = 1
 
+    #: Whether the run was interrupted: another chief will resume it. Set before `stop`.
+    is_interrupted: bool = False
+
     #: Where each variable lives; None without servers, or before `start`.
     plan: PlacementPlan | None = None
 

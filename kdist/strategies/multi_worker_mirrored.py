@@ -96,8 +96,8 @@ class MultiWorkerMirrored(AllReduce):
     def pids(self) -> Mapping[Task, int]:
         return self._pids
 
-    def follow(self, spec: TrainingSpec) -> None:
-        """Takes part in what the chief does, until it stops.
+    def follow(self, spec: TrainingSpec) -> bool:
+        """Takes part in what the chief does, until it stops; whether the run is at its end, and was not interrupted.
 
         Raises:
             ClusterError: the chief, or another worker, is lost.
@@ -108,7 +108,7 @@ class MultiWorkerMirrored(AllReduce):
                 # The chief may be busy between two calls: it validates and saves.
                 command, argument = self._say(0)
                 if command == _STOP:
-                    return
+                    return not argument
                 if command == _WRITE:
                     self._share(self._store.values.read())
                 else:
@@ -130,7 +130,7 @@ class MultiWorkerMirrored(AllReduce):
         if self._is_chief and self._is_started:
             self._is_started = False
             with suppress(ClusterError):
-                self._bounded(lambda: self._say(_STOP), _STOP_SECS)
+                self._bounded(lambda: self._say(_STOP, int(self.is_interrupted)), _STOP_SECS)
         self._tcp_timeouts.stop()
         super().stop()
 

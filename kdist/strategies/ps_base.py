@@ -240,7 +240,7 @@ class PsStrategy(StoreBackedStrategy):
             self._let_go()
             self._coordinator.stop()
         self._coordinator = None
-        self._cluster.stop()
+        self._cluster.stop(run_goes_on=self.is_interrupted)
         self._cluster = None
 
     @property

@@ -57,20 +57,26 @@ def server() -> Iterator[ChiefsServer]:
 
 def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:
     began = time.monotonic()
-    assert not tell_tasks(server.spec, PS, timeout=20)
+    assert not tell_tasks(server.spec, PS, timeout=20, run_goes_on=False)
     assert time.monotonic() - began < 10
     server.end()
     for waiting in server.waiting:
-        assert waiting.result(10) is None
+        assert waiting.result(10) is True
+
+
+def test_every_task_hears_that_the_chief_was_stopped(server: ChiefsServer) -> None:
+    assert not tell_tasks(server.spec, PS, timeout=20, run_goes_on=True)
+    for waiting in server.waiting:
+        assert waiting.result(10) is False
 
 
 def test_a_chief_that_ends_right_after_the_word_is_done(server: ChiefsServer) -> None:
     # It does not wait until all have taken note, as when a task is slow to; the word has been out for a while.
-    assert not tell_tasks(server.spec, [], timeout=20)
+    assert not tell_tasks(server.spec, [], timeout=20, run_goes_on=False)
     time.sleep(1)
     server.process.kill()
     for waiting in server.waiting:
-        assert waiting.result(10) is None
+        assert waiting.result(10) is True
 
 
 def test_a_task_that_has_heard_it_does_not_wait_until_its_acknowledgement_is_answered(
@@ -79,13 +85,13 @@ def test_a_task_that_has_heard_it_does_not_wait_until_its_acknowledgement_is_ans
     # The second of two acknowledgements finds no place, and TensorFlow waits for one.
     monkeypatch.setattr(done_queue, "_MAX_TASKS", 1)
     server: ChiefsServer = request.getfixturevalue("server")
-    tell_tasks(server.spec, [], timeout=20)
+    tell_tasks(server.spec, [], timeout=20, run_goes_on=False)
     for waiting in server.waiting:
-        assert waiting.result(10) is None
+        assert waiting.result(10) is True
 
 
 def test_a_task_that_does_not_acknowledge_is_named(server: ChiefsServer) -> None:
-    assert tell_tasks(server.spec, [*PS, Task("worker", 0)], timeout=3) == {"worker:0"}
+    assert tell_tasks(server.spec, [*PS, Task("worker", 0)], timeout=3, run_goes_on=False) == {"worker:0"}
 
 
 def test_a_connection_that_ends_while_the_chief_is_there_is_made_again(server: ChiefsServer) -> None:
@@ -95,9 +101,9 @@ def test_a_connection_that_ends_while_the_chief_is_there_is_made_again(server: C
     time.sleep(1)
     assert not any(waiting.done() for waiting in server.waiting)
     network.let_in(server.spec.chief)
-    assert not tell_tasks(server.spec, PS, timeout=20)
+    assert not tell_tasks(server.spec, PS, timeout=20, run_goes_on=False)
     for waiting in server.waiting:
-        assert waiting.result(10) is None
+        assert waiting.result(10) is True
 
 
 def test_a_chief_that_says_nothing_is_lost(server: ChiefsServer) -> None:

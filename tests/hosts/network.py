@@ -179,6 +179,12 @@ class Network:
             host.do("tc", "qdisc", "add", "dev", _DEVICE, "root", "tbf", "rate", f"{mbit}mbit",
                     "burst", "128kb", "latency", "50ms")  # fmt: skip
 
+    def rename(self, host: Host, name: str) -> None:
+        """Gives a host another name, as when a pod is started there."""
+        host.name = name
+        host.do("hostname", name)
+        self._write_names()
+
     def move(self, host: Host, to: Host) -> None:
         """Gives the name of one host to another one, as when a pod is started on another machine."""
         host.name, to.name = f"{host.name}-before", host.name

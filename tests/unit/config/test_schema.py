@@ -16,6 +16,7 @@ cluster.start_timeout = 120.0
 cluster.step_timeout = 300.0
 cluster.max_worker_restarts = 3
 cluster.patience = 15.0
+cluster.stay = False
 cluster.chief_port = null
 cluster.ps = []
 cluster.worker = []
@@ -86,6 +87,7 @@ run.verbose = auto
 run.log_format = text
 run.metrics_port = null
 run.metrics_host = 127.0.0.1
+run.health_port = null
 run.hparams = []
 run.trust = []
 """
