@@ -131,7 +131,7 @@ class Cluster:
 def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
     # Spare hosts are the addresses of pods that take another one's place.
     network = hosts.network(10)
-    found = Cluster(network, tmp_path, ("train.steps=30000", "hooks.checkpoint.every_steps=2000"))
+    found = Cluster(network, tmp_path, ("train.steps=12000", "hooks.checkpoint.every_steps=1000"))
     yield found
     for name in list(found.running):
         found.kill(name)
@@ -147,30 +147,30 @@ def test_names_may_come_late_and_a_worker_may_move(cluster: Cluster) -> None:
     cluster.tend_until(None)
     assert cluster.ended[0] == (_WORKER, -signal.SIGKILL)
     assert {code for _, code in cluster.ended[1:]} == {0}, cluster.all_said()
-    assert result_of(cluster.network.disk / "D")["global_step"] == 30000
+    assert result_of(cluster.network.disk / "D")["global_step"] == 12000
 
 
 def test_a_chief_whose_node_is_drained_resumes_where_it_was(cluster: Cluster) -> None:
     cluster.start()
-    cluster.tend_until_step(3000)
+    cluster.tend_until_step(2500)
     others = {name: running.process.pid for name, running in cluster.running.items() if name != _CHIEF}
     cluster.terminate(_CHIEF)
     cluster.tend_until(r"^load")
     assert cluster.ended == [(_CHIEF, 143)], cluster.all_said()
     assert cluster.resumed_at() == max(step for step in cluster.saved_steps() if step <= cluster.resumed_at())
-    assert cluster.resumed_at() >= 3000
+    assert cluster.resumed_at() >= 2500
     # They have stayed, and nothing of their processes but the number has.
     assert {name: cluster.running[name].process.pid for name in others} == others
     for name in others:
         assert "was told to stop; it waits for the next chief (cluster.stay)" in cluster.said(name)
     cluster.tend_until(None)
     assert {code for _, code in cluster.ended[1:]} == {0}, cluster.all_said()
-    assert result_of(cluster.network.disk / "D")["global_step"] == 30000
+    assert result_of(cluster.network.disk / "D")["global_step"] == 12000
 
 
 def test_a_server_that_moves_costs_the_steps_since_the_last_save(cluster: Cluster) -> None:
     cluster.start()
-    cluster.tend_until_step(5000)
+    cluster.tend_until_step(3500)
     cluster.kill(_SERVERS[1])
     saved = max(cluster.saved_steps())
     cluster.tend_until(r"^load")
@@ -178,23 +178,23 @@ def test_a_server_that_moves_costs_the_steps_since_the_last_save(cluster: Cluste
     assert cluster.ended[:2] == [(_SERVERS[1], -signal.SIGKILL), (_CHIEF, 75)], cluster.ended
     cluster.tend_until(None)
     assert [code for _, code in cluster.ended[2:]] == [0] * 4, cluster.all_said()
-    assert result_of(cluster.network.disk / "D")["global_step"] == 30000
+    assert result_of(cluster.network.disk / "D")["global_step"] == 12000
 
 
 def test_all_pods_that_are_told_to_stop_come_back_and_lose_nothing(cluster: Cluster) -> None:
     cluster.start()
-    cluster.tend_until_step(3000)
+    cluster.tend_until_step(2500)
     cluster.terminate(*cluster.running)
     cluster.tend_until(r"^load")
     assert sorted(cluster.ended) == sorted((name, 143) for name in (_CHIEF, _WORKER, *_SERVERS)), cluster.all_said()
-    assert cluster.resumed_at() >= 3000
+    assert cluster.resumed_at() >= 2500
     cluster.tend_until(None)
     assert [code for _, code in cluster.ended[4:]] == [0] * 4, cluster.all_said()
 
 
 def test_a_chief_that_is_killed_is_replaced(cluster: Cluster) -> None:
     cluster.start()
-    cluster.tend_until_step(5000)
+    cluster.tend_until_step(3500)
     saved = max(cluster.saved_steps())
     cluster.kill(_CHIEF)
     cluster.tend_until(r"^load")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from clusters import MINE, Hosts
-from helpers import result_of, wait_until
+from helpers import REPO, result_of, wait_until
 from network import Network
 from sshd import Launcher, Ssh, why_no_ssh
 
@@ -70,13 +71,24 @@ def test_tasks_on_two_hosts_train_and_end(lab: Lab) -> None:
     wait_until(lab.is_empty, 10, lambda: f"no process is left: {lab.ssh.sessions()}")
 
 
+def test_the_command_of_the_docs_trains(lab: Lab) -> None:
+    page = (REPO / "docs/howto/machines.md").read_text()
+    (command,) = re.findall(r"^python -m kdist\.launch (.*cluster=.*)$", page, re.MULTILINE)
+    words = [word.replace("h1", "host0").replace("h2", "host1") for word in shlex.split(command)]
+    part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
+    host = lab.network.hosts[0]
+    launcher = lab.ssh.launch(host, *words, "train.steps=60", part, "run.dir=D", cwd=lab.network.disk)
+    assert launcher.code() == 0, launcher.said
+    assert result_of(lab.network.disk / "D")["global_step"] == 60
+
+
 @pytest.mark.parametrize("lab", [{"ipv6": True}], indirect=True)
 def test_hosts_may_be_ipv6_addresses(lab: Lab) -> None:
     first, second = (host.address for host in lab.network.hosts)
     launcher = lab.train("train.steps=200", slots=f"[{first}]:3,root@[{second}]:1", options=("--port", "2300"))
     assert launcher.code() == 0, launcher.said
     assert "worker:1 | kdist" in launcher.said
-    assert f"at [{first}]:2301, chief [{first}]:2300" in launcher.said
+    assert f"worker:1 of 2ps2w | at [{first}]:2301, chief worker:0 at [{first}]:2300" in launcher.said
 
 
 def test_a_script_trains_with_its_arguments_folder_and_environment(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +107,9 @@ def test_signals_are_forwarded_and_the_step_is_saved(lab: Lab, number: signal.Si
     launcher = lab.train("train.steps=1000000")
     wait_until(lambda: launcher.step >= 300, 120, lambda: launcher.said)
     launcher.send_signal(number)
+    signalled = time.monotonic()
     assert launcher.code(45) == code, launcher.said
+    assert time.monotonic() - signalled < 25, launcher.said
     result = result_of(lab.network.disk / "D")
     assert result["status"] == "preempted"
     assert (lab.network.disk / "D/checkpoints" / f"ckpt-{result['global_step']}.index").exists()
@@ -130,7 +144,7 @@ def test_all_end_when_one_task_is_killed(lab: Lab) -> None:
 def test_a_config_that_is_wrong_ends_all_with_its_code(lab: Lab) -> None:
     launcher = lab.train("train.batch_size=0")
     assert launcher.code(60) == 2, launcher.said
-    assert "worker:0 | kdist: error: train.batch_size=0: must be at least 1" in launcher.said
+    assert "worker:0 | kdist: error: train.batch_size=0: must be" in launcher.said
 
 
 def test_a_connection_that_is_lost_ends_all_on_both_sides(lab: Lab) -> None:
