@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kdist.cluster.spec import ClusterShape
-from kdist.config.schema import RunConfig
+from kdist.config.scheduler import GRACE_SECS
 from kdist.errors import ConfigError, KdistError
 from kdist.ssh.hosts import parse_hosts
 from kdist.ssh.launcher import Request, run
@@ -138,6 +138,6 @@ def _shape(given: str | None, overrides: Sequence[str] | None) -> ClusterShape:
 
 
 def _grace_secs(program: Sequence[str]) -> float:
-    """`run.grace_secs` of the overrides."""
+    """`run.grace_secs` of the overrides; the tasks do not know of a scheduler that has started this process."""
     found = [match[1] for text in program if (match := re.fullmatch(r"run\.grace_secs=(\d+(?:\.\d*)?)", text))]
-    return float(found[-1]) if found else RunConfig.grace_secs
+    return float(found[-1]) if found else GRACE_SECS

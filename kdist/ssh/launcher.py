@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -39,6 +40,8 @@ _FORWARDED = {number: number for number in (signal.SIGINT, signal.SIGTERM, signa
 _CLOSE_SECS = 5.0
 #: Schedulers send a signal twice within milliseconds.
 SAME_SIGNAL_SECS = 0.5
+#: That tasks have to notice the end of another one.
+_NOTICE_SECS = 5.0
 #: That tasks have to end after a second signal.
 _SECOND_SIGNAL_SECS = 5.0
 #: What one machine has set up for itself, and what tells a task how another launcher has started it.
@@ -183,17 +186,22 @@ class _Tasks:
         self._grace_secs = grace_secs
         self._width = max(map(len, self._hosts))
         self._code = 0
-        self._deadline: float | None = None
+        # When the tasks are told to end, and when they are killed.
+        self._stop_at = self._kill_at = math.inf
         self._told: int | None = None
         self._told_at = 0.0
 
     def watch(self, events: SimpleQueue[Event]) -> int:
         """Handles events until no task runs; returns the exit code."""
         while self._running:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
+            due = min(self._stop_at, self._kill_at)
             try:
-                event = events.get(timeout=left if left is None else max(0.0, left))
+                event = events.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
             except Empty:
+                if self._stop_at == due:
+                    self._stop_at = math.inf
+                    self._send(signal.SIGTERM)
+                    continue
                 names = ", ".join(sorted(self._running))
                 _report(f"{names} did not end in time; killed")
                 break
@@ -228,16 +236,20 @@ class _Tasks:
 
     def _fail(self, what: str, code: int) -> None:
         """The first failure ends all tasks, and says with which code."""
-        if not self._code:
+        is_cause = self._code == ClusterError.exit_code and code in (1, 2) and self._told is None
+        if not self._code or is_cause:
+            # 75 may only say that another task has ended, whose reason comes a moment later.
             self._code = code
-        if self._deadline is not None:
+        if self._kill_at < math.inf:
             return
-        self._deadline = time.monotonic() + self._grace_secs
+        now = time.monotonic()
+        self._kill_at = now + self._grace_secs
         if self._told is not None:
             # They have been told to end, and the first one has.
             return
         _report(f"{what}; ending the other tasks" if self._running else what)
-        self._send(signal.SIGTERM)
+        # Those that notice end by themselves, and say what it means for the run. A config is wrong for all of them.
+        self._stop_at = now if code == ConfigError.exit_code else now + _NOTICE_SECS
 
     def _tell(self, number: int) -> None:
         """Forwards a signal; after a second one, tasks have little time."""
@@ -247,7 +259,7 @@ class _Tasks:
             self._told, self._told_at = number, now
         elif now - self._told_at > SAME_SIGNAL_SECS:
             self._code = self._code or _code_of(self._told)
-            self._deadline = now + _SECOND_SIGNAL_SECS
+            self._kill_at = now + _SECOND_SIGNAL_SECS
 
     def _send(self, number: int) -> None:
         for connection in self._connections.values():

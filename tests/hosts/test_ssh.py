@@ -147,6 +147,13 @@ def test_a_config_that_is_wrong_ends_all_with_its_code(lab: Lab) -> None:
     assert "worker:0 | kdist: error: train.batch_size=0: must be" in launcher.said
 
 
+def test_an_error_of_the_run_ends_all_with_its_code(lab: Lab) -> None:
+    launcher = lab.train("train.steps=1000000", "optimizer.learning_rate=1e38")
+    assert launcher.code(90) == 1, launcher.said
+    assert re.search(r"^worker:0 \| kdist: error: .*(NaN|infinite)", launcher.said, re.MULTILINE), launcher.said
+    wait_until(lab.is_empty, 10, lambda: f"no process is left: {lab.ssh.sessions()}")
+
+
 def test_a_connection_that_is_lost_ends_all_on_both_sides(lab: Lab) -> None:
     launcher = lab.train("train.steps=1000000", options=("--patience", "6"))
     wait_until(lambda: launcher.step >= 100, 120, lambda: launcher.said)
