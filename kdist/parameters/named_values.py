@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 from typing import Any, ClassVar
@@ -96,7 +97,6 @@ class NamedValues:
                 groups[variable.device, variable.dtype].append(variable)
         self._groups = list(groups.values())
         self._functions: dict[tuple[str, int], tf.types.experimental.ConcreteFunction] = {}
-        self._read_fused = tf.function(self._fuse_all, autograph=False)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -143,7 +143,7 @@ class NamedValues:
         """
         wanted = self._parts.keys() if names is None else names
         flat: dict[int, np.ndarray] = {}
-        for variables, fused in zip(self._groups, self._read_fused()):
+        for variables, fused in zip(self._groups, self._fuse_all()):
             bounds = np.cumsum([variable.shape.num_elements() for variable in variables])[:-1]
             flat |= zip(map(id, variables), np.split(fused.numpy(), bounds))
         large = {n: parts for n, parts in self._parts.items() if any(id(part.variable) not in flat for part in parts)}
@@ -251,12 +251,18 @@ class NamedValues:
             self._functions[key] = tf.function(there, autograph=False).get_concrete_function(row, row, *specs)
         return self._functions[key]
 
-    def _fuse_all(self) -> list[tf.Tensor]:
-        fused = []
-        for variables in self._groups:
-            with tf.device(variables[0].device):
-                fused.append(fuse([variable.read_value() for variable in variables]))
-        return fused
+    @cached_property
+    def _fuse_all(self) -> tf.types.experimental.ConcreteFunction:
+        """Reads each group as one tensor."""
+
+        def fuse_all() -> list[tf.Tensor]:
+            fused = []
+            for variables in self._groups:
+                with tf.device(variables[0].device):
+                    fused.append(fuse([variable.read_value() for variable in variables]))
+            return fused
+
+        return tf.function(fuse_all, autograph=False).get_concrete_function()
 
 
 def assign_rows(variable: tf.Variable, start: Any, stop: Any, rows: tf.Tensor) -> tf.Operation:
