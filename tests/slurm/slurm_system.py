@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from network import why_not as why_no_network
 _START_SECS = 60.0
 _COMMAND_SECS = 60.0
 _STOP_SECS = 10.0
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 _CGROUPS = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint={folder}/cgroup\n"
 _CONFIG = """\
 ClusterName=kdist
@@ -151,14 +153,22 @@ class SlurmSystem:
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         # One serves all hosts, which share the files of the machine.
         self._spawn(
-            ["munged", "--foreground", "--force", "--num-threads=10", *(f"--{k}={munge / v}" for k, v in files.items())],
+            [
+                "munged",
+                "--foreground",
+                "--force",
+                "--num-threads=10",
+                *(f"--{k}={munge / v}" for k, v in files.items()),
+            ],
             munge / "out",
         )
         wait_until((munge / "socket").exists, _START_SECS, lambda: f"munged serves: {(munge / 'out').read_text()}")
         config = str(self._config)
         self._spawn(self.controller.inside("slurmctld", "-D", "-f", config), self._folder / "slurmctld.out")
         for node in self.nodes:
-            self._spawn(_of_its_own(node, "slurmd", "-D", "-N", node.name, "-f", config), self._folder / f"{node.name}.out")
+            self._spawn(
+                _of_its_own(node, "slurmd", "-D", "-N", node.name, "-f", config), self._folder / f"{node.name}.out"
+            )
         wait_until(self._all_idle, _START_SECS, lambda: f"all nodes are idle: {self.attempt('sinfo', '-l').stdout}")
 
     def _all_idle(self) -> bool:
@@ -209,9 +219,7 @@ class Job:
         def is_there() -> bool:
             found[:] = re.findall(pattern, self.output, re.MULTILINE)
             state = self.state
-            assert found or state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), (
-                f"job {self.number} is {state} without {pattern!r}:\n{self.output}"
-            )
+            assert found or state not in _ENDED, f"job {self.number} is {state} without {pattern!r}:\n{self.output}"
             return bool(found)
 
         wait_until(is_there, timeout, lambda: f"{pattern!r} in the output of job {self.number}:\n{self.output}")
@@ -229,15 +237,15 @@ class Job:
         wait_until(is_there, timeout, lambda: f"step {step} in the output of job {self.number}:\n{self.output}")
         return newest
 
-    def pids(self, rank: int) -> list[int]:
-        """The processes of one task of its first step, the shell of the batch script included."""
+    def kill(self, rank: int) -> None:
+        """Kills kdist in one task of its first step, as a kernel that runs out of memory does."""
         wanted = {f"SLURM_JOB_ID={self.number}", "SLURM_STEP_ID=0", f"SLURM_PROCID={rank}"}
-        found = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                if entry.name.isdecimal() and wanted <= set((entry / "environ").read_bytes().decode(errors="replace").split("\0")):
-                    found.append(int(entry.name))
-        return found
+                if entry.name.isdecimal() and (entry / "comm").read_text().startswith("python"):
+                    variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                    if wanted <= set(variables):
+                        os.kill(int(entry.name), signal.SIGKILL)
 
     @property
     def state(self) -> str:
@@ -251,8 +259,7 @@ class Job:
 
     def end(self, timeout: float) -> str:
         """Waits until it has ended; returns its state."""
-        last = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-        wait_until(lambda: self.state in last, timeout, lambda: f"job {self.number} ends:\n{self.output}")
+        wait_until(lambda: self.state in _ENDED, timeout, lambda: f"job {self.number} ends:\n{self.output}")
         return self.state
 
     def _shown(self, name: str) -> str:

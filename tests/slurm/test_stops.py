@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 
 import pytest
 from helpers import result_of
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.long
 # Seconds that Slurm leaves a job: KillWait, and what its controller takes to notice.
 _STOP_SECS = 60.0
 #: It would train for hours.
-_LONG = (*MINE, "train.steps=10000000", "hooks.checkpoint.every_secs=3600")
+_LONG = (*MINE, "train.steps_per_epoch=2000", "train.steps=10000000", "hooks.checkpoint.every_secs=3600")
 
 
 def start(slurm: SlurmSystem, *options: str, arguments: tuple[str, ...] = _LONG) -> Job:
@@ -89,8 +87,7 @@ def test_a_lost_server_lets_the_job_requeue_itself(slurm: SlurmSystem) -> None:
     job = start(slurm, arguments=(*_LONG, "hooks.checkpoint.every_secs=2"))
     saved = int(job.wait_for(r"^save  \| step +([1-9]\d*)", _STOP_SECS))
     # The last rank is a server.
-    for pid in job.pids(rank=4):
-        os.kill(pid, signal.SIGKILL)
+    job.kill(rank=4)
     job.wait_for(r"^kdist: error: ps:1 is lost", _STOP_SECS)
     # Nobody has sent a signal; what was trained since the last save is lost.
     step = int(job.wait_for(r"^load  \| step +(\d+)", 2 * START_SECS))

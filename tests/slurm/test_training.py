@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from helpers import REPO, result_of
-from slurm_system import SlurmSystem
+from network import Network
+from slurm_system import SlurmSystem, why_not
 
 pytestmark = pytest.mark.long
 
@@ -77,3 +79,35 @@ def test_a_node_that_does_not_come_is_named_and_the_job_ends(slurm: SlurmSystem,
     assert ended.returncode == 75, ended.stdout
     assert "did not respond within 20 s (cluster.start_timeout): nothing listens at host" in ended.stdout
     assert "kdist: error: ps:0 (host" in ended.stdout
+
+
+def test_a_sweep_is_a_job_array(slurm: SlurmSystem, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    said = slurm.attempt(
+        *("python", "-m", "kdist", "-m", *MINE, "cluster=1ps1w", "train.steps=50", "model.learning_rate=0.1,0.01"),
+        *("hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=10", f"run.dir={folder}"),
+        timeout=2 * START_SECS,
+    )
+    assert said.returncode == 0, said.stdout
+    for trial in ("0", "1"):
+        result = result_of(folder / trial)
+        assert (result["status"], result["global_step"], result["cluster"]) == ("done", 50, "1ps1w")
+    # One array, whose jobs are numbered.
+    jobs = {path.name for path in (folder / ".submitit").iterdir() if "_" in path.name}
+    assert {job.partition("_")[2] for job in jobs} == {"0", "1"}
+    assert len({job.partition("_")[0] for job in jobs}) == 1
+    assert "sweep | 2 trials" in said.stdout
+
+
+def test_ports_that_slurm_reserves_are_used(tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path / "slurm"
+    with Network(3, tmp_path) as network, SlurmSystem(network, folder, reserves_ports=True) as system:
+        said = system.run(
+            *("srun", "--ntasks=3", "--nodes=2", "python", "-m", "kdist", *MINE, "cluster=1ps2w", "train.steps=20"),
+            timeout=START_SECS,
+        )
+    found = re.findall(r"^task  \| \S+ +\| host\d:(\d+)", said, re.MULTILINE)
+    assert len(found) == 3, said
+    assert all(12000 <= int(port) <= 12999 for port in found)
