@@ -84,7 +84,7 @@ def test_a_node_that_does_not_come_is_named_and_the_job_ends(slurm: SlurmSystem,
 def test_a_sweep_is_a_job_array(slurm: SlurmSystem, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     said = slurm.attempt(
-        *("python", "-m", "kdist", "-m", *MINE, "cluster=1ps1w", "train.steps=50", "model.learning_rate=0.1,0.01"),
+        *("python", "-m", "kdist", "-m", *MINE, "cluster=1ps1w", "train.steps=50", "optimizer.learning_rate=0.1,0.01"),
         *("hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=10", f"run.dir={folder}"),
         timeout=2 * START_SECS,
     )
@@ -93,7 +93,7 @@ def test_a_sweep_is_a_job_array(slurm: SlurmSystem, tmp_path: Path) -> None:
         result = result_of(folder / trial)
         assert (result["status"], result["global_step"], result["cluster"]) == ("done", 50, "1ps1w")
     # One array, whose jobs are numbered.
-    jobs = {path.name for path in (folder / ".submitit").iterdir() if "_" in path.name}
+    jobs = {path.name for path in (folder / ".submitit").iterdir() if re.fullmatch(r"\d+_\d+", path.name)}
     assert {job.partition("_")[2] for job in jobs} == {"0", "1"}
     assert len({job.partition("_")[0] for job in jobs}) == 1
     assert "sweep | 2 trials" in said.stdout
