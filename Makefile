@@ -11,7 +11,7 @@ help:
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 15 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), about 15 minutes; prints a table"
-	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), about 15 minutes"
+	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, 20 minutes"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, about 15 minutes"

@@ -131,7 +131,7 @@ class Trainer:
         # Before a model runs TensorFlow's first ops.
         self._strategy.take_place()
         self.name = name or name_of_program()
-        self.files = RunDir(run_dir, self.name, storage_timeout)
+        self.files = RunDir(run_dir, self.name, storage_timeout, is_joined=membership is not None)
         self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams or {})

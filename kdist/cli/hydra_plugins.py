@@ -18,6 +18,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from kdist.cluster.slurm import num_tasks
 from kdist.cluster.spec import ClusterShape
 from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import Config
@@ -90,7 +91,7 @@ def register() -> None:
     ConfigStore.instance().store(name="kdist_schema", node=Config)
     if not OmegaConf.has_resolver("kdist.run_name"):
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
-        OmegaConf.register_new_resolver("kdist.run_folder", lambda now: folder_of_step(os.environ) or now)
+        OmegaConf.register_new_resolver("kdist.run_folder", _run_folder)
         OmegaConf.register_new_resolver("kdist.working_folder", lambda run_dir: str(folder_of(run_dir)))
 
 
@@ -100,6 +101,12 @@ def overrides_of_job() -> list[str]:
         return []
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return list(overrides)
+
+
+def _run_folder(now: str, *, _root_: DictConfig) -> str:
+    cluster = _root_.cluster
+    is_joined = cluster.shape != "local" and cluster.started_by != "kdist" and num_tasks(os.environ) != 1
+    return folder_of_step(os.environ, is_joined=is_joined) or now
 
 
 def _run_name(*, _root_: DictConfig) -> str:

@@ -146,10 +146,12 @@ class Membership:
     Attributes:
         spec: addresses of all tasks.
         task: what this process is.
+        started_by_kdist: whether a program that uses kdist started the tasks, on this machine, for one of its fits.
     """
 
     spec: ClusterSpec
     task: Task
+    started_by_kdist: bool = False
 
     @property
     def is_chief(self) -> bool:

@@ -18,15 +18,18 @@ def grace_secs_of(given: float | None, environment: Mapping[str, str]) -> float:
     return _GRACE_SECS_OF_JOBS if is_job else GRACE_SECS
 
 
-def folder_of_step(environment: Mapping[str, str]) -> str | None:
+def folder_of_step(environment: Mapping[str, str], *, is_joined: bool) -> str | None:
     """`slurm-77`, the name of the run dir of a Slurm job, so that the job resumes when it is requeued.
 
-    Each step of a job has its own: the first one this, the next one `slurm-77.1`. None in an interactive job, where one
-    command follows the other, and for what a batch script runs without `srun`.
+    Each step of a job has its own: the first one this, the next one `slurm-77.1`. None if the step is not one run, as
+    in an interactive job, where one command follows the other, and for what a batch script runs without `srun`.
+
+    Args:
+        is_joined: whether this process is one of the tasks of a run; otherwise it is the whole run.
     """
     job, step, count = (environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "STEP_NUM_TASKS"))
-    if not (job.isdecimal() and step.isdecimal() and count.isdecimal()):
+    if not (job.isdecimal() and step.isdecimal() and count.isdecimal()) or is_joined != (int(count) > 1):
         return None
-    if environment.get("ENVIRONMENT") != "BATCH" and int(count) == 1:
+    if environment.get("ENVIRONMENT") != "BATCH" and not is_joined:
         return None
     return f"slurm-{job}" if int(step) == 0 else f"slurm-{job}.{step}"

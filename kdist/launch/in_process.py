@@ -256,7 +256,8 @@ class LocalFit:
 
     def _print_members(self, session: TrainSession) -> None:
         """Shows where tasks are that others have started, now that all of them have come."""
-        if (membership := self._request.strategy.membership) is not None:
+        membership = self._request.strategy.membership
+        if membership is not None and not membership.started_by_kdist:
             for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
                 session.print_line(line)
 

@@ -101,7 +101,8 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
         make_logical_cpus(options.num_cpus)
     membership = None
     if options.workers:
-        membership = Membership(ClusterSpec((), tuple(options.workers)), Task("worker", options.index))
+        spec = ClusterSpec((), tuple(options.workers))
+        membership = Membership(spec, Task("worker", options.index), started_by_kdist=True)
         # Before the request is read: models and tensors in it run TensorFlow's first ops.
         join(membership, options.start_timeout)
     (folder / f"started-{options.index}").touch()

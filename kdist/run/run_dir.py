@@ -44,6 +44,7 @@ class RunDir:
             the second one of a program, so that a requeued job resumes.
         name: of the run.
         storage_timeout: seconds for which object storage may fail.
+        is_joined: whether others have started the tasks of the run, of which this process is one.
 
     Raises:
         ConfigError: `path` is a file, or a URL that is not allowed.
@@ -54,8 +55,10 @@ class RunDir:
         path: str | Path | Mirror | None,
         name: str,
         storage_timeout: float = RunConfig.storage_timeout,
+        *,
+        is_joined: bool = False,
     ) -> None:
-        if path is None and (folder := folder_of_step(os.environ)) is not None:
+        if path is None and (folder := folder_of_step(os.environ, is_joined=is_joined)) is not None:
             path = _numbered(Path("runs") / name / folder)
         if is_url(path):
             path = Mirror(str(path), storage_timeout)

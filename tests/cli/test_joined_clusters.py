@@ -178,6 +178,7 @@ def test_workers_of_tf_config_train_together_and_worker_0_alone_writes(tasks: Ta
     assert (result["status"], result["global_step"]) == ("done", 20)
     assert (result["cluster"], result["strategy"], result["workers"]) == ("2w", "multi_worker_mirrored", 2)
     assert result["examples"] == 20 * 2 * 32
+    assert f"task  | worker:1 | {workers[1]}\n" in tasks.said("worker:0")
     assert "kdist: error" not in tasks.said("worker:1")
     assert tasks.that_wrote() == ["worker:0"]
 

@@ -55,7 +55,10 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert history.history["val_loss"][-1] == pytest.approx(trainer.evaluate(x, y)["loss"], rel=1e-5)
     assert Checkpoints(run_dir / "checkpoints").steps() == [0, 16, 32, 48]
     assert "async/staleness" not in tags_of(run_dir / "tb" / "train")
-    assert "done  | step     48/48" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "done  | step     48/48" in out
+    # Where tasks are is said of those that others start.
+    assert "task  | " not in out
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["chief-0.log", "worker-0.log", "worker-1.log"]
     # The chief is worker 0.
     sizes = dict(re.findall(r'kdist_resident_memory_bytes\{task="(.+?)"\} (\d+)', scrapes.text))

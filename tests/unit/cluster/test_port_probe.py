@@ -10,7 +10,7 @@ import pytest
 from helpers import wait_until
 
 from kdist.cluster import port_probe
-from kdist.cluster.port_probe import Found, PortProbes, Silence, State, accepts_connections, probe
+from kdist.cluster.port_probe import Found, PortProbes, Silence, State, accepts_connections, not_met, probe
 from kdist.cluster.spec import Task
 
 LISTENING, REFUSED = Found(State.LISTENING), Found(State.REFUSED, "nothing listens at h:1")
@@ -158,3 +158,12 @@ def test_time_in_which_a_lookup_could_not_run_does_not_count(monkeypatch: pytest
     finally:
         probes.stop()
     assert len(num_probes) > 2
+
+
+def test_who_does_not_come_is_named_with_what_was_tried() -> None:
+    missing = {Task("ps", 0): "a:1", Task("worker", 1): "b:2", Task("worker", 2): "c:3"}
+    why = {Task("ps", 0): "nothing listens at a:1", Task("worker", 1): "the name b has not been resolved"}
+    assert str(not_met(missing, why, 30)) == (
+        "ps:0 (a:1), worker:1 (b:2), worker:2 (c:3) did not respond within 30 s (cluster.start_timeout): "
+        "nothing listens at a:1; the name b has not been resolved"
+    )
