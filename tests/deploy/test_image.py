@@ -62,7 +62,7 @@ class Images:
         """Runs a container as the manifests do: nothing but `/tmp` can be written. It has no network."""
         return self._podman(
             "--runtime", "runc", "--cgroup-manager", "cgroupfs", "--events-backend", "file",
-            "run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp:mode=1777",
+            "run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp:mode=1777,notmpcopyup",
             "--cap-drop", "all", "--security-opt", "no-new-privileges",
             # Not the defaults of podman, which are more than a sandbox may allow.
             "--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096",
