@@ -257,7 +257,7 @@ class RunConfig:
     """Name of the run: the recipe's name, or `train`."""
 
     dir: str = "runs/${run.name}/${kdist.run_folder:${now:%Y-%m-%d_%H-%M-%S}}"
-    """Folder or URL (`s3://bucket/x`) of a run or sweep; the same again resumes. Of a Slurm job: `slurm-<job id>`."""
+    """Folder or URL (`s3://bucket/x`); the same again resumes."""
 
     seed: Optional[int] = None
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null: random."""

@@ -314,8 +314,8 @@ class LocalFit:
             # The session's: what it could not write was reported once.
             summaries, metrics = session.summaries, final_metrics(self._result)
             began = time.time() - self._result.seconds
-            # Trials of different sweeps have the same numbers.
-            name = "/".join(request.files.path.absolute().parts[-2:])
+            # Trials of different sweeps have the same numbers. TensorBoard shows the first letters only.
+            name = " in ".join(reversed(request.files.path.absolute().parts[-2:]))
             summaries.hparams(name, self._hparams, metrics, began=began, ok=status == "done")
             summaries.close()
         for hook in session.hooks:

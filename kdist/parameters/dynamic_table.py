@@ -7,6 +7,7 @@ when the server sweeps. What takes or gives a row, and every update, holds one l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -113,9 +114,13 @@ class DynamicTable:
             if interval is not None:
                 self.columns[CHANGED] = Column(self._growing((), tf.int32))
         self.evicted = None if interval is None else EvictedRows(device, interval, self.sweep_rows)
-        # Traced once, no matter how many steps a call unrolls.
+
+    @cached_property
+    def _insert(self) -> tf.types.experimental.ConcreteFunction:
+        """`insert` as one function, which the steps that a call unrolls share; traced when all slots are there."""
         specs = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int64)
-        self._insert = function_of_its_own(self.insert).get_concrete_function(*specs)
+        with tf.init_scope():
+            return function_of_its_own(self.insert).get_concrete_function(*specs)
 
     @property
     def vectors(self) -> tf.Variable:

@@ -127,6 +127,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert int(said.partition("load  | step")[2].split()[0]) >= 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plugin", "keys"),
     [

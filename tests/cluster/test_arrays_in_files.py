@@ -89,6 +89,7 @@ def test_workers_read_memory_mapped_arrays_from_their_files(
         np.testing.assert_array_equal(mine, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_seeing", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_worker_that_sees_another_file_gets_its_rows_sent(
     num_seeing: int, run_dir: Path, tmp_path: Path, ways: Ways, monkeypatch: pytest.MonkeyPatch

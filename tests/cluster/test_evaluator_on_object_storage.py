@@ -62,6 +62,7 @@ def tasks(tmp_path: Path) -> Any:
     wait_until(lambda: not tasks_running(under=os.getpid()), 10, "no server is left")
 
 
+@pytest.mark.long
 def test_it_evaluates_what_the_chief_uploads_and_its_results_are_in_the_bucket(
     tasks: Tasks, bucket: Any, tmp_path: Path
 ) -> None:

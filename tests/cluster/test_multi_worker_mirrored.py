@@ -124,6 +124,7 @@ class StopsOnce(Hook):
         self.events.append("close")
 
 
+@pytest.mark.long
 def test_a_process_of_its_own_that_is_stopped_is_named_and_started_again(run_dir: Path) -> None:
     x, y = toy_data()
     hook = StopsOnce()

@@ -51,6 +51,7 @@ def files_of(step: int) -> set[str]:
     return {f"checkpoints/ckpt-{step}.index", f"checkpoints/ckpt-{step}.data-00000-of-00001"}
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(40)
     assert files_of(20) | files_of(40) | {"result.json", "model.keras", "logs/ps-0.log"} <= names()

@@ -150,7 +150,9 @@ def test_a_config_that_is_wrong_ends_all_with_its_code(lab: Lab) -> None:
 def test_an_error_of_the_run_ends_all_with_its_code(lab: Lab) -> None:
     launcher = lab.train("train.steps=1000000", "+data.scale=1e30")
     assert launcher.code(90) == 1, launcher.said
-    assert re.search(r"^worker:0 \| kdist: error: NanTensor: the loss became", launcher.said, re.MULTILINE), launcher.said
+    assert re.search(r"^worker:0 \| kdist: error: NanTensor: the loss became", launcher.said, re.MULTILINE), (
+        launcher.said
+    )
     wait_until(lab.is_empty, 10, lambda: f"no process is left: {lab.ssh.sessions()}")
 
 

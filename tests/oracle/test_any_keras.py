@@ -236,6 +236,7 @@ def test_metrics_with_several_values_are_written_as_such(run_dir: Path, capsys: 
     assert f"f1_score [{shown}]" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
 def test_workers_that_validate_merge_states(run_dir: Path) -> None:
@@ -261,6 +262,7 @@ def test_a_metric_that_cannot_be_merged_is_refused_by_name(metric: Any, message:
         trainer.fit(*toy_data(BATCH), steps=2, verbose=0)
 
 
+@pytest.mark.long
 def test_a_metric_with_several_values_cannot_be_the_best(run_dir: Path) -> None:
     build, _ = CASES["metrics with several values"]
     trainer = kdist.Trainer(build, run_dir=run_dir, hooks=[kdist.hooks.BestCheckpoint(metric="f1_score", mode="max")])
@@ -470,6 +472,7 @@ def test_a_model_with_classes_of_a_script_reaches_the_processes_that_train(tmp_p
     assert done.stdout.splitlines()[-1] == "4 ['hits', 'loss'] Scale"
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_a_model_with_a_lambda_that_reads_the_script_is_refused_before_anything_starts(tmp_path: Path) -> None:
     done = _run_script(tmp_path, "x / FACTOR")

@@ -304,7 +304,7 @@ PROGRAMS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]
 
 
 #: The others run in `make long`.
-IN_SHORT = {("vae", "async"), ("dcgan", "async")}
+IN_SHORT = {("dcgan", "async")}
 
 
 @pytest.mark.cluster

@@ -45,7 +45,7 @@ def test_private_names_of_ones_own_are_fine(code: str) -> None:
 @pytest.mark.parametrize(
     ("code", "is_found"),
     [
-        ("def f(grace_secs=30.0): ...", True),
+        ("def f(storage_timeout=60.0): ...", True),
         ("def f(*, resume: str = 'auto'): ...", True),
         ("class A:\n    step_timeout: float = 300.0", True),
         ("def f(grace_secs=RunConfig.grace_secs, resume=None, other=1): ...", False),

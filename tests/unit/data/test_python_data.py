@@ -55,7 +55,14 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 #: These take the ways of others.
-LONG = ("PyDataset and fewer steps", "generator with weights", "dataset with a Python function", "DataLoader")
+LONG = (
+    "PyDataset with threads",
+    "PyDataset and class weights",
+    "PyDataset and fewer steps",
+    "generator with weights",
+    "dataset with a Python function",
+    "DataLoader",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in CASES])
@@ -111,6 +118,7 @@ def test_validation_data_of_the_same_kinds(run_dir: Path) -> None:
     assert trainer.predict(Batches(3)).shape == (24, 3)
 
 
+@pytest.mark.long
 def test_a_generator_that_ends_too_early_ends_training_with_a_warning(run_dir: Path) -> None:
     with pytest.warns(UserWarning, match=r"training ends at step 7 with the generator generator, which ran out"):
         trainer, history = fit(python_data.generator(), run_dir, epochs=3, steps_per_epoch=5)

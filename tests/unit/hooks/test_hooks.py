@@ -24,6 +24,7 @@ from kdist.hooks import (
     FeedFn,
     FinalOps,
     GlobalStepWaiter,
+    HealthCheck,
     HistogramSaver,
     Hook,
     LoggingTensor,
@@ -50,6 +51,7 @@ HOOKS: dict[str, Callable[[], Hook]] = {
     "FeedFn": lambda: FeedFn(lambda step: {"global_step": step}),
     "FinalOps": lambda: FinalOps(lambda session: session.global_step),
     "GlobalStepWaiter": lambda: GlobalStepWaiter(10),
+    "HealthCheck": lambda: HealthCheck(free_ports(1)[0]),
     # Gradients need a model.
     "HistogramSaver": lambda: HistogramSaver(every_steps=20, gradients=False),
     "LoggingTensor": LoggingTensor,

@@ -59,7 +59,7 @@ def fixed(optimizer: Any) -> keras.Model:
     [
         pytest.param(lambda: keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=0.1), marks=pytest.mark.long),
         lambda: keras.optimizers.Adagrad(0.1),
-        lambda: keras.optimizers.AdamW(0.01, use_ema=True),
+        pytest.param(lambda: keras.optimizers.AdamW(0.01, use_ema=True), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.RMSprop(0.01), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Ftrl(0.1), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Adadelta(1.0), marks=pytest.mark.long),
@@ -92,6 +92,7 @@ def test_validation_gives_no_rows_and_reads_zeros_for_other_ids(run_dir: Path) -
     assert history.history["val_loss"][-1] == pytest.approx(model.evaluate(x + 5, y, verbose=0), rel=1e-5)
 
 
+@pytest.mark.long
 def test_several_layers_lookups_and_kinds_of_ids_train_together(run_dir: Path) -> None:
     words = tf.ragged.constant([["a", "b"], [], ["c"], ["a", ""]] * 8)
     numbers = np.tile([[1, 2], [3, 1], [2, 2], [9, 0]], (8, 1)).astype(np.int32)

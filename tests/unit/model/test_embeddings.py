@@ -151,6 +151,7 @@ def test_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded(x).numpy(), model(x).numpy())
 
 
+@pytest.mark.long
 def test_model_keras_is_read_without_kdist(run_dir: Path) -> None:
     x, y = data()
     model = train(lambda: build(Embedding), run_dir, x, y)

@@ -215,6 +215,7 @@ def test_what_is_copied_is_written_whatever_becomes_of_the_rows(tmp_path: Path) 
             assert not any(tf.size(column.read_value()).numpy() for column in rows.columns.values())
 
 
+@pytest.mark.long
 def test_changed_rows_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     servers = Servers(tmp_path)
     servers.train(1)

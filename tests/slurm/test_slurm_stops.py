@@ -7,7 +7,7 @@ import re
 import pytest
 from helpers import result_of
 from slurm_system import Job, SlurmSystem
-from test_training import MINE, SCRIPT, START_SECS
+from test_slurm_training import MINE, SCRIPT, START_SECS
 
 pytestmark = pytest.mark.long
 
