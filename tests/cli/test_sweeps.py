@@ -61,7 +61,7 @@ def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> Non
         ("0", "local", 0.1), ("1", "local", 1e-6), ("2", "1ps1w", 0.1), ("3", "1ps1w", 1e-6),
     ]  # fmt: skip
     assert hparams_of_row(sweep / "3") == (
-        "S/3",
+        "3 in S",
         {
             "model._target_": "user_code.build", "data._target_": "user_code.keras_form", "train.batch_size": 32,
             "strategy": "parameter_server", "cluster": "1ps1w", "optimizer.learning_rate": 1e-6, "train.steps": 30,
@@ -106,6 +106,7 @@ def test_a_wrong_metric_ends_a_sweep_after_its_first_job(tmp_path: Path) -> None
     assert not (tmp_path / "S" / "1" / "result.json").exists()
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     command = [
         "-m", *MINE, "cluster=local", "train.steps=20,100000", "hooks.checkpoint.every_steps=100", "hydra.sweep.dir=S",

@@ -78,6 +78,7 @@ def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path,
     assert set(by_worker) == {"worker:0", "worker:1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_lost_worker_costs_at_most_a_batch_that_counts_twice(folder: Path, run_dir: Path, restarts: int) -> None:
     for number in range(8):

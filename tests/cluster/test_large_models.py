@@ -374,6 +374,7 @@ def test_moving_averages_are_what_is_evaluated_of_a_model_that_stayed(run_dir: P
     assert logs[0] != pytest.approx(reported[0], rel=1e-3)
 
 
+@pytest.mark.long
 def test_values_of_the_users_own_travel_to_the_servers(run_dir: Path) -> None:
     mine = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
 

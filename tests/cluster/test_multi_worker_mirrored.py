@@ -193,6 +193,7 @@ def test_an_error_of_the_users_comes_back_with_its_worker(run_dir: Path) -> None
     assert "no such tag" in result_of(run_dir)["error"]
 
 
+@pytest.mark.long
 def test_what_cannot_travel_and_a_loop_of_ones_own_are_refused(run_dir: Path) -> None:
     x, y = toy_data()
 

@@ -111,6 +111,7 @@ def test_the_tokens_of_tf1_go_to_whoever_is_fast(run_dir: Path) -> None:
     assert gradients["dropped"] == 0
 
 
+@pytest.mark.long
 def test_the_end_of_data_on_one_worker_lowers_the_quorum(run_dir: Path) -> None:
     def half_empty(context: kdist.DataContext) -> tf.data.Dataset:
         # One worker is in the middle of a read when the end of the other's data is found, which cancels the read.

@@ -48,7 +48,7 @@ def stateful(layer: Any = None) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("reset", [Reset, ResetInTheMiddle])
+@pytest.mark.parametrize("reset", [Reset, pytest.param(ResetInTheMiddle, marks=pytest.mark.long)])
 @pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
 @pytest.mark.usefixtures("tasks_prepared")
 def test_states_are_those_of_keras(cluster: str, reset: type[Reset], run_dir: Path) -> None:

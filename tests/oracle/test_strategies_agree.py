@@ -77,6 +77,7 @@ def multi_worker(request: pytest.FixtureRequest, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_mirrored_devices_are_one_process_with_twice_the_batch(optimizer: str, mirrored: Path) -> None:
     agreement.assert_same(saved(mirrored / f"mirrored-{optimizer}.npz"), one_process(optimizer, mirrored))
