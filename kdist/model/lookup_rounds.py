@@ -96,14 +96,23 @@ class LookupRounds:
             tables = tuple(lookup.table for lookup in arriving.by_table)
             ids, of_id, sizes[g] = self._join(self._groups[g], tables, of_lookups)
             numbers, places = tf.unique(source.number(g, of_id, ids))
-            # A row is of one table, so that those of each table are next to each other, as its lookups are.
-            of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers))
+            if len(self._groups[g].tables) == 1:
+                # Beside the little that a step of such a model computes, each operation counts.
+                of_row, counts = tf.zeros_like(numbers, tf.int32), tf.size(numbers)[tf.newaxis]
+            else:
+                # A row is of one table, so that those of each table are next to each other, as its lookups are.
+                of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers))
+                of_all = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
+                counts = tf.gather(of_all, list(dict.fromkeys(tables)))
             rows_of[g] = Wanted(numbers, of_row)
-            counts = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
-            arrived[g] = [numbers, tf.gather(counts, list(dict.fromkeys(tables))), places]
+            arrived[g] = [numbers, counts, places]
         rows = source.fetch(rows_of)
+        looked_up = {g: tf.gather(rows[g], found[-1]) for g, found in arrived.items()}
         return [
-            [*found, *tf.split(tf.gather(rows[g], found[-1]), sizes[g], num=len(of_lookups))]
+            [
+                *found,
+                *([looked_up[g]] if len(of_lookups) == 1 else tf.split(looked_up[g], sizes[g], num=len(of_lookups))),
+            ]
             for (g, found), of_lookups in zip(arrived.items(), wanted)
         ]
 
@@ -125,6 +134,12 @@ def _join(
     table = tf.concat([tf.fill([size], place) for size, place in zip(sizes, tables)], 0)
     if group.dynamic:
         return every, table, tf.stack(sizes)
+    if len(group.tables) == 1:
+        first, last, end = tf.reduce_min(every), tf.reduce_max(every), group.num_rows[0]
+        wrong = [WRONG_ID, group.tables[0], tf.where(first < 0, first, last)]
+        checked = tf.raw_ops.Assert(condition=(first >= 0) & (last < end), data=wrong)
+        with tf.control_dependencies([checked]):
+            return tf.identity(every), table, tf.stack(sizes)
     is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), table))
     # Otherwise a wrong id would be a row of another table.
     checked = _assert_none(is_wrong, tf.gather(tf.constant(group.tables), table), every)
