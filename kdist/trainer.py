@@ -71,8 +71,8 @@ class Trainer:
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
-            `on_lost_worker` and `worker_timeout` (`sync_replicas`), `local_steps` (`parameter_server`), `wire_dtype`
-            (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
+            `on_lost_worker` and `worker_timeout` (`sync_replicas`), `local_steps` and `prefetch` (`parameter_server`),
+            `wire_dtype` (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
 
     Other Args:
         lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does, who may give a mirror.

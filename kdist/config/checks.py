@@ -82,10 +82,15 @@ def check_target(key: str, node: Any) -> None:
 
 def checked_steps_per_call(key: str, value: int | str) -> int | None:
     """The number, or None for `auto`."""
+    return checked_number_or_auto(key, value, at_least=1)
+
+
+def checked_number_or_auto(key: str, value: int | str, at_least: int) -> int | None:
+    """The number, or None for `auto`."""
     if value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key}={value}: must be at least 1, or auto")
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{key}={value}: must be at least {at_least}, or auto")
     return value
 
 

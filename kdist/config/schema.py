@@ -12,7 +12,7 @@ from kdist.errors import ConfigError
 LOG_FORMATS = ("text", "json")
 RESUME_MODES = ("auto", "never", "must")
 STARTED_BY = ("auto", "kdist", "slurm", "tf_config")
-PLACEMENT_POLICIES = ("round_robin", "greedy", "partitioned")
+PLACEMENT_POLICIES = ("auto", "round_robin", "greedy", "partitioned")
 
 
 @dataclass
@@ -108,12 +108,13 @@ class _StrategyName:
 class PlacementOptions:
     """Where variables live; without parameter servers these have no effect."""
 
-    placement: str = "round_robin"
-    """Which server holds which variable: `round_robin`, `greedy` (by bytes), or `partitioned` (splits large ones)."""
+    placement: str = "auto"
+    """Which server holds which variable: `round_robin`, `greedy` (by bytes), `partitioned` (splits large ones), or
+    `auto`: as `partitioned`, on as few servers as the bytes of a step and the number of workers need."""
 
     # TensorFlow's `MinSizePartitioner` has the same threshold.
     partition_min_bytes: int = 256 << 10
-    """partitioned: splits larger variables by rows over the servers; at least 1."""
+    """partitioned, auto: splits larger variables by rows over the servers; at least 1."""
 
     def __post_init__(self) -> None:
         checks.check_one_of("strategy.placement", self.placement, PLACEMENT_POLICIES)
@@ -140,9 +141,14 @@ class ParameterServerOptions(ServerOptions):
     local_steps: int = 1
     """parameter_server: batches that a worker trains on between a pull and a push, which is one step; at least 1."""
 
+    prefetch: Any = "auto"
+    """parameter_server: steps that a worker begins before the push of one is applied, each as much more stale; 0: none;
+    `auto`: over several hosts and with several workers, as many as are measured to pay."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.check_whole_number("strategy.local_steps", self.local_steps, required=True)
+        checks.checked_number_or_auto("strategy.prefetch", self.prefetch, at_least=0)
 
 
 @dataclass

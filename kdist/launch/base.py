@@ -210,7 +210,7 @@ class FitRequest:
         if not shape.num_ps:
             raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
         prepared = prepare(self.training_spec(self.training_data), shape.num_workers)
-        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.strategy.config))
+        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.strategy.config, shape.num_workers))
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""

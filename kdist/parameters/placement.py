@@ -10,6 +10,10 @@ from itertools import cycle, pairwise
 from kdist.config.schema import PlacementOptions
 from kdist.model.lookup_rounds import WRONG_ID
 
+# The bytes that a server has to send in a step of all workers to be worth its while. Over loopback a tensor costs about
+# half a millisecond of CPU whatever its size, and so does half a megabyte of it.
+_WORTH_A_SERVER = 1 << 20
+
 _WRONG_ID = re.compile(re.escape(WRONG_ID) + r"\] \[(\d+)\] \[(-?\d+)\]")
 
 
@@ -18,15 +22,34 @@ class PlacementPolicy:
     """How variables are spread over servers; see `place`.
 
     Attributes:
-        partition_min_bytes: larger variables, slots not counted, are split under `partitioned`.
+        partition_min_bytes: larger variables, slots not counted, are split under `partitioned` and `auto`.
+        num_workers: how many workers pull and push in every step; it matters under `auto`.
     """
 
     name: str
     partition_min_bytes: int
+    num_workers: int = 1
 
     @classmethod
-    def of(cls, options: PlacementOptions) -> PlacementPolicy:
-        return cls(options.placement, options.partition_min_bytes)
+    def of(cls, options: PlacementOptions, num_workers: int = 1) -> PlacementPolicy:
+        return cls(options.placement, options.partition_min_bytes, num_workers)
+
+    @property
+    def splits(self) -> bool:
+        """Whether large variables are on several servers."""
+        return self.name in ("partitioned", "auto")
+
+    def servers_for(self, variables: Sequence[Variable], num_servers: int) -> tuple[int, str]:
+        """How many servers hold what travels as a whole in every step, and why."""
+        if self.name != "auto":
+            return num_servers, ""
+        num_bytes = sum(variable.value_bytes for variable in variables if variable.travels)
+        wanted = -(-num_bytes * self.num_workers // _WORTH_A_SERVER)
+        number = min(max(1, wanted), num_servers)
+        why = f"auto: {num_bytes / 1e6:,.2f} MB for each of {self.num_workers} workers in every step: "
+        if number < num_servers:
+            return number, why + f"on {number} of {num_servers} servers, because one more would cost more than it saves"
+        return number, why + f"on all {num_servers} servers, large variables in parts"
 
 
 @dataclass(frozen=True)
@@ -80,11 +103,13 @@ class PlacementPlan:
 
     Attributes:
         shards: the parts of every variable, in the order of `variables` and of rows.
+        reason: why these servers were chosen; empty if they were asked for.
     """
 
     variables: tuple[Variable, ...]
     shards: tuple[Shard, ...]
     num_servers: int
+    reason: str = ""
 
     def num_bytes(self, shard: Shard) -> int:
         """Bytes of a shard, slots included."""
@@ -127,6 +152,7 @@ class PlacementPlan:
             for name, shape, size, server in rows
         ]
         lines.append(f"bytes include optimizer slots; imbalance {self.imbalance:.2f} (1.00 is even)")
+        lines += [self.reason] if self.reason else []
         lines += [f"{variable.name}: {variable.note}" for variable in self.variables if variable.note]
         return "\n".join([*lines, ""])
 
@@ -148,38 +174,44 @@ def place(
         policy: `round_robin` is TensorFlow's own order (server i holds variables i, i + n, ...). `greedy` assigns the
             largest variable first to the server with the fewest bytes (Graham's LPT rule, 1969), or keeps the
             round-robin order where that is more even. `partitioned` also splits large variables by rows over all
-            servers.
+            servers. `auto` does so too, but what travels as a whole in every step goes to as few servers as its bytes
+            and the number of workers need, the first ones.
         max_bytes: what travels is cut into parts of at most this size, slots not counted; not at all if None.
     """
+
+    num_used, reason = policy.servers_for(variables, num_servers)
+
+    def servers_of(variable: Variable) -> range:
+        return range(num_used if variable.travels and not variable.always_cut else num_servers)
 
     def num_parts(variable: Variable) -> int:
         if variable.is_dynamic:
             return num_servers
-        is_large = policy.name == "partitioned" and variable.can_be_cut
+        is_large = policy.splits and variable.can_be_cut
         is_spread = variable.always_cut or (is_large and variable.value_bytes > policy.partition_min_bytes)
-        wanted = num_servers if is_spread else 1
+        wanted = len(servers_of(variable)) if is_spread else 1
         if max_bytes is not None and variable.can_be_cut and variable.travels:
             wanted = max(wanted, -(-variable.value_bytes // max_bytes))
         return min(wanted, max(1, variable.num_rows))
 
-    def plan(choose: Callable[[int, list[int]], int], order: Sequence[int]) -> PlacementPlan:
+    def plan(choose: Callable[[int, Sequence[int]], int], order: Sequence[int]) -> PlacementPlan:
         load = [0] * num_servers
         placed: dict[int, list[Shard]] = {}
         for i, variable in enumerate(variables):
             if (parts := num_parts(variable)) > 1:
-                emptiest_first = sorted(range(num_servers), key=load.__getitem__)
+                emptiest_first = sorted(servers_of(variable), key=load.__getitem__)
                 bounds = pairwise(variable.num_rows * part // parts for part in range(parts + 1))
                 placed[i] = [Shard(i, server, *rows) for server, rows in zip(cycle(emptiest_first), bounds)]
                 for shard in placed[i]:
                     load[shard.server] += variable.num_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
         for position, i in enumerate(i for i in order if num_parts(variables[i]) == 1):
-            server = choose(position, load)
+            server = choose(position, load[: len(servers_of(variables[i]))])
             placed[i] = [Shard(i, server, 0, variables[i].num_rows)]
             load[server] += variables[i].num_bytes
         shards = tuple(shard for i in range(len(variables)) for shard in placed[i])
-        return PlacementPlan(tuple(variables), shards, num_servers)
+        return PlacementPlan(tuple(variables), shards, num_servers, reason)
 
-    in_turn = plan(lambda position, _load: position % num_servers, range(len(variables)))
+    in_turn = plan(lambda position, load: position % len(load), range(len(variables)))
     if policy.name == "round_robin":
         return in_turn
     largest_first = sorted(range(len(variables)), key=lambda i: -variables[i].num_bytes)

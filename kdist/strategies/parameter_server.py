@@ -6,6 +6,7 @@ gradient on its own batch and pushes it; no worker waits for another.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -18,7 +19,9 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
+from kdist.config.checks import checked_number_or_auto
 from kdist.config.schema import ParameterServerOptions
+from kdist.console.log import Line, record
 from kdist.console.warn import warn
 from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
@@ -26,6 +29,7 @@ from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_counts import GradientCounts
+from kdist.strategies.prefetch import PrefetchTuner
 from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.store_backed import PreparedTraining
 from kdist.strategies.traced_calls import StepLogs
@@ -45,23 +49,57 @@ class ParameterServer(PsStrategy):
         super().__init__(*args, options=options, **kwargs)
         self.batches_per_step = options.local_steps
         self._iterators = WorkerIterators(self._dataset)
+        self._asked = checked_number_or_auto("strategy.prefetch", options.prefetch, at_least=0)
+        self._tuner: PrefetchTuner | None = None
         self._first_step: int | None = None
         #: Workers without calls, because there was no split for them.
         self._idle: set[int] = set()
         #: How many losses of workers the counters of the servers account for.
         self._aligned_after = 0
-        #: How many calls of each size are in flight, and how many have finished.
+        #: How many calls of each size are in flight, and how many have finished; of those, how many since they were
+        #: last traced.
         self._in_flight: Counter[int] = Counter()
         self._ended: Counter[int] = Counter()
+        self._num_prepared: Counter[int] = Counter()
 
     def start(self, spec: TrainingSpec) -> None:
         super().start(spec)
-        self._calls = self._prepared.calls(self._store, iterator_spec(self._make_dataset), self.batches_per_step)
         self._sizer = self._prepared.sizer()
+        if self._asked is None and self._may_wait_long:
+            self._tuner = PrefetchTuner()
+        self._make_calls(self._asked or 0)
+
+    @property
+    def _may_wait_long(self) -> bool:
+        """Whether workers may wait for the network while they could compute. One worker alone goes on to train as Keras
+        does in one process."""
+        hosts = {address.rpartition(":")[0] for address in self.addresses.values()}
+        return len(hosts) > 1 and self._shape.num_workers > 1 and self._prepared.replica_step.updates.num_phases == 1
+
+    def _make_calls(self, prefetch: int) -> None:
+        spec = iterator_spec(self._make_dataset)
+        self._calls = self._prepared.calls(self._store, spec, self.batches_per_step, prefetch)
+        self._num_prepared.clear()
+
+    def _observe(self, num_steps: int, secs: float) -> None:
+        super()._observe(num_steps, secs)
+        if self._tuner is None or self._warming_up or not self._sizer.may_prepare_others:
+            return
+        if self._tuner.observe(num_steps, secs):
+            self.drain()
+            self._make_calls(self._tuner.prefetch)
+        if self._tuner.is_done:
+            record(Line(f"strategy.prefetch={self._tuner.prefetch}: more is not faster", "prefetch"), logging.INFO)
+            self._tuner = None
 
     def _check(self, prepared: PreparedTraining) -> None:
         super()._check(prepared)
         updates = prepared.replica_step.updates
+        if self._asked and updates.num_phases > 1:
+            raise ConfigError(
+                f"strategy.prefetch={self._asked}: a step of model {prepared.spec.model.name} reads what it has "
+                "updated; set strategy.prefetch=0"
+            )
         if self.batches_per_step > 1 and (len(updates.updates) > 1 or updates.assigned):
             raise ConfigError(
                 f"strategy.local_steps={self.batches_per_step}: a step of model {prepared.spec.model.name} updates or "
@@ -133,7 +171,8 @@ class ParameterServer(PsStrategy):
         size = finished.tag
         self._in_flight[size] -= 1
         # The first call of a size is prepared on each worker, which takes longer than tracing it.
-        self._warming_up |= self._ended[size] < self._shape.num_workers
+        self._warming_up |= self._num_prepared[size] < self._shape.num_workers
+        self._num_prepared[size] += 1
         self._ended[size] += 1
         # Every gradient is applied.
         by_worker = ({finished.worker: GradientCounts(accepted=1)},) * size

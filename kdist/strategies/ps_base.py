@@ -79,7 +79,7 @@ class PsStrategy(StoreBackedStrategy):
     ) -> None:
         self._shape = shape
         self.num_replicas = shape.num_workers
-        self._placement = PlacementPolicy.of(options)
+        self._placement = PlacementPolicy.of(options, shape.num_workers)
         self._step_timeout = step_timeout
         self._max_worker_restarts = max_worker_restarts
         self._wire = Wire(tf.as_dtype(options.wire_dtype) if options.wire_dtype else None)

@@ -93,9 +93,13 @@ class StoreBackedStrategy(Strategy):
         else:
             self._ahead = None
         now = time.perf_counter()
-        self._sizer.observe(num_finished, now - started, warming_up=self._warming_up)
+        self._observe(num_finished, now - started)
         self._last_end = None if self.is_idle else now
         return logs
+
+    def _observe(self, num_steps: int, secs: float) -> None:
+        """Learns from steps that finished how calls should be."""
+        self._sizer.observe(num_steps, secs, warming_up=self._warming_up)
 
     @abc.abstractmethod
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
@@ -307,10 +311,14 @@ class PreparedTraining:
         return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
 
     def calls(
-        self, store: ParameterStore, iterator_spec: Any, local_steps: int = ParameterServerOptions.local_steps
+        self,
+        store: ParameterStore,
+        iterator_spec: Any,
+        local_steps: int = ParameterServerOptions.local_steps,
+        prefetch: int = 0,
     ) -> UnrolledCalls:
         """The calls of this model over `store`."""
-        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps)
+        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps, prefetch)
 
     def sizer(self, num_workers: int | None = None) -> CallSizer:
         """Chooses the size of calls; `num_workers` share the steps, all of them if None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import fuse
+from kdist.parameters.travelling import Pulled
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.local_steps import Compute, LocalSteps
 
@@ -116,6 +118,7 @@ class UnrolledCalls:
         store: the source of values and the target of gradients.
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
         local_steps: batches of one step; see `LocalSteps`.
+        prefetch: see `run_steps`.
     """
 
     def __init__(
@@ -124,7 +127,9 @@ class UnrolledCalls:
         store: ParameterStore,
         iterator_spec: Any,
         local_steps: int = ParameterServerOptions.local_steps,
+        prefetch: int = 0,
     ) -> None:
+        self._prefetch = prefetch
         self._compute = LocalSteps(replica_step, store, local_steps)
         self._store = store
         self._iterator_spec = iterator_spec
@@ -140,7 +145,8 @@ class UnrolledCalls:
         if num_steps not in self._functions:
 
             def call(iterator: Any) -> tf.Tensor:
-                return run_steps([Replica(self._store, iterator, self._compute)], num_steps, self._logs)[0]
+                replica = Replica(self._store, iterator, self._compute)
+                return run_steps([replica], num_steps, self._logs, prefetch=self._prefetch)[0]
 
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
         return self._functions[num_steps]
@@ -177,18 +183,34 @@ def run_steps(
     num_steps: int,
     logs: CallLogs,
     exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
+    prefetch: int = 0,
 ) -> list[tf.Tensor]:
     """Unrolls steps while a call is traced: pull, compute, push, for each phase.
 
     Args:
         replicas: of this process; all of them take part in each step.
         exchange: combines the outputs of synchronous replicas before each applies its own.
+        prefetch: how many steps pull and compute before the push of a step is applied, so that nothing waits for the
+            network; only for steps with one phase.
 
     Returns:
         For each replica what `CallLogs.pack` makes of its steps.
     """
     rows: list[list[list[Any]]] = [[] for _ in replicas]
     staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
+    # What is traced first is done first on a server: a pull that is traced before a push does not wait for it.
+    computed: deque[tuple[list[Pulled], list[ReplicaOutput]]] = deque()
+
+    def push(pulled: list[Pulled], outputs: list[ReplicaOutput]) -> None:
+        for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
+            with tf.device(replica.device or None):
+                step = replica.store.push(output, pulled[i])
+            if output.phase == 0:
+                # Both steps are on the first server, and their difference stays there until the end of the call: a
+                # tensor that travels in every step costs more than the arithmetic of a small model.
+                with tf.device(replica.store.devices[0] or None):
+                    staleness[i].append(step - 1 - pulled[i].global_step)
+
     for _ in range(num_steps):
         pulled, running = [], []
         for replica in replicas:
@@ -201,16 +223,13 @@ def run_steps(
                 with tf.device(replica.device or None):
                     fresh: Any = replica.store.pull_again(phase) if phase else None
                     outputs.append(running[i].send(fresh))
-            for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
-                with tf.device(replica.device or None):
-                    step = replica.store.push(output, pulled[i])
-                if phase == 0:
-                    # Both steps are on the first server, and their difference stays there until the end of the call: a
-                    # tensor that travels in every step costs more than the arithmetic of a small model.
-                    with tf.device(replica.store.devices[0] or None):
-                        staleness[i].append(step - 1 - pulled[i].global_step)
+            computed.append((pulled, outputs))
+            if len(computed) > prefetch:
+                push(*computed.popleft())
         for i, output in enumerate(outputs):
             rows[i].append([output.num_examples, *output.metrics])
+    for late in computed:
+        push(*late)
     packed = []
     for i, replica in enumerate(replicas):
         with tf.device(replica.store.devices[0] or None):
@@ -247,11 +266,21 @@ class CallSizer:
         self._trained_steps = 0
         #: The duration of a step with the previous size.
         self._step_secs_before: float | None = None
+        self._has_settled = False
 
     @property
     def steps_per_call(self) -> int:
         """The steps of a call, if enough steps are left."""
         return self._fixed or self._auto
+
+    @property
+    def may_prepare_others(self) -> bool:
+        """Whether the size stays as it is, and there is time to prepare other calls of this size to see how fast they
+        are."""
+        if not (self._has_settled or self._fixed) or not self._trained_steps:
+            return False
+        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
+        return steps * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs
 
     def begin_at(self, step: int) -> None:
         """Sets the global step of training."""
@@ -284,7 +313,8 @@ class CallSizer:
         # Steps may have finished before they were waited for: the duration of one is only known over a longer time.
         if self._trained_steps and self._trained_secs >= self._cost_secs:
             step_secs = self._trained_secs / self._trained_steps
-            if self._pays(_GROWTH * self._auto, step_secs):
+            self._has_settled = not self._pays(_GROWTH * self._auto, step_secs)
+            if not self._has_settled:
                 self._auto *= _GROWTH
                 self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
                 self._step_secs_before = step_secs

@@ -84,7 +84,10 @@ REFUSED = [
     (["+recipe=mnist", "train.epochs=2"], ["train.steps=2000", "train.epochs=2", "one"]),
     (["+recipe=mnist", "run.plan_only=maybe"], ["run.plan_only", "maybe"]),
     (["+recipe=mnist", "run.resume=maybe"], ["run.resume=maybe", "auto, never, must"]),
-    (["+recipe=mnist", "strategy.placement=best"], ["strategy.placement=best", "round_robin, greedy, partitioned"]),
+    (
+        ["+recipe=mnist", "strategy.placement=best"],
+        ["strategy.placement=best", "auto, round_robin, greedy, partitioned"],
+    ),
     (["+recipe=mnist", "optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1", "more than 0"]),
     (
         ["+recipe=mnist", "model._target_=nosuch.module.build", "run.trust=[nosuch]"],

@@ -162,3 +162,21 @@ def test_5_ms_each_way(hosts: Hosts) -> None:
     assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
     assert (ended.step, ended.result["extra_steps"]) == (300, 0)
     hosts.report(40, "5 ms each way", "trained", ended)
+
+
+@_LONG
+def test_prefetch_hides_5_ms_each_way(hosts: Hosts) -> None:
+    network = hosts.network(4, delay_secs=0.005)
+    rates, staleness = {}, {}
+    for prefetch in (0, 2):
+        options = f"strategy.prefetch={prefetch}", "train.steps_per_call=16", "train.steps=1600", f"run.dir=D{prefetch}"
+        cluster = hosts.cluster(network, four(network), *options)
+        cluster.start()
+        ended = cluster.end(300)
+        assert ended.codes == dict.fromkeys(cluster.tasks, 0), cluster.all_said()
+        result = result_of(network.hosts[0].disk / f"D{prefetch}")
+        assert result["global_step"] == 1600
+        rates[prefetch], staleness[prefetch] = result["steps_per_second"], result["gradients"]["staleness_mean"]
+    assert staleness[2] > staleness[0] + 1
+    assert rates[2] > 1.3 * rates[0]
+    hosts.report(40, f"5 ms each way, prefetch=2: {rates[2] / rates[0]:.1f} times as fast", "trained", ended)

@@ -72,8 +72,30 @@ def test_every_row_of_every_variable_is_on_one_server(
         bounds = [(shard.start, shard.stop) for shard in shards]
         assert [row for start, stop in bounds for row in range(start, stop)] == list(range(whole.num_rows))
         assert all(0 <= shard.server < num_servers for shard in shards)
-        is_large = policy == "partitioned" and whole.can_be_cut and whole.value_bytes > partition_min_bytes
-        assert len(shards) == (min(num_servers, whole.num_rows) if is_large else 1)
+        splits = PlacementPolicy(policy, partition_min_bytes)
+        is_large = splits.splits and whole.can_be_cut and whole.value_bytes > partition_min_bytes
+        num_used, _ = splits.servers_for(given_variables, num_servers)
+        assert len(shards) == (min(num_used, whole.num_rows) if is_large else 1)
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "num_workers", "num_used"), [(300, 2, 1), (300, 4, 2), (1000, 2, 2), (1000, 8, 4), (60_000, 2, 4)]
+)
+def test_auto_uses_as_few_servers_as_bytes_and_workers_need(kilobytes: int, num_workers: int, num_used: int) -> None:
+    given_variables = [variable("kernel", (250 * kilobytes // 2,)), variable("other", (250 * kilobytes // 2,))]
+    plan = place_by(given_variables, 4, PlacementPolicy("auto", 1 << 10, num_workers))
+    assert [num_bytes > 0 for num_bytes in plan.bytes_by_server] == [server < num_used for server in range(4)]
+    assert f"{kilobytes / 1000:,.2f} MB for each of {num_workers} workers in every step" in plan.table()
+    assert (f"on {num_used} of 4 servers" if num_used < 4 else "on all 4 servers") in plan.table()
+
+
+def test_auto_leaves_tables_on_all_servers() -> None:
+    always = Variable("always", (40, 4), 1280, 640, can_be_cut=True, always_cut=True, travels=False)
+    looked_up = Variable("looked up", (2000, 4), 64000, 32000, can_be_cut=True, travels=False)
+    dynamic = Variable("dynamic", (0, 4), 0, travels=False, is_dynamic=True)
+    plan = place([always, looked_up, dynamic, *variables(5, 5)], 3, "auto", 1 << 10)
+    servers = [{shard.server for shard in plan.shards if shard.variable == i} for i in range(5)]
+    assert servers == [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0}, {0}]
 
 
 def test_a_table_that_is_always_cut_is_cut_under_every_policy() -> None:
@@ -111,5 +133,5 @@ def test_table_names_shards_servers_totals_and_notes() -> None:
 
 
 def test_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.placement=best.*round_robin, greedy, partitioned"):
+    with pytest.raises(ConfigError, match=r"strategy\.placement=best.*auto, round_robin, greedy, partitioned"):
         ServerOptions(placement="best")

@@ -145,7 +145,7 @@ def test_an_option_of_one_strategy_is_refused_by_others(cluster: str, options: d
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"placement": "best"}, ["strategy.placement=best", "round_robin, greedy, partitioned"]),
+        ({"placement": "best"}, ["strategy.placement=best", "auto, round_robin, greedy, partitioned"]),
         ({"token_mode": "loose"}, ["strategy.token_mode=loose", "strict, tf1"]),
         ({"partition_min_bytes": 0}, ["strategy.partition_min_bytes=0", "at least 1"]),
         ({"partition_min_bytes": 1.5}, ["strategy.partition_min_bytes=1.5", "whole number"]),
