@@ -315,10 +315,10 @@ class PreparedTraining:
         store: ParameterStore,
         iterator_spec: Any,
         local_steps: int = ParameterServerOptions.local_steps,
-        prefetch: int = 0,
+        num_ahead: int = 0,
     ) -> UnrolledCalls:
         """The calls of this model over `store`."""
-        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps, prefetch)
+        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps, num_ahead)
 
     def sizer(self, num_workers: int | None = None) -> CallSizer:
         """Chooses the size of calls; `num_workers` share the steps, all of them if None."""

@@ -118,7 +118,7 @@ class UnrolledCalls:
         store: the source of values and the target of gradients.
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
         local_steps: batches of one step; see `LocalSteps`.
-        prefetch: see `run_steps`.
+        num_ahead: see `run_steps`.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class UnrolledCalls:
         store: ParameterStore,
         iterator_spec: Any,
         local_steps: int = ParameterServerOptions.local_steps,
-        prefetch: int = 0,
+        num_ahead: int = 0,
     ) -> None:
-        self._prefetch = prefetch
+        self._num_ahead = num_ahead
         self._compute = LocalSteps(replica_step, store, local_steps)
         self._store = store
         self._iterator_spec = iterator_spec
@@ -146,7 +146,7 @@ class UnrolledCalls:
 
             def call(iterator: Any) -> tf.Tensor:
                 replica = Replica(self._store, iterator, self._compute)
-                return run_steps([replica], num_steps, self._logs, prefetch=self._prefetch)[0]
+                return run_steps([replica], num_steps, self._logs, num_ahead=self._num_ahead)[0]
 
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
         return self._functions[num_steps]
@@ -183,14 +183,14 @@ def run_steps(
     num_steps: int,
     logs: CallLogs,
     exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
-    prefetch: int = 0,
+    num_ahead: int = 0,
 ) -> list[tf.Tensor]:
     """Unrolls steps while a call is traced: pull, compute, push, for each phase.
 
     Args:
         replicas: of this process; all of them take part in each step.
         exchange: combines the outputs of synchronous replicas before each applies its own.
-        prefetch: how many steps pull and compute before the push of a step is applied, so that nothing waits for the
+        num_ahead: how many steps pull and compute before the push of a step is applied, so that nothing waits for the
             network; only for steps with one phase.
 
     Returns:
@@ -224,7 +224,7 @@ def run_steps(
                     fresh: Any = replica.store.pull_again(phase) if phase else None
                     outputs.append(running[i].send(fresh))
             computed.append((pulled, outputs))
-            if len(computed) > prefetch:
+            if len(computed) > num_ahead:
                 push(*computed.popleft())
         for i, output in enumerate(outputs):
             rows[i].append([output.num_examples, *output.metrics])

@@ -71,7 +71,7 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
     training = prepared(run_dir)
     store = store_of(training)
     make = training.trace_dataset()
-    calls = training.calls(store, iterator_spec(make), prefetch=prefetch)
+    calls = training.calls(store, iterator_spec(make), num_ahead=prefetch)
     logs = calls.logs(calls.function(STEPS)(iter(training.make_dataset(make, 0, 0, 1))).numpy())
     assert logs.staleness.tolist() == [min(step, prefetch) for step in range(STEPS)]
     found = store.values.read()
