@@ -328,7 +328,7 @@ class Trainer:
             self.hparams,
             self._origin or Origin.here_and_now(),
             self._num_fits,
-        )
+        ).described()
 
     def _take(self, outcome: FitOutcome) -> None:
         self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers

@@ -130,7 +130,7 @@ def _servers(config: Config) -> list[Hook]:
 
     run = config.run
     found: list[Hook] = [] if run.metrics_port is None else [MetricsServer(run.metrics_port, run.metrics_host)]
-    return found if run.health_port is None else [*found, HealthCheck(run.health_port)]
+    return found if run.health_port is None else [*found, HealthCheck(run.health_port, interface=config.cluster.bind)]
 
 
 def strategy_of(config: Config) -> str | type[Strategy]:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from kdist.cli.arguments import as_hydra_reads
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained
 from kdist.cli.help import help_text
 from kdist.cli.process import end_process, exit_code_of, print_error, start_anew
-from kdist.cluster import isolate
+from kdist.cluster import bind, isolate
 from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
@@ -69,9 +69,9 @@ def _run_hydra(arguments: list[str]) -> None:
     only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
     if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
         # Before Hydra creates the run dir: neither a wrong config nor a task that is not the chief may leave one.
-        checked, membership = _check(parsed)
+        config, checked, membership = _check(parsed)
         if membership is not None and not membership.is_chief:
-            _take_part(checked, membership)
+            _take_part(config, checked, membership)
             return
         _lock_of(checked, folder_of(checked.run.dir)).check()
     elif parsed.multirun:
@@ -151,14 +151,16 @@ def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
         raise ConfigError(f"run.dir: cannot be made: {error}") from None
 
 
-def _take_part(config: Config, membership: Membership) -> None:
-    """Runs as a task that is not the chief, until the chief has finished."""
+def _take_part(as_composed: DictConfig, config: Config, membership: Membership) -> None:
+    """Runs as a task that is not the chief, until the chief has finished; `config` is the checked one."""
+    from kdist.config.recorded import recorded
+
     signals.exit_at_once = os._exit
     grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
     with signals.task_signals(membership.task, grace_secs, config.run.stop_signals) as stop:
         try:
             with _health_server(config, membership, lambda: stop.is_serving):
-                _serve(config, membership, stop)
+                _serve(recorded(as_composed), config, membership, stop)
         except ClusterError as error:
             stays = config.cluster.stay and not membership.evaluates
             if not (stays and stop.is_serving) or stop.received is not None:
@@ -167,19 +169,28 @@ def _take_part(config: Config, membership: Membership) -> None:
             start_anew()
 
 
-def _serve(config: Config, membership: Membership, stop: signals.TaskSignals) -> None:
+def _serve(known: Mapping[str, Any], config: Config, membership: Membership, stop: signals.TaskSignals) -> None:
     """See `_take_part`."""
     logs_devices = config.run.log_device_placement
     with nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)):
         if membership.runs_program or membership.evaluates:
             from kdist.cli.experiment import run_experiment
+            from kdist.run.origin import Origin
 
             # An evaluator reads there what the chief saves.
-            run_experiment(config, config.run.dir if membership.evaluates else None, is_chief=False)
+            run_dir = config.run.dir if membership.evaluates else None
+            run_experiment(config, run_dir, Origin.here_and_now(known), is_chief=False)
         else:
+            from kdist.cluster.description import Description
             from kdist.cluster.server import serve_until_done
 
-            serve_until_done(membership, config.cluster, stop.begin_to_serve, log_device_placement=logs_devices)
+            serve_until_done(
+                membership,
+                config.cluster,
+                stop.begin_to_serve,
+                description=Description.of(membership.spec, known),
+                log_device_placement=logs_devices,
+            )
 
 
 def _health_server(config: Config, membership: Membership, is_ready: Callable[[], bool]) -> AbstractContextManager[Any]:
@@ -187,10 +198,12 @@ def _health_server(config: Config, membership: Membership, is_ready: Callable[[]
     from kdist.cluster.health_server import HealthServer, health_of_task
 
     port = config.run.health_port
-    return nullcontext() if port is None else HealthServer(port, health_of_task(membership, port, is_ready))
+    if port is None:
+        return nullcontext()
+    return HealthServer(port, health_of_task(membership, port, is_ready), config.cluster.bind)
 
 
-def _check(parsed: Namespace) -> tuple[Config, Membership | None]:
+def _check(parsed: Namespace) -> tuple[DictConfig, Config, Membership | None]:
     """Composes the config and checks everything that can be checked without running it; see `_checked`."""
     from omegaconf import open_dict
 
@@ -204,7 +217,7 @@ def _check(parsed: Namespace) -> tuple[Config, Membership | None]:
     config = composed(parsed)
     with open_dict(config):
         del config["hydra"]
-    return _checked(config, parsed)
+    return config, *_checked(config, parsed)
 
 
 def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership | None]:
@@ -231,6 +244,7 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
         if membership is None and (parsed.multirun or not shape.is_local):
             # Now, while there is one thread, and before the first trial of a sweep.
             isolate.enter(checked.cluster.isolate)
+        bind.check(checked.cluster.bind)
         # It may import TensorFlow, which prints messages about every machine.
         with native_log(Path(os.devnull)):
             check_targets(checked)
@@ -262,7 +276,7 @@ def _job(
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
     if membership is not None and not membership.is_chief:
-        _take_part(checked, membership)
+        _take_part(config, checked, membership)
         return
     checked.run.dir = trial_dir or checked.run.dir
     run_dir = relative(Path(HydraConfig.get().runtime.output_dir))

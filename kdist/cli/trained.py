@@ -110,7 +110,7 @@ def trained(
                 found = TrainedRun(config, run, given.step, logs, lambda: (data or _training_data)(config))
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
-                    if (line := isolate.network_line()) is not None:
+                    if (line := isolate.network_line(config.cluster.bind)) is not None:
                         log.say(line)
                 yield found, config
         except StorageError as error:

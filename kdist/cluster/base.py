@@ -14,6 +14,8 @@ class Cluster(Protocol):
     spec: ClusterSpec
     #: `host:port` at which the tasks reach this process; known when it is launched.
     chief_address: str
+    #: The network interface at which all listen, see `kdist.cluster.bind`; None for all.
+    bind: str | None
 
     def launch(self) -> None:
         """Starts the tasks that this process has to start, and returns at once."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import TimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import tensorflow as tf
 
@@ -156,14 +156,23 @@ class _Session(tf.compat.v1.Session):
         pass
 
 
-def _session(address: str, task: Task) -> tuple[_Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+def _session(
+    address: str, task: Task
+) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
     """A session on a server, and the queues there."""
-    device = f"/job:{task.job}/replica:0/task:{task.index}"
-    graph = tf.Graph()
-    with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
+    with server_session(address, task) as session:
         done, noted, stopped = (
             tf.queue.FIFOQueue(_MAX_TASKS, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED, _STOPPED)
         )
+    return session, done, noted, stopped
+
+
+@contextmanager
+def server_session(address: str, task: Task) -> Iterator[tf.compat.v1.Session]:
+    """A session on a server; what is built inside the context is in its graph, and on that server."""
+    device = f"/job:{task.job}/replica:0/task:{task.index}"
+    graph = tf.Graph()
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
-    return _Session(f"grpc://{address}", graph=graph, config=config), done, noted, stopped
+    with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
+        yield _Session(f"grpc://{address}", graph=graph, config=config)

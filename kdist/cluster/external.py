@@ -9,6 +9,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kdist.cluster.agreement import Agreement
+from kdist.cluster.description import Description
 from kdist.cluster.done_queue import chief_server, tell_tasks
 from kdist.cluster.port_probe import PortProbes, accepts_connections, not_met
 from kdist.cluster.process import end_children, free_ports, how_it_ended, start_child, task_environment
@@ -37,6 +39,8 @@ class ExternalCluster:
         patience: seconds of silence after which a task counts as lost.
         chief_port: at which tasks reach the chief's process; None for any free port.
         devices: which GPUs tasks may use.
+        bind: the network interface at which this process and its server listen; None for all.
+        description: what the tasks need alike; None compares nothing.
     """
 
     def __init__(
@@ -48,9 +52,14 @@ class ExternalCluster:
         patience: float,
         chief_port: int | None = None,
         devices: DevicesConfig | None = None,
+        bind: str | None = None,
+        description: Description | None = None,
     ) -> None:
         self.spec = spec
         self.chief_address = ""
+        self.bind = bind
+        self._description = description
+        self._agreement: Agreement | None = None
         self._chief_port = chief_port
         self._log_dir = log_dir
         self._start_timeout = start_timeout
@@ -72,9 +81,7 @@ class ExternalCluster:
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
-        options = ServerOptions(
-            jobs, task.job, task.index, intra_op_threads=0, inter_op_threads=0, patience=self._patience
-        )
+        options = ServerOptions(jobs, task.job, task.index, 0, 0, patience=self._patience, bind=self.bind)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._log = self._log_dir / f"{task.job}-{task.index}-server.log"
         with self._log.open("wb") as log:
@@ -90,21 +97,38 @@ class ExternalCluster:
         self._tcp_timeouts.start()
 
     def wait(self) -> None:
-        """Waits until every task serves.
+        """Waits until every task serves, and has compared its versions and config with those of this process.
 
         Raises:
             ClusterError: names those that do not serve in time.
+            ConfigError: names those that differ, and in what.
         """
         addresses = self._addresses()
-        while missing := addresses.keys() - self._running().listening():
+        while missing := self._missing():
             if self._own is not None and (code := self._own.poll()) is not None:
                 own = chief_server(self.spec)[1]
                 raise ClusterError(f"{own} exited while starting ({how_it_ended(code)})\n  log: {self._log}")
             if time.monotonic() > self._deadline:
                 late = {task: address for task, address in addresses.items() if task in missing}
-                raise not_met(late, self._running().found(), self._start_timeout)
+                silent = dict.fromkeys(
+                    self._running().listening(), "it listens, but has not compared itself with the chief"
+                )
+                raise not_met(late, self._running().found() | silent, self._start_timeout)
             time.sleep(_POLL_SECS)
         self._all_there = True
+
+    def _missing(self) -> set[Task]:
+        """The tasks that do not serve, or have not compared themselves with this process."""
+        addresses, own = self._addresses(), chief_server(self.spec)[1]
+        listening = self._running().listening()
+        missing = addresses.keys() - listening
+        if self._description is None:
+            return missing
+        if self._agreement is None:
+            if own not in listening:
+                return missing
+            self._agreement = Agreement(self.spec, self._description)
+        return missing | self._agreement.missing(addresses.keys() - {own})
 
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that refuse connections, or have been silent for longer than `patience`."""
@@ -151,6 +175,8 @@ class ExternalCluster:
             return
         if self._own.poll() is None:
             others = self._addresses().keys() - self._probes.lost() - {chief_server(self.spec)[1]}
+            if self._agreement is not None:
+                others = {task for task in others if str(task) not in self._agreement.differing}
             # A task that returns in time should learn that the chief has finished, not find that it has disappeared.
             timeout = max(_STOP_SECS, self._patience) if self._probes.silent() else _STOP_SECS
             if missing := tell_tasks(self.spec, others, timeout, run_goes_on=run_goes_on):

@@ -36,7 +36,7 @@ class Health:
 
 
 class HealthServer:
-    """Serves the health of a task at every address of this machine, as `run.health_port` says.
+    """Serves the health of a task, as `run.health_port` says.
 
     `/healthz` answers with status 200 as long as the process can answer at all: how long a step may take is what kdist
     itself watches. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
@@ -44,15 +44,16 @@ class HealthServer:
     Args:
         port: where it listens.
         health: called for every request.
+        interface: the one that it listens at, see `kdist.cluster.bind`; None for all.
 
     Raises:
         ConfigError: the port cannot be used.
     """
 
-    def __init__(self, port: int, health: Callable[[], Health]) -> None:
+    def __init__(self, port: int, health: Callable[[], Health], interface: str | None = None) -> None:
         self._health = health
         pages = {ALIVE: lambda: self._page(asks_ready=False), READY: lambda: self._page(asks_ready=True)}
-        self._server = HttpServer("run.health_port", ANY_HOST, port, pages)
+        self._server = HttpServer("run.health_port", ANY_HOST, port, pages, interface)
 
     def close(self) -> None:
         """Closes the port; called once."""

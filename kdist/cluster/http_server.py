@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from kdist.cluster import bind
 from kdist.errors import ConfigError
 
 _TIMEOUT_SECS = 10.0
@@ -37,14 +38,17 @@ class HttpServer:
         key: the config key of the port, for messages.
         host: the address; `ANY_HOST` opens it to the network.
         pages: functions that make the page of each path; called by threads of the server.
+        interface: see `kdist.cluster.bind`; None listens at all of them.
 
     Raises:
         ConfigError: the address cannot be used.
     """
 
-    def __init__(self, key: str, host: str, port: int, pages: Mapping[str, Callable[[], Page]]) -> None:
+    def __init__(
+        self, key: str, host: str, port: int, pages: Mapping[str, Callable[[], Page]], interface: str | None = None
+    ) -> None:
         try:
-            self._server = _Server(host, port, pages)
+            self._server = _Server(host, port, pages, interface)
         except OSError as error:
             where = f"port {port}" if host == ANY_HOST else f"{host}:{port}"
             raise ConfigError(
@@ -61,8 +65,9 @@ class HttpServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]]) -> None:
+    def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]], interface: str | None) -> None:
         self.pages = pages
+        self._interface = interface
         if host == ANY_HOST and not socket.has_dualstack_ipv6():
             host = ""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -71,6 +76,7 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bind.bind(self.socket, self._interface)
         super().server_bind()
 
 

@@ -91,14 +91,21 @@ def require(mode: str) -> None:
         )
 
 
-def network_line() -> Line | None:
-    """A line about the network of a run's servers; None if this process has had it."""
+def network_line(interface: str | None = None) -> Line | None:
+    """A line about the network of a run's servers; None if this process has had it.
+
+    Args:
+        interface: that of `cluster.bind`.
+    """
     global _has_told  # noqa: PLW0603 - once a process
     if _has_told:
         return None
     _has_told = True
-    known = "TensorFlow's servers listen on all interfaces, without authentication or encryption: "
+    where = "all interfaces" if interface is None else f"{interface} and lo"
+    known = f"TensorFlow's servers listen on {where}, without authentication or encryption: "
     known += "let only machines that you trust reach them"
+    if interface == _LOOPBACK:
+        known = "loopback device: only this machine reaches its servers, which do not authenticate its users"
     if is_isolated():
         known = "private namespace: only processes of this run reach its servers"
     return Line(f"network   {known}", "network")

@@ -107,6 +107,7 @@ class LocalCluster:
         step_timeout: seconds for which a task may be stopped (SIGSTOP) before it is killed, a few seconds later; the
             chief may be waiting for it where it cannot watch it.
         devices: which GPUs tasks may use.
+        bind: the network interface at which they and this process listen, besides the loopback device; None for all.
 
     Raises:
         ClusterError: on `start`; names the task that died or did not respond, with the end of its log.
@@ -120,8 +121,10 @@ class LocalCluster:
         start_timeout: float = ClusterConfig.start_timeout,
         step_timeout: float = ClusterConfig.step_timeout,
         devices: DevicesConfig | None = None,
+        bind: str | None = None,
     ) -> None:
         self.shape = shape
+        self.bind = bind
         self._devices = devices
         self.log_dir = log_dir
         self._start_timeout = start_timeout
@@ -271,7 +274,7 @@ class LocalCluster:
         intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         own_cores = cores_of(task, self.shape, cores) if cores else None
-        return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores)
+        return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores, bind=self.bind)
 
     def _launch(self, task: Task) -> ForkedTask | subprocess.Popen[bytes]:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kdist.cluster import bind
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
@@ -254,7 +255,7 @@ class PortProbes:
             pause = _PAUSE_SECS
 
 
-def meet(workers: Sequence[str], index: int, timeout: float) -> None:
+def meet(workers: Sequence[str], index: int, timeout: float, interface: str | None = None) -> None:
     """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
 
     A worker has joined when something listens at its address: the worker, in this function, or later its server.
@@ -263,6 +264,7 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
         workers: addresses of all workers.
         index: of this worker.
         timeout: seconds to wait.
+        interface: the one at which it listens, see `kdist.cluster.bind`; None for all.
 
     Raises:
         ClusterError: names the workers that did not join; or this worker's address is in use.
@@ -275,6 +277,7 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
         me = Task("worker", index)
         raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
     with own:
+        bind.bind(own, interface)
         while True:
             found = {task: probe(address) for task, address in missing.items()}
             missing = {task: missing[task] for task in missing if found[task].state is not State.LISTENING}

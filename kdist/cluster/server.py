@@ -11,11 +11,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from kdist._compat.quick_import import quick_import
+from kdist.cluster import bind
+from kdist.cluster.description import Description
 from kdist.cluster.process import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import Membership
 from kdist.config.schema import ClusterConfig, RunConfig
@@ -38,6 +41,7 @@ class ServerOptions:
         inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
         cores: the CPU cores that the task is bound to; None for any.
         patience: seconds for which a task on another host may be silent; None if all are on this host.
+        bind: the network interface at which it listens, see `kdist.cluster.bind`; None for all.
     """
 
     jobs: dict[str, list[str]]
@@ -47,6 +51,7 @@ class ServerOptions:
     inter_op_threads: int
     cores: list[int] | None = None
     patience: float | None = None
+    bind: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -82,13 +87,16 @@ def serve(options: ServerOptions) -> NoReturn:
         task_index=options.index,
         protocol="grpc",
         config=config,
-        start=True,
+        # Nobody is answered before the port is bound.
+        start=False,
     )
+    own = options.jobs[options.job][options.index]
+    bind.bind_port(int(own.rpartition(":")[2]), options.bind)
+    server.start()
     if options.patience is not None:
         from kdist.cluster.tcp_timeouts import TcpTimeouts
 
         addresses = [address for hosts in options.jobs.values() for address in hosts]
-        own = options.jobs[options.job][options.index]
         TcpTimeouts(addresses, [int(own.rpartition(":")[2])], options.patience).start()
     os.write(1, READY)
     os.dup2(2, 1)
@@ -102,15 +110,18 @@ def serve_until_done(
     config: ClusterConfig,
     before_serving: Callable[[], None],
     *,
+    description: Description | None = None,
     log_device_placement: bool = RunConfig.log_device_placement,
 ) -> None:
     """Serves as the task that this process is, until the chief has finished; for tasks that others start.
 
     Args:
         before_serving: called when the chief has come, and may need this task.
+        description: what this task needs as the chief; None compares nothing.
 
     Raises:
         ClusterError: the address is in use, or the chief never came, or died.
+        ConfigError: this task differs from the chief.
         ChiefStoppedError: it was stopped before the end of the run, and `cluster.stay` is set.
     """
     task, spec = membership.task, membership.spec
@@ -120,6 +131,7 @@ def serve_until_done(
     with quick_import(keras=False):
         import tensorflow as tf
 
+    from kdist.cluster.agreement import agree_with_chief
     from kdist.cluster.done_queue import Chief
     from kdist.cluster.port_probe import accepts_connections
     from kdist.cluster.tcp_timeouts import TcpTimeouts
@@ -136,15 +148,21 @@ def serve_until_done(
             task_index=task.index,
             protocol="grpc",
             config=tf.compat.v1.ConfigProto(log_device_placement=log_device_placement),
+            start=False,
         )
     except tf.errors.OpError as error:
         raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
+    bind.bind_port(spec.port(task), config.bind)
+    server.start()
     chief = Chief(spec, task, config.patience)
     log.say(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}")
     timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
     timeouts.start()
     try:
+        deadline = time.monotonic() + config.start_timeout
         chief.wait_for_it(config.start_timeout)
+        if description is not None:
+            agree_with_chief(spec, task, description, deadline - time.monotonic())
         before_serving()
         is_at_end = chief.wait_until_done()
     finally:

@@ -8,20 +8,18 @@ process may set TCP_USER_TIMEOUT and keepalive on any of its sockets; see tcp(7)
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-import stat
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 
 from kdist.cluster import port_probe
+from kdist.cluster.own_sockets import tcp_sockets
 from kdist.cluster.port_probe import resolve
 
 _CHECK_SECS, _CUT_OFF_CHECK_SECS = 1.0, 0.25
 _LOOKUP_SECS = 3.0
-_DESCRIPTORS = "/proc/self/fd"
 # linux/tcp.h, net/tcp_states.h; Linux has the first it since 6.15.
 _TCP_RTO_MAX_MS = 44
 _SYN_SENT = "02"
@@ -71,7 +69,7 @@ class TcpTimeouts:
     def set_limits(self) -> None:
         """Sets the limits on every connection that has none yet."""
         present = set()
-        for inode, connection in _tcp_sockets():
+        for inode, connection in tcp_sockets():
             present.add(inode)
             with connection:
                 if inode not in self._settled and self._is_settled(connection):
@@ -115,7 +113,7 @@ class TcpTimeouts:
                 host for host, port in self._resolved if (host, port) not in of_tasks
             }
             begun = _begun_connections()
-            for inode, connection in _tcp_sockets():
+            for inode, connection in tcp_sockets():
                 with connection, suppress(OSError):
                     if inode in port_probe.in_use:
                         continue
@@ -158,25 +156,6 @@ class TcpTimeouts:
         with suppress(OSError):
             # Otherwise a host that was away for 7 s may be retried only after 13 s.
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, round(1000 * _RTO_MAX_SECS))
-
-
-def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """The TCP sockets of this process, each with its inode; copies, which the caller closes."""
-    for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError):
-            # Only sockets: closing a copy of a file's descriptor releases this process's locks on the file.
-            if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
-                continue
-            # It may be closed, and its number reused, at any moment: only the copy is examined.
-            copy = os.dup(int(name))
-            status = os.fstat(copy)
-            # With this type Python leaves it blocking, or not, as it is; see socket.setdefaulttimeout.
-            found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
-            is_stream = found.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
-            if stat.S_ISSOCK(status.st_mode) and is_stream and found.family in (socket.AF_INET, socket.AF_INET6):
-                yield status.st_ino, found
-            else:
-                found.close()
 
 
 def _begun_connections() -> dict[int, tuple[str, int]]:

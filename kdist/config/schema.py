@@ -79,6 +79,9 @@ class ClusterConfig:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     """GPUs that tasks may use, by job."""
 
+    bind: Optional[str] = None
+    """The network interface (eth1) at which the tasks listen, besides the loopback device (lo); null: all."""
+
     isolate: str = "never"
     """Tasks that kdist starts: a private network namespace: `auto` if the system permits it, `must`, or `never`."""
 
@@ -305,7 +308,7 @@ class RunConfig:
     """The address of that port; another than the loopback address opens it to the network."""
 
     health_port: Optional[int] = None
-    """Port at which every task answers /healthz and /readyz, open to the network; null: none."""
+    """Port at which every task answers /healthz and /readyz, at the interfaces of `cluster.bind`; null: none."""
 
     hparams: list[str] = field(default_factory=list)
     """Additional keys for TensorBoard's HParams tab, which shows overridden keys and a few others."""

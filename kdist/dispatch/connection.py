@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist._compat import tensorflow as tf_compat
+from kdist.cluster import bind
 from kdist.cluster.spec import Task
 from kdist.console.warn import warn
 from kdist.errors import ClusterError, ConfigError
@@ -34,11 +35,12 @@ _ENVIRONMENT = {
 _environment_before: dict[str, str | None] = {}
 
 
-def connect(spec: tf.train.ClusterSpec, own_address: str) -> None:
+def connect(spec: tf.train.ClusterSpec, own_address: str, interface: str | None = None) -> None:
     """Makes the tasks of `spec`, which all serve already, devices of this process.
 
     Args:
         own_address: `host:port` of this process, as the tasks reach it; TensorFlow serves at the port from now on.
+        interface: the one at which it does, see `kdist.cluster.bind`; None for all.
 
     Raises:
         ConfigError: the process is connected to other tasks.
@@ -77,6 +79,7 @@ def connect(spec: tf.train.ClusterSpec, own_address: str) -> None:
         tf_compat.forget_server_def(None)
         _restore_environment()
         raise
+    bind.bind_port(int(own_address.rpartition(":")[2]), interface)
     tf_compat.initialize()
     probe.assign(1)
     if int(probe) != 1:

@@ -94,7 +94,7 @@ class Coordinator:
         # Functions that are already garbage would be looked up on every task, which does not know them.
         gc.collect()
         first_calls.forget()
-        connect(self._spec, supervisor.chief_address)
+        connect(self._spec, supervisor.chief_address, supervisor.bind)
 
     @property
     def present(self) -> list[int]:

@@ -51,6 +51,11 @@ class Supervisor:
         """Where the tasks reach this process."""
         return self._cluster.chief_address
 
+    @property
+    def bind(self) -> str | None:
+        """The network interface at which this process listens; None for all."""
+        return self._cluster.bind
+
     def silent(self) -> set[Task]:
         """The tasks that do not respond at present: training waits for them."""
         return self._cluster.silent_tasks()

@@ -17,23 +17,25 @@ class HealthCheck(Hook):
     `run.health_port` adds it, and a server of the same kind in every other task that was started by others.
 
     Args:
-        port: where it listens, at every address of this machine; at least 1.
+        port: where it listens; at least 1.
         clock: returns seconds; replaced in tests.
+        interface: the network interface at which it listens, see `cluster.bind`; None for all.
 
     Raises:
         ConfigError: the port is no port; when training starts, it cannot be used.
     """
 
-    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic, interface: str | None = None) -> None:
         check_port("run.health_port", port)
         self._port = port
         self._clock = clock
+        self._interface = interface
         self._server: HealthServer | None = None
 
     def begin(self, session: Session) -> None:
         self._step: int | None = None
         self._progress_at = 0.0
-        self._server = HealthServer(self._port, self._health)
+        self._server = HealthServer(self._port, self._health, self._interface)
 
     def after_create_session(self, session: Session) -> None:
         self._has_reached(session.global_step)

@@ -19,7 +19,8 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
-from kdist.cluster import isolate
+from kdist.cluster import bind, isolate
+from kdist.cluster.description import Description
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
@@ -36,7 +37,7 @@ from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
-from kdist.strategies.multi_worker_mirrored import join
+from kdist.strategies.multi_worker_mirrored import agree, join
 from kdist.strategies.store_backed import prepare
 
 
@@ -50,6 +51,7 @@ class StrategyRequest:
         cluster: where the tasks are.
         shape: how many tasks the cluster has.
         membership: what this process is, if the tasks were started one by one; None otherwise.
+        description: what they need alike in a fit; None compares nothing.
     """
 
     config: StrategyConfig
@@ -57,6 +59,7 @@ class StrategyRequest:
     cluster: ClusterConfig
     shape: ClusterShape
     membership: Membership | None
+    description: Description | None = None
 
     @property
     def name(self) -> str:
@@ -72,12 +75,23 @@ class StrategyRequest:
         """Makes this process ready for its cluster: out of reach of others, or joined with the other workers.
 
         Raises:
-            ConfigError: it should be isolated, and is not.
+            ConfigError: it should be isolated, and is not, or it cannot listen at the interface of `cluster.bind`.
         """
+        bind.check(self.cluster.bind)
         if self.membership is None and not self.shape.is_local:
             isolate.require(self.cluster.isolate)
         if self.name == "multi_worker_mirrored" and self.membership is not None and self.membership.runs_program:
-            join(self.membership, self.cluster.start_timeout)
+            join(self.membership, self.cluster.start_timeout, self.cluster.bind)
+
+    def agree(self) -> None:
+        """Compares all-reduce workers, which have joined; servers and workers do it while the cluster starts.
+
+        Raises:
+            ConfigError: they differ.
+            ClusterError: the others do not compare themselves in time.
+        """
+        if self.description is not None and self.membership is not None and self.name == "multi_worker_mirrored":
+            agree(self.membership, self.description, self.cluster.start_timeout)
 
     def own_processes(self) -> int | None:
         """See `kdist.strategies.registry.own_processes`."""
@@ -93,7 +107,7 @@ class StrategyRequest:
 
     def make(self) -> Strategy:
         """A new strategy, not started."""
-        return registry.create(self.config, self.cluster, self.shape, self.membership, self.custom)
+        return registry.create(self.config, self.cluster, self.shape, self.membership, self.custom, self.description)
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,13 @@ class FitRequest:
         if self.origin.config is not None:
             return self
         return replace(self, origin=replace(self.origin, config=self._config()))
+
+    def described(self) -> FitRequest:
+        """The request, whose strategy knows what the tasks need alike, if others have started them."""
+        if (membership := self.strategy.membership) is None:
+            return self
+        description = Description.of(membership.spec, self.with_config().origin.config or {})
+        return replace(self, strategy=replace(self.strategy, description=description))
 
     def _config(self) -> dict[str, Any]:
         """The arguments of a trainer without the command line and of its fit, under the keys of the config."""

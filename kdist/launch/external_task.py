@@ -45,13 +45,15 @@ class ExternalTask(Launcher):
                 signals.begin_to_serve()
                 self._follow(request)
             else:
-                serve_until_done(membership, request.strategy.cluster, signals.begin_to_serve)
+                strategy = request.strategy
+                serve_until_done(membership, strategy.cluster, signals.begin_to_serve, description=strategy.description)
         return FitOutcome(Result(), resume=None)
 
     def _follow(self, request: FitRequest) -> None:
         """Trains as one of the all-reduce workers."""
         task, strategy_request = self._membership.task, request.strategy
         lines.print_line(f"kdist {__version__} | {task} of {strategy_request.shape} | {strategy_request.name}")
+        strategy_request.agree()
         strategy: Any = strategy_request.make()
         data = request.training_data
         is_at_end = strategy.follow(request.training_spec(data, steps_per_epoch=request.steps_per_epoch(data)))

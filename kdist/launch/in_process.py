@@ -89,6 +89,7 @@ class LocalFit:
         try:
             for hook in session.hooks:
                 hook.before_fit(request.files.path, request.result(status="running"))
+            request.strategy.agree()
             with signals, session:
                 request.files.write_plan(session.strategy.plan)
                 self._print_members(session)
@@ -245,7 +246,7 @@ class LocalFit:
         session.print_line(lines.run_dir_line(str(request.files), request.files.tensorboard_logdir))
         is_first = not request.num_fits and not request.arguments.is_quiet
         has_servers = strategy.membership is not None or not strategy.shape.is_local
-        if is_first and has_servers and (line := isolate.network_line()) is not None:
+        if is_first and has_servers and (line := isolate.network_line(strategy.cluster.bind)) is not None:
             session.print_line(line)
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)

@@ -103,6 +103,7 @@ class Subprocesses(Launcher):
             step_timeout=strategy.cluster.step_timeout,
             num_cpus=self._num_cpus,
             devices=strategy.cluster.devices,
+            bind=strategy.cluster.bind,
             grace_secs=request.grace_secs,
             stop_signals=request.stop_signals,
             print_line=_print,
@@ -178,6 +179,7 @@ class WorkerProcesses:
         grace_secs: seconds that the chief has to save and exit after a stop signal.
         stop_signals: names of the signals that are forwarded to the chief.
         print_line: takes what the chief prints: kdist's own as `Line`, and other lines.
+        bind: the network interface at which they listen; None for all.
     """
 
     num_workers: int
@@ -189,6 +191,7 @@ class WorkerProcesses:
     grace_secs: float
     stop_signals: Sequence[str]
     print_line: Any = print
+    bind: str | None = None
 
     def run(self, request: WorkerRequest, users_hooks: UsersHooks) -> WorkerOutcome:
         """Runs a request to its end; the chief calls the user's hooks and callbacks here.
@@ -244,6 +247,7 @@ class WorkerProcesses:
                 path=sys.path,
                 live_line=live_pipe.descriptor if index == 0 else None,
                 conversation=pipe_of_chief.fileno() if index == 0 else None,
+                bind=self.bind,
             )
             try:
                 processes.append(self._start(options))

@@ -104,7 +104,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
         spec = ClusterSpec((), tuple(options.workers))
         membership = Membership(spec, Task("worker", options.index), started_by_kdist=True)
         # Before the request is read: models and tensors in it run TensorFlow's first ops.
-        join(membership, options.start_timeout)
+        join(membership, options.start_timeout, options.bind)
     (folder / f"started-{options.index}").touch()
     request: WorkerRequest = unpickled(packed)
     del packed

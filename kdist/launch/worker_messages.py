@@ -35,6 +35,7 @@ class WorkerOptions:
         path: Python's import path.
         live_line: descriptor of a pipe to a terminal that shows the chief's live line; None without one.
         conversation: descriptor of the chief's pipe to the hooks of the process that started it; None for the others.
+        bind: the network interface at which the workers listen, see `kdist.cluster.bind`; None for all.
     """
 
     index: int
@@ -47,6 +48,7 @@ class WorkerOptions:
     path: list[str]
     live_line: int | None
     conversation: int | None
+    bind: str | None
 
 
 @dataclass(frozen=True)

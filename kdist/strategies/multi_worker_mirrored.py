@@ -17,7 +17,9 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster import bind
 from kdist.cluster.bounded import in_thread
+from kdist.cluster.description import Description, compare
 from kdist.cluster.port_probe import meet
 from kdist.cluster.spec import Membership, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
@@ -34,15 +36,19 @@ _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Cancelled
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
 
 
-def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy:
+def join(membership: Membership, start_timeout: float, interface: str | None = None) -> tf.distribute.Strategy:
     """Joins the other workers; TensorFlow can do that only before its first op in a process.
+
+    Args:
+        start_timeout: seconds within which all must have joined.
+        interface: the one at which this worker listens, see `kdist.cluster.bind`; None for all.
 
     Raises:
         ConfigError: it has run one already.
         ClusterError: a worker did not join within `start_timeout` seconds.
     """
     if membership not in _distributions:
-        meet(membership.spec.worker, membership.task.index, start_timeout)
+        meet(membership.spec.worker, membership.task.index, start_timeout, interface)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
             task_type="worker",
@@ -56,7 +62,52 @@ def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy
                 "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
                 f"anything else ({error})"
             ) from error
+        bind.bind_port(membership.spec.port(membership.task), interface)
     return _distributions[membership]
+
+
+def agree(membership: Membership, description: Description, timeout: float) -> None:
+    """Compares the workers, which have joined, with worker 0, the chief; every one of them has to call it.
+
+    Args:
+        description: of this worker.
+        timeout: seconds that the others have to call it.
+
+    Raises:
+        ConfigError: some differ; all workers say so.
+        ClusterError: others do not call it in time, or are lost.
+    """
+    distribution, own, num_workers = _distributions[membership], membership.task.index, len(membership.spec.worker)
+
+    @tf.function(autograph=False)
+    def summed(values: tf.Tensor) -> tf.Tensor:
+        def one(values: tf.Tensor) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            is_first = context.replica_id_in_sync_group == own * num_devices
+            mine = tf.where(is_first, values, tf.zeros_like(values))
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+        return distribution.experimental_local_results(distribution.run(one, [values]))[0]
+
+    def exchange() -> list[Description]:
+        text = np.frombuffer(description.to_json().encode(), np.uint8)
+        lengths = np.zeros(num_workers, np.int64)
+        lengths[own] = len(text)
+        lengths = summed(tf.constant(lengths)).numpy()
+        texts = np.zeros((num_workers, lengths.max()), np.int64)
+        texts[own, : len(text)] = text
+        texts = summed(tf.constant(texts)).numpy().astype(np.uint8)
+        return [Description.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
+
+    num_devices = len(distribution.extended.worker_devices)
+    try:
+        compare(in_thread(exchange).result(timeout))
+    except TimeoutError:
+        raise ClusterError(
+            f"the other workers did not compare versions and config within {timeout:g} s (cluster.start_timeout)"
+        ) from None
+    except _LOST as error:
+        raise _lost(error) from error
 
 
 class MultiWorkerMirrored(AllReduce):

@@ -14,6 +14,7 @@ from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kdist.cluster.base import Cluster
+    from kdist.cluster.description import Description
     from kdist.strategies.base import Strategy
 
 #: Names that `strategy=` accepts; `auto` chooses by the cluster.
@@ -61,12 +62,14 @@ def create(
     shape: ClusterShape,
     membership: Membership | None = None,
     custom: type[Strategy] | None = None,
+    description: Description | None = None,
 ) -> Strategy:
     """Makes the strategy for `config` on a cluster of `shape`.
 
     Args:
         membership: the role of this process, if the tasks were started one by one.
         custom: the class to use, derived from that of the strategy; it also gets `config.arguments`.
+        description: what the tasks need alike, if others start them; None compares nothing.
 
     Raises:
         ConfigError: see `resolve`; or `custom` is not such a class, or does not take these arguments.
@@ -85,7 +88,7 @@ def create(
         given = (membership,)
         arguments |= {"step_timeout": cluster.step_timeout, "patience": cluster.patience}
     elif name in _ON_SERVERS:
-        given = (shape, partial(_cluster_on_servers, cluster, shape, membership))
+        given = (shape, partial(_cluster_on_servers, cluster, shape, membership, description))
         arguments |= {"step_timeout": cluster.step_timeout, "max_worker_restarts": cluster.max_worker_restarts}
     try:
         return (custom or base)(*given, **arguments, **config.arguments)
@@ -102,7 +105,11 @@ def _class_of(name: str) -> type[Any]:
 
 
 def _cluster_on_servers(
-    config: ClusterConfig, shape: ClusterShape, membership: Membership | None, log_dir: Path
+    config: ClusterConfig,
+    shape: ClusterShape,
+    membership: Membership | None,
+    description: Description | None,
+    log_dir: Path,
 ) -> Cluster:
     """The cluster that a strategy with parameter servers starts, or waits for."""
     if membership is not None:
@@ -115,6 +122,8 @@ def _cluster_on_servers(
             patience=config.patience,
             chief_port=config.chief_port,
             devices=config.devices,
+            bind=config.bind,
+            description=description,
         )
     from kdist.cluster.local import LocalCluster
 
@@ -124,6 +133,7 @@ def _cluster_on_servers(
         start_timeout=config.start_timeout,
         step_timeout=config.step_timeout,
         devices=config.devices,
+        bind=config.bind,
     )
 
 

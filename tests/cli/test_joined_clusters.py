@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +17,8 @@ import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from commands import Command
 from helpers import environment, free_addresses, result_of, tags_of, tasks_running, wait_until
+
+from kdist.version import __version__
 
 pytestmark = pytest.mark.cluster
 
@@ -228,3 +232,58 @@ def test_a_task_whose_address_is_in_use_says_so(tasks: Tasks) -> None:
         assert f"kdist: error: {task} cannot serve at {address}: the address is in use" in tasks.said(task)
         assert tasks.said(task).count("kdist: error") == 1
     assert tasks.that_wrote() == ["worker:0"]
+
+
+OTHER_VERSION = "import kdist.version\nkdist.version.__version__ = '0.0.9'\n"
+
+
+@pytest.mark.long
+def test_tasks_with_another_config_or_version_are_named_by_the_chief_and_by_themselves(
+    tasks: Tasks, tmp_path: Path
+) -> None:
+    ps_0, worker_0, worker_1 = free_addresses(3)
+    # Python runs it when it starts.
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "kdist", *MINE, *hosts("worker:1", [ps_0], [worker_0, worker_1])],
+        env={**environment(), "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert worker.stdout is not None
+        # It has started.
+        worker.stdout.readline()
+        for task, arguments in {"ps:0": ["train.batch_size=64"], "worker:0": []}.items():
+            keys = hosts(task, [ps_0], [worker_0, worker_1])
+            tasks.start(task, *keys, *arguments, "cluster.start_timeout=60")
+        assert tasks.codes() == {"ps:0": 2, "worker:0": 2}, tasks.said("worker:0")
+        said_by_worker = worker.communicate(timeout=SOON)[0]
+    finally:
+        worker.kill()
+        worker.wait(SOON)
+    assert worker.returncode == 2
+    of_server = "  ps:0: train.batch_size=64, chief 32"
+    of_worker = f"  worker:1: kdist 0.0.9, chief {__version__}"
+    first = "not as the chief; all tasks need the same versions and config"
+    assert tasks.said("ps:0").endswith(f"kdist: error: ps:0: {first}\n{of_server}\n")
+    assert said_by_worker == f"kdist: error: worker:1: {first}\n{of_worker}\n"
+    said = tasks.said("worker:0")
+    assert f": {first}\n" in said
+    assert of_server in said
+    assert of_worker in said
+    assert "acknowledge" not in said
+
+
+@pytest.mark.long
+def test_all_reduce_workers_with_another_config_are_named_by_all(tasks: Tasks) -> None:
+    workers = free_addresses(2)
+    for index, rate in enumerate(("0.1", "0.01")):
+        keys = ["cluster=hosts", f"cluster.worker=[{','.join(workers)}]", "cluster.job=worker", f"cluster.task={index}"]
+        tasks.start(f"worker:{index}", *keys, f"optimizer.learning_rate={rate}", "cluster.start_timeout=60")
+    assert tasks.codes() == {"worker:0": 2, "worker:1": 2}, tasks.said("worker:0")
+    for task in ("worker:0", "worker:1"):
+        assert "worker:1: not as the chief; all tasks need the same versions and config" in tasks.said(task)
+        assert "  worker:1: optimizer.learning_rate=0.01, chief 0.1\n" in tasks.said(task)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -250,6 +251,21 @@ class Hosts:
             cluster.abandon()
         if self._network is not None:
             self._network.close()
+
+
+_CONNECT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 2).close()
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def try_to_connect(host: Host, address: str, port: int) -> str:
+    """What becomes of a connection that a host tries to open: `connected`, or the name of Python's error."""
+    return host.do(sys.executable, "-c", _CONNECT, address, str(port)).strip()
 
 
 def four(network: Network) -> dict[str, Host]:

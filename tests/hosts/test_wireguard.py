@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,20 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from clusters import PORT, Hosts, four
+from clusters import PORT, Ended, Hosts, four, try_to_connect
 from helpers import REPO
 from network import Host, Network, why_no_loss
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.alone]
 
-_CONNECT = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), 2).close()
-    print("connected")
-except OSError as error:
-    print(type(error).__name__)
-"""
+NUM_PAIRS = 3
+#: Steps are so short that latency is what counts; and steps of which each moves 2 MB to the servers and back.
+MODELS = {
+    "84 bytes a step": ("train.steps=4000",),
+    "4 MB a step": ("model._target_=user_code.build_large", "+model.megabytes=2", "train.steps=400"),
+}
 
 
 def why_no_wireguard() -> str | None:
@@ -58,11 +57,13 @@ class Tunnels:
             host.address = f"10.99.0.{index}"
             network.rename(host, host.name)
 
-    def down(self) -> None:
-        """Ends the processes, which belong to no host."""
+    def down(self, network: Network) -> None:
+        """Ends the processes, which belong to no host; the names stand for addresses outside again."""
         for host in self._hosts:
             with suppress(OSError):
-                host.do("wg-quick", "down", "kdist0")
+                host.do("sh", "-c", "wg-quick down kdist0 >/dev/null 2>&1")
+            host.address = self.outside[host.name]
+            network.rename(host, host.name)
 
 
 def test_tasks_meet_inside_and_nobody_reaches_them_from_outside(hosts: Hosts, tmp_path: Path) -> None:
@@ -71,19 +72,15 @@ def test_tasks_meet_inside_and_nobody_reaches_them_from_outside(hosts: Hosts, tm
     network = hosts.network(5)
     *inside, stranger = network.hosts
     tunnels = Tunnels(inside, tmp_path / "wireguard")
-    plain = hosts.cluster(network, four(network), "train.steps=6000")
-    plain.start()
-    without = plain.end().result["steps_per_second"]
-    shutil.rmtree(plain.run_dir)
     try:
         tunnels.up(network)
-        cluster = hosts.cluster(network, four(network), "train.steps=6000")
+        cluster = hosts.cluster(network, four(network), "train.steps=6000", "cluster.bind=kdist0")
         cluster.start()
         cluster.wait_for_step(100)
         server = inside[2]
 
         def tried(host: Host, address: str) -> str:
-            return host.do(sys.executable, "-c", _CONNECT, address, str(PORT)).strip()
+            return try_to_connect(host, address, PORT)
 
         assert tried(inside[0], server.address) == "connected"
         # Not even those who are inside.
@@ -92,10 +89,38 @@ def test_tasks_meet_inside_and_nobody_reaches_them_from_outside(hosts: Hosts, tm
         assert tried(stranger, server.address) != "connected"
         ended = cluster.end()
     finally:
-        tunnels.down()
+        tunnels.down(network)
     assert ended.codes == dict.fromkeys(four(network), 0), cluster.all_said()
-    share = ended.result["steps_per_second"] / without
-    hosts.report(53, "WireGuard in user space", f"{share:.2f} times the rate without", ended)
+
+
+def test_what_the_tunnel_costs(hosts: Hosts, tmp_path: Path) -> None:
+    """Pairs of runs, with the tunnel and without it; the medians of their ratios."""
+    if reason := why_no_wireguard():
+        pytest.skip(reason)
+    network = hosts.network(4)
+    tunnels = Tunnels(network.hosts, tmp_path / "wireguard")
+    ratios: dict[str, list[float]] = {name: [] for name in MODELS}
+
+    def rate(arguments: Sequence[str]) -> float:
+        cluster = hosts.cluster(network, four(network), *arguments)
+        cluster.start()
+        nonlocal ended
+        ended = cluster.end()
+        assert ended.codes == dict.fromkeys(four(network), 0), cluster.all_said()
+        shutil.rmtree(cluster.run_dir)
+        return float(ended.result["steps_per_second"])
+
+    ended: Ended
+    for _ in range(NUM_PAIRS):
+        without = {name: rate(arguments) for name, arguments in MODELS.items()}
+        try:
+            tunnels.up(network)
+            for name, arguments in MODELS.items():
+                ratios[name].append(rate(arguments) / without[name])
+        finally:
+            tunnels.down(network)
+    found = ", ".join(f"{name} {statistics.median(of_model):.2f}" for name, of_model in ratios.items())
+    hosts.report(53, "WireGuard in user space", f"times the rate without, medians of {NUM_PAIRS} pairs: {found}", ended)
 
 
 def test_private_keys_are_for_their_owner_alone(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""What all tasks of a cluster need alike: versions, addresses and config; and in what two tasks differ."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kdist.cluster.spec import ClusterSpec, Task
+from kdist.errors import ConfigError
+from kdist.version import __version__
+
+#: Parts of the config that say what is trained, and how. The others are of one task: where it writes, and what it says.
+_GROUPS = ("model", "data", "optimizer", "loss", "metrics", "strategy", "train", "fit")
+_SEED = "run.seed"
+#: Of the chief alone: when it stops, restarts and validates. The next chief of servers that stay may have others.
+_OF_CHIEF = ("train.steps", "train.max_restarts", "train.validation_every_steps", "train.validate_with_ema")
+_MAX_NAMED = 10
+
+
+@dataclass(frozen=True)
+class Description:
+    """One task, as the others compare it with themselves.
+
+    Attributes:
+        versions: of Python and the packages that tasks have to agree on.
+        addresses: of all tasks, by job, as this task knows them.
+        config: plain values by key, without what may differ; references to the environment as they were written.
+    """
+
+    versions: Mapping[str, str]
+    addresses: Mapping[str, Sequence[str]]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, spec: ClusterSpec, config: Mapping[str, Any]) -> Description:
+        """The description of this process.
+
+        Args:
+            spec: the cluster.
+            config: as `result.json` records it.
+        """
+        versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "kdist": __version__}
+        versions |= {name: _version(name) for name in ("tensorflow", "keras")}
+        addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
+        flat = dict(_flat("", {name: config[name] for name in _GROUPS if name in config}))
+        if "fit" not in config:
+            # That of a program is random if it is not given.
+            flat[_SEED] = (config.get("run") or {}).get("seed")
+        compared = {key: value for key, value in flat.items() if key not in _OF_CHIEF}
+        # As it arrives: JSON has no tuples.
+        return cls.from_json(cls(versions, addresses, compared).to_json())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> Description:
+        return cls(**json.loads(text))
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether a `Trainer` of a program made it, whose arguments are not those of the command line."""
+        return any(key.startswith("fit.") for key in self.config)
+
+
+def differences(chief: Description, other: Description) -> list[str]:
+    """In what a task differs from the chief: `keras 3.14.0, chief 3.15.1`, `train.batch_size=64, chief 32`."""
+    found = [
+        f"{name} {other.versions.get(name)}, chief {version}"
+        for name, version in chief.versions.items()
+        if other.versions.get(name) != version
+    ]
+    pairs = [(f"addresses of {job}", chief.addresses[job], other.addresses.get(job)) for job in chief.addresses]
+    if chief.is_of_program == other.is_of_program:
+        keys = [*chief.config, *(key for key in other.config if key not in chief.config)]
+        pairs += [(key, chief.config.get(key), other.config.get(key)) for key in keys]
+    differing_pairs = [pair for pair in pairs if pair[1] != pair[2]]
+    return found + [
+        f"{key}={_shown(of_other)}, chief {_shown(of_chief)}" for key, of_chief, of_other in differing_pairs
+    ]
+
+
+def differing(found: Mapping[str, Sequence[str]]) -> ConfigError:
+    """The error for tasks that differ from the chief.
+
+    Args:
+        found: the `differences` of each of them, by its name.
+    """
+    lines = [f"{', '.join(found)}: not as the chief; all tasks need the same versions and config"]
+    for task, of_task in found.items():
+        lines += [f"  {task}: {difference}" for difference in of_task[:_MAX_NAMED]]
+        if len(of_task) > _MAX_NAMED:
+            lines.append(f"  {task}: and {len(of_task) - _MAX_NAMED} more")
+    return ConfigError("\n".join(lines))
+
+
+def compare(workers: Sequence[Description]) -> None:
+    """Compares all-reduce workers, by index, with the first of them, the chief.
+
+    Raises:
+        ConfigError: some differ.
+    """
+    found = {str(Task("worker", index)): differences(workers[0], worker) for index, worker in enumerate(workers)}
+    if found := {worker: of_worker for worker, of_worker in found.items() if of_worker}:
+        raise differing(found)
+
+
+def _version(package: str) -> str:
+    module = sys.modules.get(package)
+    # TensorFlow is installed under several names.
+    return getattr(module, "__version__", None) or importlib.metadata.version(package)
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+    else:
+        yield prefix, value
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

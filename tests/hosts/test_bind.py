@@ -1,0 +1,59 @@
+"""`cluster.bind` on hosts with two networks: tasks are reached by one of them only."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import CHIEF_PORT, PORT, Hosts, four, try_to_connect
+from network import Network
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
+INSIDE = "eth1"
+
+
+def with_second_network(network: Network) -> dict[str, str]:
+    """Gives every host a second interface, whose address its name stands for; returns the first addresses."""
+    first = {host.name: host.address for host in network.hosts}
+    for number, host in enumerate(network.hosts, 1):
+        host.do("ip", "link", "add", "link", "eth0", "name", INSIDE, "type", "macvlan", "mode", "bridge")
+        host.address = f"10.78.0.{number}"
+        host.do("ip", "address", "add", f"{host.address}/24", "dev", INSIDE)
+        host.do("ip", "link", "set", INSIDE, "up")
+        network.rename(host, host.name)
+    return first
+
+
+@pytest.mark.parametrize("without_servers", [False, True])
+def test_tasks_are_reached_by_the_interface_that_they_are_bound_to(hosts: Hosts, without_servers: bool) -> None:
+    network = hosts.network(5)
+    *inside, stranger = network.hosts
+    outside = with_second_network(network)
+    # It is in the first network only, and knows a way to the second addresses.
+    stranger.do("ip", "link", "delete", INSIDE)
+    stranger.do("ip", "route", "add", "10.78.0.0/24", "dev", "eth0")
+    tasks = {"worker:0": inside[0], "worker:1": inside[1]} if without_servers else four(network)
+    cluster = hosts.cluster(network, tasks, "train.steps=4000", f"cluster.bind={INSIDE}", "run.health_port=2250")
+    cluster.start()
+    cluster.wait_for_step(100)
+    chief, other = inside[0], inside[1]
+    # Without servers, the chief's process serves at the port of worker 0.
+    ports = [(chief, PORT), (other, PORT), (other, 2250), *([] if without_servers else [(chief, CHIEF_PORT)])]
+    for host, port in ports:
+        assert try_to_connect(inside[1] if host is chief else chief, host.address, port) == "connected", port
+        assert try_to_connect(host, host.address, port) == "connected", "from the host itself"
+        assert try_to_connect(stranger, outside[host.name], port) == "TimeoutError", port
+        assert try_to_connect(stranger, host.address, port) == "TimeoutError", (
+            "the second address, by the first network"
+        )
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(tasks, 0), cluster.all_said()
+    assert "network   TensorFlow's servers listen on eth1 and lo, " in ended.console
+
+
+def test_an_interface_that_a_host_has_not_is_refused_at_once(hosts: Hosts) -> None:
+    network = hosts.network(4)
+    cluster = hosts.cluster(network, four(network), "cluster.bind=eth7", "cluster.start_timeout=30")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(four(network), 2)
+    assert "cluster.bind=eth7: there is no such interface; this machine has lo, eth0" in ended.console
