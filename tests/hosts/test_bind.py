@@ -12,14 +12,23 @@ INSIDE = "eth1"
 
 
 def with_second_network(network: Network) -> dict[str, str]:
-    """Gives every host a second interface, whose address its name stands for; returns the first addresses."""
+    """Gives all hosts but the last a second interface, whose address their names stand for; returns the first ones.
+
+    The last one sends what is for the second addresses to the first interfaces.
+    """
+    *inside, stranger = network.hosts
     first = {host.name: host.address for host in network.hosts}
-    for number, host in enumerate(network.hosts, 1):
+    for number, host in enumerate(inside, 1):
+        # Both are on one bridge: each is to answer for its own address only.
+        host.do("sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore")
+        hardware = host.do("ip", "-o", "link", "show", "eth0").split("link/ether ")[1].split()[0]
         host.do("ip", "link", "add", "link", "eth0", "name", INSIDE, "type", "macvlan", "mode", "bridge")
         host.address = f"10.78.0.{number}"
         host.do("ip", "address", "add", f"{host.address}/24", "dev", INSIDE)
         host.do("ip", "link", "set", INSIDE, "up")
         network.rename(host, host.name)
+        stranger.do("ip", "route", "add", host.address, "dev", "eth0")
+        stranger.do("ip", "neigh", "replace", host.address, "lladdr", hardware, "dev", "eth0", "nud", "permanent")
     return first
 
 
@@ -28,9 +37,6 @@ def test_tasks_are_reached_by_the_interface_that_they_are_bound_to(hosts: Hosts,
     network = hosts.network(5)
     *inside, stranger = network.hosts
     outside = with_second_network(network)
-    # It is in the first network only, and knows a way to the second addresses.
-    stranger.do("ip", "link", "delete", INSIDE)
-    stranger.do("ip", "route", "add", "10.78.0.0/24", "dev", "eth0")
     tasks = {"worker:0": inside[0], "worker:1": inside[1]} if without_servers else four(network)
     cluster = hosts.cluster(network, tasks, "train.steps=4000", f"cluster.bind={INSIDE}", "run.health_port=2250")
     cluster.start()
