@@ -74,7 +74,8 @@ def differences(chief: Description, other: Description) -> list[str]:
         for name, version in chief.versions.items()
         if other.versions.get(name) != version
     ]
-    pairs = [(f"addresses of {job}", chief.addresses[job], other.addresses.get(job)) for job in chief.addresses]
+    addresses = chief.addresses.items()
+    pairs: list[tuple[str, Any, Any]] = [(f"addresses of {job}", at, other.addresses.get(job)) for job, at in addresses]
     if chief.is_of_program == other.is_of_program:
         keys = [*chief.config, *(key for key in other.config if key not in chief.config)]
         pairs += [(key, chief.config.get(key), other.config.get(key)) for key in keys]

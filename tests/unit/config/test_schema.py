@@ -26,6 +26,7 @@ cluster.task = null
 cluster.devices.ps = null
 cluster.devices.worker = null
 cluster.devices.chief = null
+cluster.bind = null
 cluster.isolate = never
 cluster.allow_unprotected_network = False
 strategy.name = auto
