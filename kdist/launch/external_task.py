@@ -6,11 +6,11 @@ from typing import Any
 
 from kdist.cluster.server import serve_until_done
 from kdist.cluster.spec import Membership
-from kdist.console import lines
+from kdist.console import lines, log
 from kdist.errors import ChiefStoppedError
 from kdist.evaluation.external_evaluator import evaluate_until_done
+from kdist.launch import signals
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
-from kdist.launch.signals import task_signals
 from kdist.model.state import finalize_ema, write_to_model
 from kdist.run.result import Result
 from kdist.version import __version__
@@ -28,10 +28,21 @@ class ExternalTask(Launcher):
 
     def launch(self, request: FitRequest) -> FitOutcome:
         """Takes part in the fit. An error is raised as it is: it ends a process that has nothing else to do."""
+        try:
+            self._take_part(request)
+        except ChiefStoppedError as stopped:
+            # The command line may start anew. A program of the user's ends as that of the chief does.
+            if signals.exit_at_once is not None:
+                raise
+            log.say(f"done  | {stopped}")
+            raise SystemExit(stopped.exit_code) from None
+        return FitOutcome(Result(), resume=None)
+
+    def _take_part(self, request: FitRequest) -> None:
         membership = self._membership
-        with task_signals(membership.task, request.grace_secs, request.stop_signals) as signals:
+        with signals.task_signals(membership.task, request.grace_secs, request.stop_signals) as stop:
             if membership.evaluates:
-                signals.begin_to_serve()
+                stop.begin_to_serve()
                 is_quiet = request.arguments.is_quiet
                 evaluate_until_done(
                     request.source,
@@ -42,12 +53,11 @@ class ExternalTask(Launcher):
                     print_line=lines.print_nothing if is_quiet else lines.print_line,
                 )
             elif membership.runs_program:
-                signals.begin_to_serve()
+                stop.begin_to_serve()
                 self._follow(request)
             else:
                 strategy = request.strategy
-                serve_until_done(membership, strategy.cluster, signals.begin_to_serve, description=strategy.description)
-        return FitOutcome(Result(), resume=None)
+                serve_until_done(membership, strategy.cluster, stop.begin_to_serve, description=strategy.description)
 
     def _follow(self, request: FitRequest) -> None:
         """Trains as one of the all-reduce workers."""

@@ -1,0 +1,46 @@
+"""How a fit of a task that is not the chief ends; tests/hosts has real ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras  # noqa: F401 - it changes the environment, which no test may do
+import pytest
+
+from kdist.cluster.spec import ClusterSpec, Membership, Task
+from kdist.config.schema import ClusterConfig
+from kdist.errors import ChiefStoppedError
+from kdist.launch import external_task
+
+
+@pytest.fixture
+def request_of_a_stopped_chief(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def serve(membership: Membership, *_: object) -> None:
+        raise ChiefStoppedError(f"{membership.task}: the chief was told to stop")
+
+    monkeypatch.setattr(external_task, "serve_until_done", serve)
+    strategy = SimpleNamespace(cluster=ClusterConfig("1ps1w", stay=True))
+    return SimpleNamespace(grace_secs=20.0, stop_signals=(), strategy=strategy)
+
+
+@pytest.fixture
+def server() -> external_task.ExternalTask:
+    return external_task.ExternalTask(Membership(ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2",)), Task("ps", 0)))
+
+
+def test_a_program_exits_as_that_of_its_chief_does(
+    server: external_task.ExternalTask, request_of_a_stopped_chief: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        server.launch(request_of_a_stopped_chief)
+    assert raised.value.code == 143
+    assert capsys.readouterr().out == "done  | ps:0: the chief was told to stop\n"
+
+
+def test_the_command_line_may_start_anew(
+    server: external_task.ExternalTask, request_of_a_stopped_chief: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_task.signals, "exit_at_once", lambda code: pytest.fail(f"exits with {code}"))
+    with pytest.raises(ChiefStoppedError):
+        server.launch(request_of_a_stopped_chief)
