@@ -22,7 +22,9 @@ _COMPILED_NOW = """
 import os, sys
 import keras, tensorflow, kdist.trainer, kdist.cli.main, hydra.main
 sources = [m for m in sys.modules.values() if (getattr(m, "__file__", None) or "").endswith(".py")]
-print(len(sources) > 1000, [m.__name__ for m in sources if not os.path.exists(m.__cached__ or "")])
+# Modules that are part of the interpreter have no such file.
+cached = {m.__name__: m.__cached__ or "" for m in sources if hasattr(m, "__cached__")}
+print(len(cached) > 1000, [name for name, path in cached.items() if not os.path.exists(path)])
 """
 
 
