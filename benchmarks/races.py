@@ -30,6 +30,12 @@ def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
     return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 4.0))
 
 
+def all_reduce(workload: str) -> Entry:
+    """kdist on workers without servers."""
+    # They take each other for dead after a rest.
+    return replace(kdist(workload, "kdist, 2w", sync=True, num_ps=0), can_rest=False)
+
+
 def asynchronous(workload: str) -> list[Entry]:
     """Asynchronous parameter servers, and one process without any."""
     task = Task(workload)
@@ -56,6 +62,7 @@ def synchronous(workload: str) -> list[Entry]:
     task = Task(workload, sync=True)
     entries = [
         kdist(workload, sync=True),
+        all_reduce(workload),
         Entry("TF1", "tf1", task),
         Entry("MultiWorkerMirrored", "multi_worker_mirrored", task, can_rest=False),
     ]

@@ -16,6 +16,16 @@ from benchmarks.workloads import compiled_keras_model, dataset
 _STEPS = 100_000
 
 
+class Counted(kdist.hooks.Hook):
+    """Says how far training is that has no session in this process."""
+
+    def __init__(self, task: Task) -> None:
+        self._progress = task.counter()
+
+    def after_run(self, context: kdist.hooks.RunContext, values: kdist.hooks.RunValues) -> None:
+        self._progress.set(context.session.global_step)
+
+
 def main(task: Task) -> None:
     options = dict(task.options)
     slowed = options.pop("slow_last_worker", 1.0)
@@ -26,11 +36,15 @@ def main(task: Task) -> None:
 
     trainer = kdist.Trainer(
         lambda: compiled_keras_model(task.what, keras, task.optimizer, kdist.layers.Embedding),
-        cluster=f"{task.num_ps}ps{task.num_workers}w",
-        strategy="sync_replicas" if task.sync else "parameter_server",
+        cluster=f"{task.num_ps}ps{task.num_workers}w" if task.num_ps else f"{task.num_workers}w",
+        strategy="auto" if not task.num_ps else "sync_replicas" if task.sync else "parameter_server",
         run_dir=task.folder / "run",
+        hooks=() if task.num_ps else [Counted(task)],
         **options,
     )
+    if not task.num_ps:
+        trainer.fit(batches, steps=_STEPS, verbose=0)
+        return
     progress = task.counter()
     with trainer.session(batches, steps=_STEPS, verbose=0) as session:
         while not session.should_stop():

@@ -62,6 +62,11 @@ def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int]
     return [cores[task.index % len(cores)]]
 
 
+def own_cores_of(task: Task, shape: ClusterShape) -> list[int] | None:
+    """`cores_of`, of those that this process may use; None where the system cannot bind a process."""
+    return cores_of(task, shape, sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
+
+
 def log_path(log_dir: Path, task: Task) -> Path:
     """The log file of a task."""
     return log_dir / f"{task.job}-{task.index}.log"
@@ -272,8 +277,7 @@ class LocalCluster:
 
     def _options(self, task: Task) -> ServerOptions:
         intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        own_cores = cores_of(task, self.shape, cores) if cores else None
+        own_cores = own_cores_of(task, self.shape)
         return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores, bind=self.bind)
 
     def _launch(self, task: Task) -> ForkedTask | subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import keras
 
-from kdist.cluster.local import available_cores, thread_budget
+from kdist.cluster.local import available_cores, own_cores_of, thread_budget
 from kdist.cluster.process import (
     end_children,
     free_ports,
@@ -233,7 +233,8 @@ class WorkerProcesses:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         ports = free_ports(self.num_workers) if self.num_workers > 1 else []
         workers = [f"127.0.0.1:{port}" for port in ports]
-        intra_op, inter_op = thread_budget("worker", ClusterShape(0, self.num_workers), available_cores())
+        shape = ClusterShape(0, self.num_workers)
+        intra_op, inter_op = thread_budget("worker", shape, available_cores())
         processes: list[subprocess.Popen[str]] = []
         for index in range(self.num_workers):
             options = WorkerOptions(
@@ -248,6 +249,8 @@ class WorkerProcesses:
                 live_line=live_pipe.descriptor if index == 0 else None,
                 conversation=pipe_of_chief.fileno() if index == 0 else None,
                 bind=self.bind,
+                # One process with several devices uses all of them.
+                cores=own_cores_of(Task("worker", index), shape) if self.num_workers > 1 else None,
             )
             try:
                 processes.append(self._start(options))

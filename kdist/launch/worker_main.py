@@ -50,6 +50,8 @@ def main(options: WorkerOptions) -> NoReturn:
         signals.stop_before_training()
     end_with_parent(ignored=()) if is_chief else end_with_parent()
     name_process(str(Task("worker", options.index)))
+    if options.cores is not None:
+        os.sched_setaffinity(0, options.cores)
     sys.path[:] = options.path
     if is_chief:
         # In one piece: other threads print, too.

@@ -36,6 +36,7 @@ class WorkerOptions:
         live_line: descriptor of a pipe to a terminal that shows the chief's live line; None without one.
         conversation: descriptor of the chief's pipe to the hooks of the process that started it; None for the others.
         bind: the network interface at which the workers listen, see `kdist.cluster.bind`; None for all.
+        cores: the CPU cores it is bound to, see `kdist.cluster.local.cores_of`; None leaves that to the system.
     """
 
     index: int
@@ -49,6 +50,7 @@ class WorkerOptions:
     live_line: int | None
     conversation: int | None
     bind: str | None
+    cores: list[int] | None
 
 
 @dataclass(frozen=True)

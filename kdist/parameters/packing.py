@@ -103,7 +103,7 @@ class Blocks(Sequence[Block]):
 
     Args:
         updates: of the parameters.
-        may_be_flat: False: one block per shard.
+        flat_parameters, flat_state: whether those that are treated alike are one block; if not, each has its own.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Blocks(Sequence[Block]):
         shards: Sequence[Shard],
         updates: StepUpdates,
         *,
-        may_be_flat: bool,
+        flat_parameters: bool,
+        flat_state: bool,
     ) -> None:
         self._variables = variables
         self._all_variables = variables.all
@@ -123,7 +124,9 @@ class Blocks(Sequence[Block]):
             key: tuple[Any, ...] = (i,)
             if variables.is_row_wise(shard.variable):
                 key = ("rows", shard.server, variables.table_group(shard.variable))
-            elif may_be_flat and self._can_be_flat(shard.variable, updates):
+            elif (flat_parameters if variables.is_parameter(shard.variable) else flat_state) and self._can_be_flat(
+                shard.variable, updates
+            ):
                 # Of state, neither has any.
                 in_updates = tuple(u for u, update in enumerate(updates.updates) if self._is_in(update, shard.variable))
                 decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import set_value, step_counter
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
-from kdist.model.updates import ReplicaOutput, StepUpdates, Update
+from kdist.model.updates import ReplicaOutput, StepUpdates, Update, scaled
 from kdist.parameters.changes import Intervals
 from kdist.parameters.delta_files import DeltaFiles
 from kdist.parameters.delta_groups import dynamic_groups, fixed_groups
@@ -43,6 +43,7 @@ class ParameterStore:
         plan: places the parameters, then the state, on `devices`, and names them.
         wire: the format of values and gradients in transit.
         marks_changes: whether it is marked which rows of tables change, so that deltas can be saved.
+        is_replicated: whether replicas exchange their changes before each applies them to a store of its own.
 
     Attributes:
         values: all stored values but those of dynamic tables, by name, for checkpoints and models.
@@ -61,6 +62,7 @@ class ParameterStore:
         wire: Wire | None = None,
         *,
         marks_changes: bool = False,
+        is_replicated: bool = False,
     ) -> None:
         self.devices = list(devices)
         self.shards = plan.shards
@@ -75,7 +77,14 @@ class ParameterStore:
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)
-        self.blocks = Blocks(model_variables, self.shards, updates, may_be_flat=self.is_remote)
+        # What travels does so in few pieces.
+        self.blocks = Blocks(
+            model_variables,
+            self.shards,
+            updates,
+            flat_parameters=self.is_remote or is_replicated,
+            flat_state=self.is_remote,
+        )
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
@@ -295,6 +304,21 @@ class ParameterStore:
             changes |= {Overflow(server): output.overflow for server in range(len(self.devices))}
         return changes
 
+    def scaled(self, changes: Changes, factor: tf.Tensor | None, phase: int) -> Changes:
+        """Changes of a phase with the gradients among them multiplied by a factor, and then clipped."""
+        gradients = {
+            b: scaled(changes[b], factor) for b, block in enumerate(self.blocks) if block.is_parameter and b in changes
+        }
+        if self.updates.clips(phase):
+            by_shard = {
+                shard: part for b, change in gradients.items() for shard, part in self.blocks.split(b, change).items()
+            }
+            shard_of = [self._shards_of[index][0] for index in range(self._num_trainable)]
+            clipped = self.updates.clip([by_shard.get(shard) for shard in shard_of], phase)
+            by_shard = dict(zip(shard_of, clipped))
+            gradients = {b: self.blocks.join(b, by_shard) for b in gradients}
+        return changes | gradients
+
     def fuse(self, changes: Changes) -> list[Fused]:
         """Changes by block, fused by server and dtype on the worker."""
         return fuse_by(changes, self._device, on_source=False, wire=self.wire)
@@ -307,6 +331,10 @@ class ParameterStore:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
         steps = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
         return steps[0]
+
+    def shape_of(self, block: int) -> tuple[int, ...]:
+        """Of the variable of a block."""
+        return tuple(self._variables[block].shape)
 
     def blocks_in(self, update: Update) -> set[int]:
         """The blocks that an update changes."""

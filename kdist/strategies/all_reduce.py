@@ -19,11 +19,14 @@ from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
-from kdist.model.updates import ReplicaOutput, scaled
+from kdist.model.updates import ReplicaOutput
+from kdist.parameters.travelling import Changes, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
 from kdist.strategies.traced_calls import CallLogs, Replica, StepLogs, run_steps
+
+_WEIGHT = "weight"
 
 
 class AllReduce(StoreBackedStrategy):
@@ -47,7 +50,7 @@ class AllReduce(StoreBackedStrategy):
         self._prepared.check_fixed_tables(self.name)
         self._prepared.warn_of_unknown_weights()
         plan = self._prepared.plan_for_one()
-        self._stores = [self._prepared.store([device], plan) for device in devices]
+        self._stores = [self._prepared.store([device], plan, is_replicated=True) for device in devices]
         self._store = self._stores[0]
         self._make_dataset = self._prepared.trace_dataset()
         self._logs = CallLogs(self._prepared.replica_step)
@@ -115,39 +118,33 @@ class AllReduce(StoreBackedStrategy):
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(spec)
         return self._functions[num_steps]
 
-    def _exchange(self, outputs: list[ReplicaOutput]) -> list[ReplicaOutput]:
+    def _exchange(self, outputs: list[ReplicaOutput], pulled: list[Pulled]) -> list[Changes]:
         """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
-        step = self._prepared.replica_step
-        each: list[list[Any]] = [
-            [*output.weighted(), *output.assigned, *output.state, output.weight] for output in outputs
-        ]
-        floats = [i for i, t in enumerate(each[0]) if isinstance(t, tf.Tensor) and t.dtype.is_floating]
-        sparse = [i for i, t in enumerate(each[0]) if isinstance(t, tf.IndexedSlices)]
-        if floats:
-            # All at once, so that TensorFlow packs them into few messages.
-            means = self._in_each_replica(partial(_mean_of, [[tensors[i] for i in floats] for tensors in each]))
-            for tensors, reduced in zip(each, means):
-                for i, mean in zip(floats, reduced):
-                    tensors[i] = tf.ensure_shape(mean, tensors[i].shape)
-        for i in sparse:
-            shape = tf.constant(tuple(step.trainable[i].shape), tf.int64)
-            slices = [tf.IndexedSlices(tensors[i].values, tensors[i].indices, shape) for tensors in each]
-            reduced = self._in_each_replica(partial(_mean_of, slices))
-            for tensors, mean in zip(each, reduced):
-                tensors[i] = sum_duplicates(mean) if i in step.row_wise else mean
-        number = len(step.trainable)
         overflow = self._overflow(outputs)
+        each: list[Changes] = []
+        for store, output, values, overflows in zip(self._stores, outputs, pulled, overflow):
+            weighted = replace(output, gradients=output.weighted(), overflow=overflows)
+            each.append(store.changes(weighted, values))
+            if output.weight is not None:
+                each[-1][_WEIGHT] = output.weight
+        first = each[0]
+        sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
+        own = [key for key in first if isinstance(key, Overflow)]
+        dense = [key for key in first if key not in sparse + own and first[key].dtype.is_floating]
+        if dense:
+            # All at once, so that TensorFlow packs them into one message.
+            means = self._in_each_replica(partial(_mean_of, [[changes[key] for key in dense] for changes in each]))
+            for changes, reduced in zip(each, means):
+                changes |= {key: tf.ensure_shape(mean, changes[key].shape) for key, mean in zip(dense, reduced)}
+        for b in sparse:
+            shape = tf.constant(self._store.shape_of(b), tf.int64)
+            slices = [tf.IndexedSlices(changes[b].values, changes[b].indices, shape) for changes in each]
+            is_row_wise = self._store.blocks[b].is_row_wise
+            for changes, mean in zip(each, self._in_each_replica(partial(_mean_of, slices))):
+                changes[b] = sum_duplicates(mean) if is_row_wise else mean
         return [
-            replace(
-                output,
-                gradients=step.updates.clip(
-                    [scaled(gradient, self._factor(tensors[-1])) for gradient in tensors[:number]], output.phase
-                ),
-                assigned=tensors[number : 2 * number],
-                state=tensors[2 * number : -1],
-                overflow=overflow[i],
-            )
-            for i, (tensors, output) in enumerate(zip(each, outputs))
+            store.scaled(changes, self._factor(changes.pop(_WEIGHT, None)), output.phase)
+            for store, changes, output in zip(self._stores, each, outputs)
         ]
 
     def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:

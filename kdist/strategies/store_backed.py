@@ -284,6 +284,8 @@ class PreparedTraining:
         plan: PlacementPlan,
         wire: Wire | None = None,
         call: Callable[[Callable[[], None]], None] = lambda function: function(),
+        *,
+        is_replicated: bool = False,
     ) -> ParameterStore:
         """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
         step = self.replica_step
@@ -296,7 +298,15 @@ class PreparedTraining:
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
         )
-        store = ParameterStore(variables, step.updates, devices, plan, wire, marks_changes=self.spec.saves_deltas)
+        store = ParameterStore(
+            variables,
+            step.updates,
+            devices,
+            plan,
+            wire,
+            marks_changes=self.spec.saves_deltas,
+            is_replicated=is_replicated,
+        )
         call(store.fill)
         return store
 

@@ -18,7 +18,7 @@ from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import fuse
-from kdist.parameters.travelling import Pulled
+from kdist.parameters.travelling import Changes, Pulled
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.local_steps import Compute, LocalSteps
 
@@ -182,14 +182,15 @@ def run_steps(
     replicas: Sequence[Replica],
     num_steps: int,
     logs: CallLogs,
-    exchange: Callable[[list[ReplicaOutput]], list[ReplicaOutput]] = lambda outputs: outputs,
+    exchange: Callable[[list[ReplicaOutput], list[Pulled]], list[Changes]] | None = None,
     num_ahead: int = 0,
 ) -> list[tf.Tensor]:
     """Unrolls steps while a call is traced: pull, compute, push, for each phase.
 
     Args:
         replicas: of this process; all of them take part in each step.
-        exchange: combines the outputs of synchronous replicas before each applies its own.
+        exchange: makes of the outputs of synchronous replicas what each applies to its own store; None for a replica
+            that pushes its own.
         num_ahead: how many steps pull and compute before the push of a step is applied, so that nothing waits for the
             network; only for steps with one phase.
 
@@ -202,9 +203,13 @@ def run_steps(
     computed: deque[tuple[list[Pulled], list[ReplicaOutput]]] = deque()
 
     def push(pulled: list[Pulled], outputs: list[ReplicaOutput]) -> None:
-        for i, (replica, output) in enumerate(zip(replicas, exchange(outputs))):
+        changes = None if exchange is None else exchange(outputs, pulled)
+        for i, (replica, output) in enumerate(zip(replicas, outputs)):
             with tf.device(replica.device or None):
-                step = replica.store.push(output, pulled[i])
+                if changes is None:
+                    step = replica.store.push(output, pulled[i])
+                else:
+                    step = replica.store.apply(changes[i], output.phase)
             if output.phase == 0:
                 # Both steps are on the first server, and their difference stays there until the end of the call: a
                 # tensor that travels in every step costs more than the arithmetic of a small model.
