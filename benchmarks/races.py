@@ -162,6 +162,8 @@ GOALS = [
     Goal(_async("embedding_1M"), _async("embedding_10k"), 1 / 1.2),
     *(Goal(_sync(w), _sync(w, "TF1"), r) for w, r in [("mlp", 2.5), ("deep", 5), ("cnn", 1.8)]),
     *(Goal(_sync(w), _sync(w, "MultiWorkerMirrored"), 0.85) for w in ("mlp", "deep", "cnn")),
+    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "MultiWorkerMirrored"), 1.5) for w in ("mlp", "deep", "cnn")),
+    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "PyTorch DDP"), 1.2) for w in ("mlp", "deep", "cnn")),
     *(Goal(f"{w}/adam/async/kdist", _async(w), 1 / 1.25) for w in _WITH_ADAM),
     *(
         Goal(_async("sleep", f"kdist, {n} workers"), _async("sleep", "kdist, 1 workers"), r)

@@ -112,8 +112,7 @@ class PlacementOptions:
     """Where variables live; without parameter servers these have no effect."""
 
     placement: str = "auto"
-    """Which server holds which variable: `round_robin`, `greedy` (by bytes), `partitioned` (splits large ones), or
-    `auto`: as `partitioned`, on as few servers as the bytes of a step and the number of workers need."""
+    """Which server holds what: `round_robin`, `greedy`, `partitioned` (splits), `auto` (that, on few servers)."""
 
     # TensorFlow's `MinSizePartitioner` has the same threshold.
     partition_min_bytes: int = 256 << 10
@@ -145,8 +144,7 @@ class ParameterServerOptions(ServerOptions):
     """parameter_server: batches that a worker trains on between a pull and a push, which is one step; at least 1."""
 
     prefetch: Any = "auto"
-    """parameter_server: steps that a worker begins before the push of one is applied, each as much more stale; 0: none;
-    `auto`: over several hosts and with several workers, as many as are measured to pay."""
+    """parameter_server: steps begun before the push of one is applied; `auto`: over several hosts, what pays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,7 @@ def hparams_of_row(run_dir: Path) -> tuple[str, dict[str, Any]]:
     return start.group_name, {name: getattr(v, v.WhichOneof("kind")) for name, v in start.hparams.items()}
 
 
+@pytest.mark.long
 def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> None:
     command = [
         "-m",

@@ -103,7 +103,8 @@ class Sum(keras.Model):
         return keras.ops.sum(self.table(ids), (1, 2))[:, None]
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
 def test_workers_that_bring_the_same_new_ids_give_each_one_row_and_lose_no_update(strategy: str, run_dir: Path) -> None:
     def make() -> keras.Model:
         model = Sum()

@@ -107,6 +107,7 @@ def test_a_worker_that_is_lost_while_it_validates_leaves_its_part_to_another(
     assert trainer.result.global_step == 20
 
 
+@pytest.mark.long
 def test_an_evaluator_evaluates_each_new_checkpoint_and_comes_back(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

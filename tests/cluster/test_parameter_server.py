@@ -169,7 +169,7 @@ def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, cap
 
 def test_slots_live_beside_their_parameter_and_one_tensor_travels_each_way(run_dir: Path) -> None:
     x, y = toy_data()
-    trainer = kdist.Trainer(models.mlp, cluster="2ps1w", run_dir=run_dir, steps_per_call=1)
+    trainer = kdist.Trainer(models.mlp, cluster="2ps1w", run_dir=run_dir, steps_per_call=1, placement="round_robin")
     with trainer.session(x, y, batch_size=8, steps=2, verbose=0) as session:
         session.run()
         store = session.strategy._store  # type: ignore[attr-defined]
@@ -287,7 +287,9 @@ def test_a_server_that_is_lost_before_it_is_connected_to_ends_the_run(
     assert trainer.result.global_step == 5
 
 
-@pytest.mark.parametrize(("blow", "saves"), [(signal.SIGKILL, False), (signal.SIGSTOP, True)])
+@pytest.mark.parametrize(
+    ("blow", "saves"), [(signal.SIGKILL, False), pytest.param(signal.SIGSTOP, True, marks=pytest.mark.long)]
+)
 def test_a_server_that_is_killed_or_stopped_ends_the_run(blow: signal.Signals, saves: bool, run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="2ps1w", run_dir=run_dir, step_timeout=3, max_restarts=0)

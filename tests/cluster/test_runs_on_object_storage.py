@@ -54,6 +54,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_on_another_machine(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(40)
     assert objects_in(bucket, "runs/mine/").keys() == OTHERS | files_of(20) | files_of(40) | files_of(40, "best")

@@ -59,6 +59,7 @@ def test_synchronous_replicas_train_as_one_process_of_keras(
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6, err_msg=theirs.path)
 
 
+@pytest.mark.long
 def test_training_goes_on_with_other_servers_and_workers_validate_by_rows(run_dir: Path) -> None:
     def train(cluster: str, steps: int) -> tuple[kdist.Trainer, list[np.ndarray]]:
         trainer = kdist.Trainer(
@@ -117,7 +118,8 @@ def pooled_data(context: kdist.DataContext | None = None) -> tf.data.Dataset:
     )
 
 
-@pytest.mark.parametrize("is_function", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("is_function", [False, True])
 def test_ragged_and_sparse_ids_train_and_validate_as_in_keras(is_function: bool, run_dir: Path) -> None:
     def build_pooled() -> keras.Model:
         keras.utils.set_random_seed(6)

@@ -274,7 +274,7 @@ FAMILIES: dict[str, Family] = {
     "sequences": Family(_floats(4, 3), SEQUENCES, long=True),
     "categories": Family(_random.integers(0, 9, (_EXAMPLES, 4)).astype(np.int32), CATEGORIES),
     "texts": Family(_random.choice(np.array(["a", "b", "c"], dtype=object), (_EXAMPLES, 3)), TEXTS, long=True),
-    "images": Family(_random.uniform(size=(_EXAMPLES, 8, 8, 3)).astype(np.float32), IMAGES),
+    "images": Family(_random.uniform(size=(_EXAMPLES, 8, 8, 3)).astype(np.float32), IMAGES, long=True),
     "saved": Family(_floats(6), {"TFSMLayer": _saved_by_tensorflow}, long=True),
     "volumes": Family(_floats(4, 4, 4, 2), VOLUMES, long=True),
     "sounds": Family(_floats(64), SOUNDS, long=True),

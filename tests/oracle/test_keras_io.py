@@ -303,18 +303,11 @@ PROGRAMS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], set[str]
 }
 
 
-#: The others run in `make long`.
-IN_SHORT = {("dcgan", "async")}
-
-
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        pytest.param(name, where, marks=[] if (name, where) in IN_SHORT else pytest.mark.long)
-        for name in PROGRAMS
-        for where in CLUSTERS
-    ],
+    [(name, where) for name in PROGRAMS for where in CLUSTERS],
 )
 def test_a_program_of_keras_io_trains(name: str, where: str, run_dir: Path) -> None:
     build, data, names, part = PROGRAMS[name]

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
+from omegaconf import DictConfig
 
 from kdist.cli import main
 from kdist.cluster.spec import ClusterSpec, Membership, Task
@@ -33,9 +34,9 @@ def take_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, Callable[[Task
     membership = Membership(ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2",)), Task("ps", 0))
 
     def take(stay: bool, serve: Callable[[TaskSignals], None]) -> None:
-        monkeypatch.setattr(main, "_serve", lambda config, membership, stop: serve(stop))
+        monkeypatch.setattr(main, "_serve", lambda _composed, _config, _membership, stop: serve(stop))
         config: Any = SimpleNamespace(cluster=ClusterConfig("1ps1w", stay=stay), run=RunConfig())
-        main._take_part(config, membership)
+        main._take_part(DictConfig({}), config, membership)
 
     return take
 

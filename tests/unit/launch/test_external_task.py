@@ -16,11 +16,11 @@ from kdist.launch import external_task
 
 @pytest.fixture
 def request_of_a_stopped_chief(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def serve(membership: Membership, *_: object) -> None:
+    def serve(membership: Membership, *_: object, **__: object) -> None:
         raise ChiefStoppedError(f"{membership.task}: the chief was told to stop")
 
     monkeypatch.setattr(external_task, "serve_until_done", serve)
-    strategy = SimpleNamespace(cluster=ClusterConfig("1ps1w", stay=True))
+    strategy = SimpleNamespace(cluster=ClusterConfig("1ps1w", stay=True), description=None)
     return SimpleNamespace(grace_secs=20.0, stop_signals=(), strategy=strategy)
 
 
