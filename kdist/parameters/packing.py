@@ -121,12 +121,11 @@ class Blocks(Sequence[Block]):
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, shard in enumerate(self._shards):
             original = self._all_variables[shard.variable]
+            may_be_flat = flat_parameters if variables.is_parameter(shard.variable) else flat_state
             key: tuple[Any, ...] = (i,)
             if variables.is_row_wise(shard.variable):
                 key = ("rows", shard.server, variables.table_group(shard.variable))
-            elif (flat_parameters if variables.is_parameter(shard.variable) else flat_state) and self._can_be_flat(
-                shard.variable, updates
-            ):
+            elif may_be_flat and self._can_be_flat(shard.variable, updates):
                 # Of state, neither has any.
                 in_updates = tuple(u for u, update in enumerate(updates.updates) if self._is_in(update, shard.variable))
                 decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]

@@ -26,6 +26,7 @@ from kdist.strategies.local_steps import one_step
 from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
 from kdist.strategies.traced_calls import CallLogs, Replica, StepLogs, run_steps
 
+#: The key of the mean weight among changes while they are exchanged.
 _WEIGHT = "weight"
 
 
@@ -123,8 +124,9 @@ class AllReduce(StoreBackedStrategy):
         overflow = self._overflow(outputs)
         each: list[Changes] = []
         for store, output, values, overflows in zip(self._stores, outputs, pulled, overflow):
-            weighted = replace(output, gradients=output.weighted(), overflow=overflows)
-            each.append(store.changes(weighted, values))
+            with tf.device(store.devices[0]):
+                weighted = replace(output, gradients=output.weighted(), overflow=overflows)
+                each.append(store.changes(weighted, values))
             if output.weight is not None:
                 each[-1][_WEIGHT] = output.weight
         first = each[0]
@@ -142,10 +144,11 @@ class AllReduce(StoreBackedStrategy):
             is_row_wise = self._store.blocks[b].is_row_wise
             for changes, mean in zip(each, self._in_each_replica(partial(_mean_of, slices))):
                 changes[b] = sum_duplicates(mean) if is_row_wise else mean
-        return [
-            store.scaled(changes, self._factor(changes.pop(_WEIGHT, None)), output.phase)
-            for store, changes, output in zip(self._stores, each, outputs)
-        ]
+        exchanged = []
+        for store, changes, output in zip(self._stores, each, outputs):
+            with tf.device(store.devices[0]):
+                exchanged.append(store.scaled(changes, self._factor(changes.pop(_WEIGHT, None)), output.phase))
+        return exchanged
 
     def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:
         """The overflow of all replicas together, for each of this process; None if the loss is not scaled."""

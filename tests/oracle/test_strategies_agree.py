@@ -83,9 +83,7 @@ def test_two_mirrored_devices_are_one_process_with_twice_the_batch(optimizer: st
     agreement.assert_same(saved(mirrored / f"mirrored-{optimizer}.npz"), one_process(optimizer, mirrored))
 
 
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("sgd", "adam"))) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_worker: Path) -> None:
     expected = one_process(optimizer, multi_worker)
     agreement.assert_same(saved(multi_worker / f"worker-0-{optimizer}.npz"), expected)
