@@ -62,6 +62,7 @@ def train(run_dir: Path, cluster: str, steps: int, **options: Any) -> dict[str, 
     return saved
 
 
+@pytest.mark.long
 def test_servers_save_their_rows_and_any_number_of_them_restores_them(run_dir: Path) -> None:
     trained = train(run_dir, "2ps1w", 20)
     # Each server has written files of its own.

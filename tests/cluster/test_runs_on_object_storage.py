@@ -124,6 +124,7 @@ def test_the_command_line(bucket: Any, tmp_path: Path, secret: str) -> None:
     assert not list(tmp_path.glob("s3*"))
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
     part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
     arguments = ["+recipe=mnist", "train.steps=20", part, "run.storage_timeout=1"]

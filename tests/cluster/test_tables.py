@@ -41,7 +41,7 @@ def build(embedding: type[layers.Embedding], optimizer: keras.optimizers.Optimiz
     [
         pytest.param(lambda: keras.optimizers.SGD(0.5, clipnorm=0.1), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Adagrad(0.1), marks=pytest.mark.long),
-        lambda: keras.optimizers.Adam(0.01),
+        pytest.param(lambda: keras.optimizers.Adam(0.01), marks=pytest.mark.long),
         pytest.param(lambda: keras.optimizers.Ftrl(0.1), marks=pytest.mark.long),
     ],
     ids=["sgd", "adagrad", "adam", "ftrl"],

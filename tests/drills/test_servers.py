@@ -11,6 +11,7 @@ pytestmark = pytest.mark.cluster
 CALLS = ("train.steps_per_call=16", "hooks.checkpoint.every_steps=500")
 
 
+@pytest.mark.long
 def test_a_killed_server_starts_the_cluster_again_from_the_newest_checkpoint(drill: Drill) -> None:
     run = drill.start(*MINE, *CALLS, "cluster=2ps2w", "train.steps=4000")
     saved = int(run.wait_for(r"save  \| step +1000").split()[-1])

@@ -150,6 +150,7 @@ def test_a_model_with_rows_is_trained_from_them(tmp_path: Path) -> None:
     np.testing.assert_array_equal(layer.rows[[2, 0, KNOWN]], rows)
 
 
+@pytest.mark.long
 def test_saved_and_exported_models_have_the_rows(run_dir: Path) -> None:
     x, y = data()
     trainer = kdist.Trainer(

@@ -195,6 +195,7 @@ def full_disk(*_: Any) -> None:
     raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
 
 
+@pytest.mark.long
 def test_what_is_copied_is_written_whatever_becomes_of_the_rows(tmp_path: Path) -> None:
     servers = Servers(tmp_path)
     servers.train(1)
