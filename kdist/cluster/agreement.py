@@ -88,6 +88,7 @@ def agree_with_chief(spec: ClusterSpec, who: Task, description: Description, tim
         ClusterError: the chief does not say what it is.
     """
     address, chief = chief_server(spec)
+    deadline = time.monotonic() + max(timeout, _LEAST_SECS)
 
     def compare() -> list[str]:
         with server_session(address, chief) as session:
@@ -95,12 +96,13 @@ def agree_with_chief(spec: ClusterSpec, who: Task, description: Description, tim
             peek = tf.raw_ops.StagePeek(index=0, dtypes=[tf.string], shared_name=_DESCRIPTION)
             # One that waits keeps a thread of the server, which has few, from laying the description out.
             while not session.run(size):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
                 time.sleep(_POLL_SECS)
             found = differences(Description.from_json(session.run(peek)[0]), description)
             session.run(_reports().enqueue(json.dumps([str(who), found])))
             return found
 
-    deadline = time.monotonic() + max(timeout, _LEAST_SECS)
     while time.monotonic() < deadline:
         # A chief that has just exited fails the call; another one may come.
         with suppress(TimeoutError, tf.errors.OpError):

@@ -9,7 +9,7 @@ from kdist.evaluation.evaluate import ValidationArguments, Validator
 from kdist.model.source import ModelSource
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from kdist.run.checkpoint_content import differences
 from kdist.run.model_file import MODEL_FILE
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 if TYPE_CHECKING:
     from kdist.run.observed_run import ObservedRun

@@ -38,7 +38,7 @@ from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
 from kdist.strategies.multi_worker_mirrored import agree, join
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 
 @dataclass(frozen=True)

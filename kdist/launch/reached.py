@@ -17,7 +17,7 @@ from kdist.launch.base import FitOutcome, FitRequest
 from kdist.model.state import finalize_ema, names_here, parameter_names, write_to_model
 from kdist.run.metrics_file import epochs_of, read_rows
 from kdist.run.result import Result
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 
 def reached(request: FitRequest) -> FitOutcome | None:

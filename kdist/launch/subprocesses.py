@@ -57,7 +57,7 @@ from kdist.launch.worker_messages import (
 from kdist.model.metrics import MetricReader
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 if TYPE_CHECKING:
     from kdist.config.schema import DevicesConfig

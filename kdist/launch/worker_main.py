@@ -93,7 +93,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
         from kdist.session import TrainSession
         from kdist.strategies.mirrored import make_logical_cpus
         from kdist.strategies.multi_worker_mirrored import join
-        from kdist.strategies.store_backed import prepare
+        from kdist.strategies.prepared_training import prepare
 
     gc.freeze()
     tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)

@@ -21,13 +21,12 @@ from kdist.model.table_groups import TableGroup
 from kdist.parameters.changes import EvictedRows
 from kdist.parameters.count_min_sketch import CountMinSketch
 from kdist.parameters.dynamic_keys import key_shifts, server_of
+from kdist.parameters.eviction_choice import EvictionChoice
 from kdist.parameters.growing import growing_variable, resize, set_rows
 from kdist.parameters.row_lock import RowLock
 
 #: The size of the other columns of a row, in bytes.
 _BESIDE_BYTES = 32
-#: How the ages of rows are told apart where the oldest ones go, and down to which share of `max_rows`.
-_AGE_BINS, _LOW_WATER = 1024, 15 / 16
 #: The column that says in which interval between saves a row has changed last; only if anybody asks.
 CHANGED = "changed"
 
@@ -83,12 +82,13 @@ class DynamicTable:
         first = group.dynamic[0]
         self._initializer = first.row_initializer
         self._admission = first.admission or Admission()
-        self._eviction = first.eviction or Eviction(unseen_steps=2**31 - 1)
+        eviction = first.eviction or Eviction(unseen_steps=2**31 - 1)
         self._dim = group.row_shape[0]
         self._shifts = tf.constant(key_shifts(group))
         self._seeds = tf.constant([layer.row_initializer.seed for layer in group.dynamic], tf.int64)
-        most = self._eviction.max_rows
+        most = eviction.max_rows
         self._max_rows = None if most is None else (most + server) // num_servers
+        self._choice = EvictionChoice(eviction, self._max_rows)
         self.server, self.num_servers = server, num_servers
         dtype = tf.as_dtype(group.dtype)
         # With up to three slots.
@@ -272,7 +272,8 @@ class DynamicTable:
             Scalar int64: how many rows were evicted.
         """
         step, num_rows = tf.cast(step, tf.int32), self.num_rows.read_value()
-        oldest, excess = self._oldest(step)
+        excess = self._choice.excess(self.num_live())
+        oldest = tf.cond(excess > 0, lambda: self._oldest(step, excess), lambda: tf.constant(tf.int32.max))
 
         def go_on(start: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
             return start < num_rows
@@ -343,42 +344,23 @@ class DynamicTable:
         with tf.control_dependencies(written):
             updates.append(self._index.insert(keys, rows))
 
-    def _oldest(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The age of rows that may go to keep `max_rows`, and how many have to."""
-        if self._max_rows is None:
-            return tf.constant(tf.int32.max), tf.zeros([], tf.int64)
-        live, target = self.num_live(), int(self._max_rows * _LOW_WATER)
-        # Not for a few rows each time.
-        excess = tf.where(live > (target + self._max_rows) // 2, live - target, 0)
-
-        def find() -> tf.Tensor:
-            rows = tf.range(self.num_rows.read_value())
-            tables, last_steps = (self.columns[name].variable.sparse_read(rows) for name in ("tables", "last_steps"))
-            ages = step - tf.boolean_mask(last_steps, tables >= 0)
-            width = tf.maximum(tf.reduce_max(ages) // _AGE_BINS + 1, 1)
-            counts = tf.math.bincount(tf.maximum(ages // width, 0), minlength=_AGE_BINS, dtype=tf.int64)
-            is_enough = tf.cumsum(counts, reverse=True) >= excess
-            return tf.cast(tf.reduce_sum(tf.cast(is_enough, tf.int32)) - 1, tf.int32) * width
-
-        return tf.cond(excess > 0, find, lambda: tf.constant(tf.int32.max)), excess
+    def _oldest(self, step: tf.Tensor, excess: tf.Tensor) -> tf.Tensor:
+        """See `EvictionChoice.oldest`."""
+        rows = tf.range(self.num_rows.read_value())
+        tables, last_steps = (self.columns[name].variable.sparse_read(rows) for name in ("tables", "last_steps"))
+        return self._choice.oldest(step - tf.boolean_mask(last_steps, tables >= 0), excess)
 
     def _evict(
         self, start: tf.Tensor, stop: tf.Tensor, step: tf.Tensor, oldest: tf.Tensor, excess: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Evicts from rows `start` to `stop`; how many, and how many of them because they were the oldest."""
-        eviction = self._eviction
         with self.lock.held([start, stop, excess]) as updates:
             rows = tf.range(start, stop)
             tables, counts, last_steps, ids = (
                 self.columns[name].variable.sparse_read(rows) for name in ("tables", "counts", "last_steps", "ids")
             )
             is_live, ages = tables >= 0, step - last_steps
-            goes = tf.zeros_like(is_live)
-            if eviction.unseen_steps is not None:
-                goes |= ages >= min(eviction.unseen_steps, tf.int32.max)
-            if eviction.min_norm is not None:
-                norms = tf.norm(tf.cast(self.vectors.sparse_read(rows), tf.float32), axis=1)
-                goes |= (counts > 0) & (norms < eviction.min_norm)
+            goes = self._choice.goes(ages, counts, self.vectors, rows)
             is_old = is_live & ~goes & (ages >= oldest)
             is_old &= tf.cumsum(tf.cast(is_old, tf.int64)) <= excess
             chosen = tf.where(is_live & (goes | is_old))[:, 0]

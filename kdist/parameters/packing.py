@@ -182,6 +182,13 @@ class Blocks(Sequence[Block]):
         whole = tuple(self._all_variables[self._shards[shard].variable].shape)
         return (self._shards[shard].stop - self._shards[shard].start, *whole[1:]) if whole else ()
 
+    def shape_of_block(self, block: int) -> tuple[int, ...]:
+        """Of its variable; of a dynamic table as if it had no rows."""
+        shapes = [self.shape_of(i) for i in self._blocks[block].shards]
+        if self._blocks[block].is_flat:
+            return (sum(map(prod, shapes)),)
+        return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
     def _num_bytes(self, shard: int) -> int:
         return prod(self.shape_of(shard)) * tf.as_dtype(self._all_variables[self._shards[shard].variable].dtype).size
 
@@ -247,10 +254,7 @@ class Blocks(Sequence[Block]):
     def make_variable(self, block: int, device: str) -> keras.Variable:
         """The variable that stores a block, with its initial value if it does not start empty."""
         original, is_flat = self.original(block), self._blocks[block].is_flat
-        shapes = [self.shape_of(i) for i in self._blocks[block].shards]
-        shape = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        if is_flat:
-            shape = (sum(map(prod, shapes)),)
+        shape = self.shape_of_block(block)
         with tf.device(device):
             variable = keras.Variable(
                 _capacity if self.starts_empty(block) else self._initial_value(block),

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import set_value, step_counter
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
-from kdist.model.updates import ReplicaOutput, StepUpdates, Update, scaled
+from kdist.model.updates import ReplicaOutput, StepUpdates, Update
 from kdist.parameters.changes import Intervals
 from kdist.parameters.delta_files import DeltaFiles
 from kdist.parameters.delta_groups import dynamic_groups, fixed_groups
@@ -304,21 +304,6 @@ class ParameterStore:
             changes |= {Overflow(server): output.overflow for server in range(len(self.devices))}
         return changes
 
-    def scaled(self, changes: Changes, factor: tf.Tensor | None, phase: int) -> Changes:
-        """Changes of a phase with the gradients among them multiplied by a factor, and then clipped."""
-        gradients = {
-            b: scaled(changes[b], factor) for b, block in enumerate(self.blocks) if block.is_parameter and b in changes
-        }
-        if self.updates.clips(phase):
-            by_shard = {
-                shard: part for b, change in gradients.items() for shard, part in self.blocks.split(b, change).items()
-            }
-            shard_of = [self._shards_of[index][0] for index in range(self._num_trainable)]
-            clipped = self.updates.clip([by_shard.get(shard) for shard in shard_of], phase)
-            by_shard = dict(zip(shard_of, clipped))
-            gradients = {b: self.blocks.join(b, by_shard) for b in gradients}
-        return changes | gradients
-
     def fuse(self, changes: Changes) -> list[Fused]:
         """Changes by block, fused by server and dtype on the worker."""
         return fuse_by(changes, self._device, on_source=False, wire=self.wire)
@@ -331,10 +316,6 @@ class ParameterStore:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
         steps = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
         return steps[0]
-
-    def shape_of(self, block: int) -> tuple[int, ...]:
-        """Of the variable of a block."""
-        return tuple(self._variables[block].shape)
 
     def blocks_in(self, update: Update) -> set[int]:
         """The blocks that an update changes."""

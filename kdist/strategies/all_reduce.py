@@ -19,11 +19,13 @@ from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
-from kdist.model.updates import ReplicaOutput
+from kdist.model.updates import ReplicaOutput, scaled
+from kdist.parameters.store import ParameterStore
 from kdist.parameters.travelling import Changes, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.local_steps import one_step
-from kdist.strategies.store_backed import StoreBackedStrategy, no_batch, prepare
+from kdist.strategies.prepared_training import prepare
+from kdist.strategies.store_backed import StoreBackedStrategy, no_batch
 from kdist.strategies.traced_calls import CallLogs, Replica, StepLogs, run_steps
 
 #: The key of the mean weight among changes while they are exchanged.
@@ -139,7 +141,7 @@ class AllReduce(StoreBackedStrategy):
             for changes, reduced in zip(each, means):
                 changes |= {key: tf.ensure_shape(mean, changes[key].shape) for key, mean in zip(dense, reduced)}
         for b in sparse:
-            shape = tf.constant(self._store.shape_of(b), tf.int64)
+            shape = tf.constant(self._store.blocks.shape_of_block(b), tf.int64)
             slices = [tf.IndexedSlices(changes[b].values, changes[b].indices, shape) for changes in each]
             is_row_wise = self._store.blocks[b].is_row_wise
             for changes, mean in zip(each, self._in_each_replica(partial(_mean_of, slices))):
@@ -147,7 +149,7 @@ class AllReduce(StoreBackedStrategy):
         exchanged = []
         for store, changes, output in zip(self._stores, each, outputs):
             with tf.device(store.devices[0]):
-                exchanged.append(store.scaled(changes, self._factor(changes.pop(_WEIGHT, None)), output.phase))
+                exchanged.append(clipped(store, changes, self._factor(changes.pop(_WEIGHT, None)), output.phase))
         return exchanged
 
     def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:
@@ -181,6 +183,19 @@ class AllReduce(StoreBackedStrategy):
         return [
             tf.nest.map_structure(lambda value, i=i: values_of(value)[i], results) for i in range(len(self._stores))
         ]
+
+
+def clipped(store: ParameterStore, changes: Changes, factor: tf.Tensor | None, phase: int) -> Changes:
+    """Changes by block, whose gradients are multiplied by a factor, and then clipped as the optimizers would."""
+    blocks = store.blocks
+    gradients = {b: scaled(changes[b], factor) for b, block in enumerate(blocks) if block.is_parameter and b in changes}
+    if store.updates.clips(phase):
+        parts = [blocks.split(b, gradient) for b, gradient in gradients.items()]
+        by_shard = {shard: part for of_block in parts for shard, part in of_block.items()}
+        # Here each variable is one shard, in the order of the variables.
+        clipped_parts = store.updates.clip([by_shard.get(shard) for shard in range(len(store.shards))], phase)
+        gradients = {b: blocks.join(b, dict(enumerate(clipped_parts))) for b in gradients}
+    return changes | gradients
 
 
 def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -77,17 +78,8 @@ def agree(membership: Membership, description: Description, timeout: float) -> N
         ConfigError: some differ; all workers say so.
         ClusterError: others do not call it in time, or are lost.
     """
-    distribution, own, num_workers = _distributions[membership], membership.task.index, len(membership.spec.worker)
-
-    @tf.function(autograph=False)
-    def summed(values: tf.Tensor) -> tf.Tensor:
-        def one(values: tf.Tensor) -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            is_first = context.replica_id_in_sync_group == own * num_devices
-            mine = tf.where(is_first, values, tf.zeros_like(values))
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
-
-        return distribution.experimental_local_results(distribution.run(one, [values]))[0]
+    own, num_workers = membership.task.index, len(membership.spec.worker)
+    summed = tf.function(partial(_sum_over_workers, membership), autograph=False)
 
     def exchange() -> list[Description]:
         text = np.frombuffer(description.to_json().encode(), np.uint8)
@@ -99,7 +91,6 @@ def agree(membership: Membership, description: Description, timeout: float) -> N
         texts = summed(tf.constant(texts)).numpy().astype(np.uint8)
         return [Description.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
 
-    num_devices = len(distribution.extended.worker_devices)
     try:
         compare(in_thread(exchange).result(timeout))
     except TimeoutError:
@@ -198,12 +189,7 @@ class MultiWorkerMirrored(AllReduce):
         return int(said[0]), int(said[1])
 
     def _all_say(self, values: tf.Tensor) -> tf.Tensor:
-        # If a worker has several devices, only the first one contributes.
-        return self._in_each_replica(
-            lambda context, local: context.all_reduce(
-                tf.distribute.ReduceOp.SUM, here(values if local == 0 else tf.zeros_like(values))
-            )
-        )[0]
+        return _sum_over_workers(self._membership, values)
 
     def _find_pids(self) -> dict[Task, int]:
         """The process ids of the other workers on this machine, which each worker tells all others."""
@@ -247,6 +233,20 @@ class MultiWorkerMirrored(AllReduce):
             ) from None
         except _LOST as error:
             raise _lost(error) from error
+
+
+def _sum_over_workers(membership: Membership, values: tf.Tensor) -> tf.Tensor:
+    """The sum of what every worker calls it with; traced."""
+    distribution = _distributions[membership]
+    first_replica = membership.task.index * len(distribution.extended.worker_devices)
+
+    def replica() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        # If a worker has several devices, only the first one contributes.
+        is_first = int(tf.get_static_value(context.replica_id_in_sync_group)) == first_replica
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, here(values if is_first else tf.zeros_like(values)))
+
+    return distribution.experimental_local_results(distribution.run(replica))[0]
 
 
 def _lost(error: tf.errors.OpError) -> ClusterError:

@@ -30,8 +30,8 @@ from kdist.errors import ConfigError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.prefetch import PrefetchTuner
+from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.ps_base import PsStrategy
-from kdist.strategies.store_backed import PreparedTraining
 from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 

@@ -28,13 +28,8 @@ from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
-from kdist.strategies.store_backed import (
-    PreparedTraining,
-    StoreBackedStrategy,
-    in_terms_of_tables,
-    no_batch,
-    prepare,
-)
+from kdist.strategies.prepared_training import PreparedTraining, prepare
+from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch
 from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import StepLogs
 

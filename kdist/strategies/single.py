@@ -12,7 +12,8 @@ from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch, prepare
+from kdist.strategies.prepared_training import prepare
+from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch
 from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 

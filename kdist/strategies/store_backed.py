@@ -1,4 +1,4 @@
-"""What strategies with a `ParameterStore` share: building the parts of a step, reading and writing the store."""
+"""What strategies with a `ParameterStore` share: running steps, reading and writing the store."""
 
 from __future__ import annotations
 
@@ -6,41 +6,22 @@ import abc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.cluster.bounded import in_thread
-from kdist.config.schema import ParameterServerOptions, PlacementOptions
-from kdist.console.warn import warn
 from kdist.data.splits import Splits
-from kdist.data.worker_dataset import element_spec, make_dataset, worker_dataset
-from kdist.errors import ConfigError
-from kdist.layers.initial_rows import made_on_servers
-from kdist.model.lookup_rounds import RowSource
-from kdist.model.loss_weights import LossWeights
-from kdist.model.names import DATA_STATE, GLOBAL_STEP, SEED, variable_names
-from kdist.model.optimizer import leaves_other_rows_alone
-from kdist.model.replica_step import ReplicaStep
+from kdist.model.names import DATA_STATE, GLOBAL_STEP, SEED
 from kdist.parameters.changes import Since
 from kdist.parameters.histograms import Histograms
-from kdist.parameters.packing import ModelVariables
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place, wrong_id
+from kdist.parameters.placement import PlacementPlan, wrong_id
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.transport import Wire
-from kdist.strategies.base import PresentValues, Strategy, TrainingSpec
+from kdist.strategies.base import Strategy
+from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
-from kdist.strategies.traced_calls import CallSizer, StepLogs, UnrolledCalls
-
-#: Of a tensor that travels; a message is a little larger.
-_MOST_BYTES = 2**31 - 2**20
+from kdist.strategies.traced_calls import CallSizer, StepLogs
 
 
 class StoreBackedStrategy(Strategy):
@@ -201,187 +182,6 @@ class StoreBackedStrategy(Strategy):
         return self._warming_up
 
 
-@dataclass(frozen=True)
-class PreparedTraining:
-    """A training spec with its model built.
-
-    Attributes:
-        spec: what is trained.
-        replica_step: its step.
-        num_workers: how many workers share it.
-    """
-
-    spec: TrainingSpec
-    replica_step: ReplicaStep
-    num_workers: int
-
-    def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
-        """The function that creates one worker's dataset. Workers know only functions traced after they joined."""
-        self.spec.data.trace_transfer(self.num_workers)
-        return worker_dataset(
-            self.spec.data,
-            num_workers=self.num_workers,
-            batch_size=self.spec.batch_size,
-            num_seeds=len(self.replica_step.seeds),
-            seed=self.spec.seed,
-        )
-
-    def make_dataset(
-        self,
-        make: tf.types.experimental.ConcreteFunction,
-        worker_index: int,
-        step: int,
-        batches_per_step: int,
-    ) -> Any:
-        """Calls that function for one worker, which continues at global step `step`, on the device of the caller."""
-        data, num_workers = self.spec.data, self.num_workers
-        first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
-        return make_dataset(make, data, worker_index, num_workers, step, first_batch)
-
-    def warn_of_unknown_weights(self) -> None:
-        """Warns of losses with which synchronous replicas are not exactly one process with all their examples."""
-        if self.replica_step.updates.weights is LossWeights.UNKNOWN:
-            warn(
-                f"model {self.spec.model.name}: its losses are masked, weighted or summed, each in its own way; the "
-                "gradients of replicas are averaged with equal weights, which is not exactly what one process with all "
-                "their examples would compute"
-            )
-
-    def check_fixed_tables(self, strategy: str) -> None:
-        """Refuses, with a `ConfigError`, dynamic tables where each replica would have rows of its own."""
-        for index in self.replica_step.dynamic:
-            raise ConfigError(
-                f"strategy={strategy}: every replica has a copy of all parameters, and the rows of the "
-                f"{type(self.replica_step.tables[index]).__name__} {self.replica_step.tables[index].name} come with "
-                "the ids of one replica; use parameter servers (cluster=1ps2w), or strategy=single in one process"
-            )
-
-    def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
-        """Where each variable goes, with its slots.
-
-        Raises:
-            ConfigError: a variable is larger than what TensorFlow can send, and cannot be cut.
-        """
-        plan = place(self._described_variables(), num_servers, policy, Wire.max_bytes)
-        for shard in plan.shards:
-            variable = plan.variables[shard.variable]
-            num_bytes = variable.value_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
-            if variable.travels and num_bytes > _MOST_BYTES:
-                raise ConfigError(
-                    f"model {self.spec.model.name}: {plan.name(shard)} has {num_bytes} bytes, and TensorFlow sends at "
-                    "most 2 GiB at once; it can be cut by rows if it has no constraint, is not assigned by the step, "
-                    "and its optimizer treats each element by itself, as SGD and Adam do"
-                )
-        return plan
-
-    def plan_for_one(self) -> PlacementPlan:
-        """The plan of a store in this process, from where nothing travels; it is the same for every policy."""
-        return place(self._described_variables(), 1, PlacementPolicy.of(PlacementOptions()))
-
-    def store(
-        self,
-        devices: Sequence[str],
-        plan: PlacementPlan,
-        wire: Wire | None = None,
-        call: Callable[[Callable[[], None]], None] = lambda function: function(),
-        *,
-        is_replicated: bool = False,
-    ) -> ParameterStore:
-        """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
-        step = self.replica_step
-        dense = step.dense_gradients()
-        variables = ModelVariables(
-            step.trainable,
-            step.state,
-            step.table_groups,
-            dense,
-            loss_scaling(self.spec.model),
-            len(step.worker_state.variables),
-        )
-        store = ParameterStore(
-            variables,
-            step.updates,
-            devices,
-            plan,
-            wire,
-            marks_changes=self.spec.saves_deltas,
-            is_replicated=is_replicated,
-        )
-        call(store.fill)
-        return store
-
-    def present_values(self, store: ParameterStore) -> PresentValues:
-        """What workers can read of a training."""
-        step = self.replica_step
-
-        def pull() -> tuple[list[Any], RowSource | None]:
-            pulled = store.pull(trains=False)
-            return [*pulled.trainable, *pulled.state], pulled.rows
-
-        return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
-
-    def calls(
-        self,
-        store: ParameterStore,
-        iterator_spec: Any,
-        local_steps: int = ParameterServerOptions.local_steps,
-        num_ahead: int = 0,
-    ) -> UnrolledCalls:
-        """The calls of this model over `store`."""
-        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps, num_ahead)
-
-    def sizer(self, num_workers: int | None = None) -> CallSizer:
-        """Chooses the size of calls; `num_workers` share the steps, all of them if None."""
-        spec = self.spec
-        sizer = CallSizer(spec.steps_per_call, num_workers or self.num_workers, spec.last_step)
-        sizer.begin_at(spec.first_step)
-        return sizer
-
-    def _described_variables(self) -> list[Variable]:
-        step = self.replica_step
-        names = variable_names(self.spec.model, [*step.trainable, *step.state])
-        parameter_names = names[: len(step.trainable)]
-        slots: dict[str, keras.Variable] = {}
-        for group in step.updates.groups:
-            slots |= group.state(step.trainable, parameter_names)
-        described = []
-        for i, (name, variable) in enumerate(zip(names, [*step.trainable, *step.state])):
-            beside = [slot for key, slot in slots.items() if key.rpartition("/")[0] == f"slots/{name}"]
-            cuttable = i < len(step.trainable) and step.updates.is_elementwise(i)
-            value_bytes, *slot_bytes = (prod(v.shape) * tf.as_dtype(v.dtype).size for v in [variable, *beside])
-            described.append(
-                Variable(
-                    name,
-                    tuple(variable.shape),
-                    value_bytes + sum(slot_bytes),
-                    value_bytes,
-                    can_be_cut=cuttable and variable.constraint is None and i not in step.updates.assigned,
-                    always_cut=cuttable and i in step.row_wise,
-                    travels=i not in step.tables,
-                    is_dynamic=i in step.dynamic,
-                    note=self._note(i, variable),
-                )
-            )
-        return described
-
-    def _note(self, index: int, variable: keras.Variable) -> str:
-        """A remark about a variable for the reader of a plan."""
-        step, optimizer = self.replica_step, main_optimizer(self.spec.model)
-        if index in step.whole_tables:
-            return f"the whole table travels in every step, because of {step.whole_tables[index]}"
-        if index in step.dynamic:
-            return "rows come and go with the ids; each server has those of its ids"
-        if index in step.tables:
-            remark = "looked up by rows"
-            if index not in step.row_wise and not leaves_other_rows_alone(optimizer):
-                remark += (
-                    f"; {type(optimizer).__name__} updates every row in every step, as in Keras "
-                    "(kdist.layers.Embedding updates the rows of the batch only)"
-                )
-            return remark
-        return ""
-
-
 def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> tf.errors.OpError:
     """The same error; if an id is not in its table, it names both, not the rows of a server."""
     found = None if plan is None else wrong_id(error.message, plan)
@@ -391,23 +191,3 @@ def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> 
 def no_batch() -> ValueError:
     """The meaning of the end of a dataset, since every dataset is repeated endlessly."""
     return ValueError("the dataset has not a single batch")
-
-
-def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
-    """Builds the model for the batches of its data; needs no task.
-
-    Raises:
-        ConfigError: the model cannot be trained.
-    """
-    example = worker_dataset(
-        spec.data,
-        num_workers=num_workers,
-        batch_size=spec.batch_size,
-        # The model is built for the shape of a batch; only then is the number of its seeds known.
-        num_seeds=0,
-        seed=spec.seed,
-    )
-    batch_spec, _ = element_spec(example)
-    with made_on_servers() if spec.on_servers else nullcontext():
-        step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
-    return PreparedTraining(spec, step, num_workers)

@@ -35,9 +35,10 @@ from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_calls import Gradient, GradientCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.in_graph_sync import InGraphSyncCalls
+from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.quorum import Quorum
-from kdist.strategies.store_backed import PreparedTraining, no_batch
+from kdist.strategies.store_backed import no_batch
 from kdist.strategies.traced_calls import CallLogs, StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 

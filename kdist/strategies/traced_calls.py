@@ -280,9 +280,10 @@ class CallSizer:
 
     @property
     def may_prepare_others(self) -> bool:
-        """Whether the size stays as it is, and there is time to prepare other calls of this size to see how fast they
+        """Whether calls of several steps stay as they are, and there is time to prepare others to see how fast they
         are."""
-        if not (self._has_settled or self._fixed) or not self._trained_steps:
+        is_settled = self._fixed is not None or self._has_settled
+        if self.steps_per_call == 1 or not is_settled or not self._trained_steps:
             return False
         steps = self._trained_steps if self._last_step is None else self._last_step - self._step
         return steps * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs

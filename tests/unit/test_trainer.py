@@ -242,7 +242,7 @@ def test_a_dataset_without_a_batch_is_said_to_be_empty(run_dir: Path) -> None:
 
 
 def test_a_variable_that_tensorflow_cannot_send_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdist.strategies.store_backed._MOST_BYTES", 100)
+    monkeypatch.setattr("kdist.strategies.prepared_training._MOST_BYTES", 100)
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="2ps2w", run_dir=run_dir)
     with pytest.raises(ConfigError, match=r"dense/kernel has \d+ bytes, and TensorFlow sends at most 2 GiB at once"):

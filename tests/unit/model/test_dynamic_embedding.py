@@ -265,9 +265,12 @@ def test_the_best_rows_come_back(run_dir: Path) -> None:
     stop = kdist.hooks.EarlyStopping("loss", patience=0, restore_best=True)
     # What is learned of these examples makes others worse.
     others = ids_of(x), -y
-    trainer = kdist.Trainer(dynamic(keras.optimizers.SGD(0.5)), run_dir=run_dir, hooks=[stop])
+    # The sooner or the later, which depends on the initial rows.
+    keras.utils.set_random_seed(0)
+    trainer = kdist.Trainer(dynamic(keras.optimizers.SGD(0.5)), run_dir=run_dir, hooks=[stop], seed=0)
     history = trainer.fit(ids_of(x), y, batch_size=16, epochs=6, verbose=0, validation_data=others)
     validated = history.history["val_loss"]
-    assert len(validated) == 2
-    assert validated[0] < validated[1]
-    assert trainer.model.evaluate(*others, verbose=0) == pytest.approx(validated[0], rel=1e-5)
+    assert 2 <= len(validated) < 6
+    best = min(validated)
+    assert validated[-2] == best < validated[-1]
+    assert trainer.model.evaluate(*others, verbose=0) == pytest.approx(best, rel=1e-5)

@@ -16,7 +16,7 @@ import kdist
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.replica_step import ReplicaStep
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 ROWS, DIM = 12, 4
 

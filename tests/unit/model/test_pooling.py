@@ -17,7 +17,7 @@ from kdist.layers import Embedding
 from kdist.layers.pooling import COMBINERS
 from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.replica_step import ReplicaStep
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 ROWS, DIM = 12, 3
 

@@ -27,7 +27,7 @@ from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 DIM, ROWS = 8, 500
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"

@@ -19,7 +19,7 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.store_backed import prepare
+from kdist.strategies.prepared_training import prepare
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kdist.parameters.histograms import Histograms
 from kdist.parameters.named_values import NamedValues
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.store_backed import PreparedTraining, prepare
+from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 ROWS, DIM, BATCH = (12, 5, 1, 30), 4, 30
 #: Tables of which a batch has each row once, so that Keras updates the rows of the batch, too.

@@ -14,7 +14,7 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prefetch import PrefetchTuner
-from kdist.strategies.store_backed import PreparedTraining, prepare
+from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 STEPS, BATCH, ROWS, DIM, RATE = 6, 8, 5, 3, 0.1
 

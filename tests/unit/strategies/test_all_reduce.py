@@ -1,0 +1,47 @@
+"""What replicas exchange: few pieces, and clipped as Keras clips gradients."""
+
+from pathlib import Path
+
+import keras
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import toy_data
+
+import kdist
+from kdist.launch.fit_arguments import FitArguments
+from kdist.parameters.store import ParameterStore
+from kdist.strategies.all_reduce import clipped
+from kdist.strategies.prepared_training import prepare
+
+
+def store_of(optimizer: keras.optimizers.Optimizer, run_dir: Path, *, is_replicated: bool = True) -> ParameterStore:
+    trainer = kdist.Trainer(models.mlp(optimizer), run_dir=run_dir)
+    request = trainer._request(FitArguments(*toy_data(), batch_size=8, shuffle=False))
+    training = prepare(request.training_spec(request.training_data), 2)
+    device = "/job:localhost/task:0/device:CPU:0"
+    return training.store([device], training.plan_for_one(), is_replicated=is_replicated)
+
+
+@pytest.mark.parametrize(("is_replicated", "number"), [(True, 1), (False, 4)])
+def test_parameters_that_are_treated_alike_are_exchanged_as_one(
+    is_replicated: bool, number: int, run_dir: Path
+) -> None:
+    store = store_of(keras.optimizers.Adam(), run_dir, is_replicated=is_replicated)
+    assert len(store.shards) == 4
+    assert sum(block.is_parameter for block in store.blocks) == number
+
+
+@pytest.mark.parametrize("clipping", [{"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.01}, {}], ids=str)
+def test_mean_gradients_are_clipped_as_by_keras(clipping: dict[str, float], run_dir: Path) -> None:
+    optimizer = keras.optimizers.SGD(**clipping)
+    store = store_of(optimizer, run_dir)
+    rng = np.random.default_rng(0)
+    shapes = [store.blocks.shape_of(shard) for shard in range(len(store.shards))]
+    gradients = [tf.constant(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    changes = {0: store.blocks.join(0, dict(enumerate(gradients)))}
+    found = store.blocks.split(0, clipped(store, changes, tf.constant(2.0), phase=0)[0])
+    expected = optimizer._clip_gradients([2 * gradient for gradient in gradients])
+    for shard, gradient in enumerate(expected):
+        np.testing.assert_allclose(found[shard], gradient, rtol=1e-6)
