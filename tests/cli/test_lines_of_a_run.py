@@ -31,6 +31,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_first_line_of_a_script_is_that_of_kdist(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     inherited = {name: value for name, value in environment().items() if name != LEVEL}

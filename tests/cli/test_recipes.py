@@ -60,6 +60,7 @@ def test_recommender_looks_rows_up(tmp_path: Path) -> None:
 SMALL_CRITEO = ["model.max_rows=500", "model.dim=4", "data.num_validation=2000", "train.batch_size=64"]
 
 
+@pytest.mark.long
 def test_criteo_generates_clicks(tmp_path: Path) -> None:
     lines = run("criteo", tmp_path, *SMALL_CRITEO, "train.steps=100", "model.interaction=cross").splitlines()
     start = "data      generated, 44921 ids in 26 columns, 2000 rows to validate with: "

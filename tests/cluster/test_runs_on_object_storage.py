@@ -83,6 +83,7 @@ def test_a_run_is_resumed_on_another_machine(bucket: Any, tmp_path: Path, monkey
     np.testing.assert_allclose(saved["parameters/dense/kernel"], second.model.layers[0].kernel.numpy(), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_starting_over_sets_the_checkpoints_in_the_bucket_aside(bucket: Any) -> None:
     train(20, "local")
     train(5, "local", resume="never")

@@ -22,10 +22,11 @@ CLUSTER = ("run.trust=[user_code]", "cluster=1ps2w", "train.steps=100000", "trai
         pytest.param(
             "exception in a hook", ["+hooks.mine._target_=user_code.RaisingHook"], "my hook failed", marks=_LONG
         ),
-        (
+        pytest.param(
             "UnavailableError in a hook",
             ["+hooks.mine._target_=user_code.RaisingHook", "+hooks.mine.unavailable=true"],
             "my hook failed",
+            marks=_LONG,
         ),
     ],
 )

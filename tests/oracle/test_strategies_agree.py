@@ -21,6 +21,8 @@ IN_SHORT = {"sgd", agreement.SEVERAL, agreement.MULTI, agreement.SCALED, agreeme
 OPTIMIZERS = [
     name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in agreement.optimizers()
 ]
+#: Of all-reduce workers, which take longer to start.
+WORKERS_IN_SHORT = {"sgd", agreement.SEVERAL, "weighted"}
 
 
 @cache
@@ -83,7 +85,10 @@ def test_two_mirrored_devices_are_one_process_with_twice_the_batch(optimizer: st
     agreement.assert_same(saved(mirrored / f"mirrored-{optimizer}.npz"), one_process(optimizer, mirrored))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in WORKERS_IN_SHORT)) for name in agreement.optimizers()],
+)
 def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_worker: Path) -> None:
     expected = one_process(optimizer, multi_worker)
     agreement.assert_same(saved(multi_worker / f"worker-0-{optimizer}.npz"), expected)

@@ -130,8 +130,9 @@ def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray])
 
 @pytest.mark.parametrize(
     ("optimizer", "num_servers"),
-    [pytest.param(keras.optimizers.Adagrad, 3, marks=pytest.mark.long), (keras.optimizers.Adam, 1)],
+    [(keras.optimizers.Adagrad, 3), (keras.optimizers.Adam, 1)],
 )
+@pytest.mark.long
 def test_a_full_checkpoint_and_its_deltas_have_the_bits_of_a_full_one(
     optimizer: type[keras.optimizers.Optimizer], num_servers: int, tmp_path: Path
 ) -> None:
