@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdist.cluster.forkserver import NAME as FORK_SERVER
+from kdist.cluster.held_ports import HeldPorts
 
 REPO = Path(__file__).resolve().parents[1]
 
+_held: list[HeldPorts] = []
 _TASK = re.compile(r"(ps|worker|chief|evaluator):\d+")
 
 
@@ -60,13 +60,16 @@ def objects_in(bucket: Any, under: str = "") -> dict[str, bytes]:
     }
 
 
-def free_addresses(number: int) -> list[str]:
-    """Addresses of this machine at which nothing listens."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+def free_ports(count: int) -> list[int]:
+    """Ports at which nothing listens, and that nobody else gets before this process ends."""
+    held = HeldPorts(count)
+    _held.append(held)
+    return held.numbers
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses of this machine, with such ports."""
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def process_name(pid: int) -> str:

@@ -75,7 +75,7 @@ def bind_port(port: int, interface: str | None) -> None:
     if interface is None:
         return
     if not _bind_all(port, interface):
-        raise ClusterError(f"cluster.bind={interface}: no socket of this process was found at port {port}")
+        raise ClusterError(f"cluster.bind={interface}: no socket of this process listens at port {port}")
 
     def bind_later() -> None:
         for secs in _LATER:
@@ -87,13 +87,13 @@ def bind_port(port: int, interface: str | None) -> None:
 
 
 def _bind_all(port: int, interface: str) -> int:
-    """Binds listening sockets, whose future connections inherit it, and connections; returns their number."""
+    """Binds connections and listening sockets, whose future connections inherit it; returns how many listen."""
     count = 0
     for _, found in tcp_sockets():
         with found:
             if found.getsockname()[1] == port:
                 bind(found, interface)
-                count += 1
+                count += found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     return count
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from kdist.cluster.agreement import Agreement
 from kdist.cluster.description import Description
 from kdist.cluster.done_queue import chief_server, tell_tasks
+from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.port_probe import PortProbes, accepts_connections, not_met
-from kdist.cluster.process import end_children, free_ports, how_it_ended, start_child, task_environment
+from kdist.cluster.process import end_children, how_it_ended, start_child, task_environment
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
@@ -61,6 +62,7 @@ class ExternalCluster:
         self._description = description
         self._agreement: Agreement | None = None
         self._chief_port = chief_port
+        self._own_port = HeldPorts(0)
         self._log_dir = log_dir
         self._start_timeout = start_timeout
         self._patience = patience
@@ -77,7 +79,9 @@ class ExternalCluster:
         address, task = chief_server(self.spec)
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
-        port = self._chief_port or free_ports(1)[0]
+        self._own_port.release()
+        self._own_port = HeldPorts(0 if self._chief_port else 1)
+        port = self._chief_port or self._own_port.numbers[0]
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
@@ -185,6 +189,7 @@ class ExternalCluster:
         self._tcp_timeouts.stop()
         end_children([self._own], _STOP_SECS)
         self._own = None
+        self._own_port.release()
 
     def _running(self) -> PortProbes:
         if self._probes is None:

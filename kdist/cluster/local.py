@@ -15,10 +15,10 @@ from typing import IO
 
 from kdist.cluster import sigstop_watchdog
 from kdist.cluster.forkserver import ForkedTask, ForkServer
+from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.process import (
     KILLED_SECS,
     end_children,
-    free_ports,
     how_it_ended,
     last_lines,
     log_tail,
@@ -145,6 +145,7 @@ class LocalCluster:
         #: Tasks that were restarted and do not serve yet, with the time by which they must.
         self._starting: dict[Task, float] = {}
         self._deadline = 0.0
+        self._ports = HeldPorts(0)
         self.spec = ClusterSpec((), ())
         self.chief_address = ""
 
@@ -153,7 +154,9 @@ class LocalCluster:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ready.clear()
         self._deadline = time.monotonic() + self._start_timeout
-        *free, for_chief = free_ports(len(self.shape.tasks) + 1)
+        self._ports.release()
+        self._ports = HeldPorts(len(self.shape.tasks) + 1)
+        *free, for_chief = self._ports.numbers
         self.chief_address = f"127.0.0.1:{for_chief}"
         ports = [f"127.0.0.1:{port}" for port in free]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
@@ -192,6 +195,7 @@ class LocalCluster:
         if self._fork_server is not None and self._fork_server not in _prepared:
             self._fork_server.close()
         self._fork_server = None
+        self._ports.release()
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills tasks, all if None, and waits until they have exited; `stop` has to be called all the same."""

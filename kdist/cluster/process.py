@@ -6,13 +6,11 @@ import ctypes
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -106,15 +104,6 @@ def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
     if chosen and isinstance(chosen[0], (list, tuple)):
         chosen = chosen[task.index] if task.index < len(chosen) else []
     return ",".join(map(str, chosen))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all are held until the last one is found, so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("", 0))
-        return [listener.getsockname()[1] for listener in sockets]
 
 
 class Process(Protocol):

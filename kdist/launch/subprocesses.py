@@ -23,10 +23,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import keras
 
+from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.local import available_cores, own_cores_of, thread_budget
 from kdist.cluster.process import (
     end_children,
-    free_ports,
     how_it_ended,
     log_tail,
     start_child,
@@ -208,7 +208,8 @@ class WorkerProcesses:
             with ExitStack() as at_end:
                 live_pipe = at_end.enter_context(live.LivePipe())
                 here, there = (at_end.enter_context(end) for end in Pipe())
-                processes = self._launch(folder, live_pipe, there)
+                ports = at_end.enter_context(HeldPorts(self.num_workers if self.num_workers > 1 else 0))
+                processes = self._launch(folder, ports.numbers, live_pipe, there)
                 # As the chief has the only other copy, it has ended when the pipe is at its end.
                 there.close()
                 live_pipe.show()
@@ -229,9 +230,10 @@ class WorkerProcesses:
                     outcome = WorkerOutcome(signals.error)
             return outcome
 
-    def _launch(self, folder: str, live_pipe: live.LivePipe, pipe_of_chief: Connection) -> list[subprocess.Popen[str]]:
+    def _launch(
+        self, folder: str, ports: Sequence[int], live_pipe: live.LivePipe, pipe_of_chief: Connection
+    ) -> list[subprocess.Popen[str]]:
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        ports = free_ports(self.num_workers) if self.num_workers > 1 else []
         workers = [f"127.0.0.1:{port}" for port in ports]
         shape = ClusterShape(0, self.num_workers)
         intra_op, inter_op = thread_budget("worker", shape, available_cores())

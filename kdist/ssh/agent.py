@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import IO, Any
 
 MARK = "kdist-agent "
@@ -31,6 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 _orders = sys.stdin.buffer
 _says = threading.Lock()
+_held: list[socket.socket] = []
 
 
 def main() -> None:
@@ -63,17 +64,22 @@ def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]
         os.chdir(folder)
     except OSError as error:
         return f"{folder}: {error.strerror} (--workdir names another folder)", []
+    sockets = [socket.socket() for _ in range(number)]
     try:
-        with ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-            for index, listener in enumerate(sockets):
-                wanted = port + index if port else 0
-                if wanted:
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(("", wanted))
-            return "", [listener.getsockname()[1] for listener in sockets]
+        for index, held in enumerate(sockets):
+            wanted = port + index if port else 0
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("", wanted))
+        return "", [held.getsockname()[1] for held in sockets]
     except OSError as error:
         return f"port {wanted}: {error.strerror} (--port names others)", []
+    finally:
+        if sys.platform == "linux":
+            # Nobody else gets them while this process runs; see kdist.cluster.held_ports.
+            _held.extend(sockets)
+        else:
+            for held in sockets:
+                held.close()
 
 
 def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | str:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from helpers import free_ports
 
 from kdist.cluster import done_queue
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.done_queue import Chief, tell_tasks
-from kdist.cluster.process import end_children, free_ports, start_child
+from kdist.cluster.process import end_children, start_child
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts

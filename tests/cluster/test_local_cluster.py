@@ -111,6 +111,22 @@ def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, mon
         LocalCluster(ClusterShape(1, 1), tmp_path).start()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a port and lets a server have it")
+def test_nobody_else_gets_the_port_of_the_chief_or_of_a_task_that_is_restarted(tmp_path: Path) -> None:
+    worker = Task("worker", 0)
+    with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+        cluster.kill([worker])
+        # Nothing serves at either of them now.
+        for address in (cluster.chief_address, cluster.spec.worker[0]):
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("", int(address.rpartition(":")[2])))
+        cluster.restart(worker)
+        wait_until(lambda: not cluster.starting_tasks(), 60, "it serves again")
+        assert cluster.lost_tasks() == {}
+    with socket.socket() as other:
+        other.bind(("", int(cluster.chief_address.rpartition(":")[2])))
+
+
 def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPC_FAIL_FAST", "false")
     monkeypatch.setenv("TF_CONFIG", "{broken")

@@ -14,10 +14,9 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import process_name, result_of, tags_of, toy_data
+from helpers import free_ports, process_name, result_of, tags_of, toy_data
 
 import kdist
-from kdist.cluster.process import free_ports
 from kdist.hooks import CheckpointSaver, Hook, MetricsServer, Session
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import read_rows

@@ -7,9 +7,8 @@ import time
 
 import pytest
 from drilling import MINE, Drill, DrillRun
-from helpers import wait_until
+from helpers import free_ports, wait_until
 
-from kdist.cluster.local import free_ports
 from kdist.cluster.port_probe import accepts_connections
 
 pytestmark = pytest.mark.cluster

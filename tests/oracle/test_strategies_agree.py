@@ -11,10 +11,9 @@ import agreement
 import keras
 import numpy as np
 import pytest
-from helpers import environment
+from helpers import environment, free_addresses
 
 import kdist
-from kdist.cluster.local import free_ports
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
 IN_SHORT = {"sgd", agreement.SEVERAL, agreement.MULTI, agreement.SCALED, agreement.STATEFUL, *agreement.REDUCED}
@@ -71,7 +70,7 @@ def mirrored(request: pytest.FixtureRequest, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def multi_worker(request: pytest.FixtureRequest, folder: Path) -> Path:
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    cluster = {"worker": free_addresses(2)}
     environments = [
         {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})} for index in (0, 1)
     ]

@@ -7,12 +7,11 @@ import sys
 from contextlib import suppress
 
 import pytest
-from helpers import wait_until
+from helpers import free_ports, wait_until
 
 from kdist.cluster import bind
 from kdist.cluster.http_server import HttpServer
 from kdist.cluster.port_probe import accepts_connections
-from kdist.cluster.process import free_ports
 from kdist.errors import ClusterError, ConfigError
 
 ANOTHER = 9999
@@ -93,7 +92,7 @@ def test_pages_are_bound_before_anybody_can_connect(elsewhere: None) -> None:
 @needs_filters
 def test_a_port_that_this_process_does_not_have_is_an_error() -> None:
     (port,) = free_ports(1)
-    with pytest.raises(ClusterError, match=rf"no socket of this process was found at port {port}"):
+    with pytest.raises(ClusterError, match=rf"no socket of this process listens at port {port}"):
         bind.bind_port(port, "lo")
 
 

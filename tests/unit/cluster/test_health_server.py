@@ -6,9 +6,9 @@ import socket
 from typing import Any
 
 import pytest
+from helpers import free_ports
 
 from kdist.cluster.health_server import Health, HealthServer, health_of_task
-from kdist.cluster.process import free_ports
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 

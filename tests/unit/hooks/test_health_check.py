@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from fakes import make_session, run_all
+from helpers import free_ports
 
-from kdist.cluster.process import free_ports
 from kdist.errors import ConfigError
 from kdist.hooks import HealthCheck, Hook, StopAtStep
 

@@ -11,9 +11,9 @@ import cloudpickle
 import numpy as np
 import pytest
 from fakes import CountingStrategy, FakeCheckpoints, FakeClock, make_session, run_all
+from helpers import free_ports
 
 from kdist import hooks
-from kdist.cluster.process import free_ports
 from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.hooks import (
     BestCheckpoint,

@@ -13,10 +13,9 @@ import models
 import numpy as np
 import pytest
 from fakes import CountingStrategy, make_session, run_all
-from helpers import toy_data
+from helpers import free_ports, toy_data
 
 import kdist
-from kdist.cluster.process import free_ports
 from kdist.errors import ConfigError
 from kdist.hooks import Hook, MetricsServer, StopAtStep
 from kdist.strategies.gradient_counts import GradientCounts
