@@ -1,7 +1,8 @@
 """A Slurm system on the hosts of a `Network`: Debian's slurmctld, slurmd and munged, each host a node of its own.
 
-The first host has the controller, and commands are run there; the others are nodes, with four CPUs each, whatever the
-machine has. All processes of a node are in a PID namespace, so that jobs end with its slurmd, however that ends.
+The first host has the controller, and commands are run there; the others are nodes, with 16 CPUs, 64 GB and a GPU each,
+whatever the machine has. All processes of a node are in a PID namespace, so that jobs end with its slurmd, however that
+ends.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-NodeName={nodes} CPUs=4 RealMemory=8000
+GresTypes=gpu
+NodeName={nodes} CPUs=16 RealMemory=65536 Gres=gpu:1
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
@@ -87,6 +89,8 @@ class SlurmSystem:
         for name in ("munge", "state", "cgroup", *(f"spool-{node.name}" for node in self.nodes)):
             (folder / name).mkdir(parents=True)
         (folder / "cgroup.conf").write_text(_CGROUPS.format(folder=folder))
+        # Slurm counts files of devices, whatever they are.
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
         self._config = folder / "slurm.conf"
         self._config.write_text(
             _CONFIG.format(

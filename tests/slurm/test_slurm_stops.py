@@ -19,7 +19,7 @@ _LONG = (*MINE, "train.steps_per_epoch=2000", "train.steps=10000000", "hooks.che
 
 def start(slurm: SlurmSystem, *options: str, arguments: tuple[str, ...] = _LONG) -> Job:
     """A job that trains."""
-    job = slurm.submit("--cpus-per-task=1", *options, SCRIPT, *arguments)
+    job = slurm.submit(*options, SCRIPT, *arguments)
     job.wait_for_step(200, START_SECS)
     return job
 
@@ -51,7 +51,7 @@ def test_scancel_saves_and_the_same_run_dir_resumes(slurm: SlurmSystem) -> None:
     # Whoever cancels a job does not want it back.
     assert job.end(_STOP_SECS) == "CANCELLED"
     assert result_of(job.run_dir("mine"))["status"] == "preempted"
-    again = slurm.submit("--cpus-per-task=1", SCRIPT, *_LONG, f"run.dir={job.run_dir('mine')}")
+    again = slurm.submit(SCRIPT, *_LONG, f"run.dir={job.run_dir('mine')}")
     resumes_from(again, step)
     cancel(slurm, again)
 
@@ -98,7 +98,7 @@ def test_a_lost_server_lets_the_job_requeue_itself(slurm: SlurmSystem) -> None:
 
 
 def test_a_job_that_fails_by_itself_is_not_requeued(slurm: SlurmSystem) -> None:
-    job = slurm.submit("--cpus-per-task=1", SCRIPT, *MINE, "train.steps=10", "+data.label_offset=9")
+    job = slurm.submit(SCRIPT, *MINE, "train.steps=10", "+data.label_offset=9")
     assert job.end(2 * START_SECS) == "FAILED", job.output
     assert job.restarts == 0
     assert "kdist: error" in job.output

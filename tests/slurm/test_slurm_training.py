@@ -20,7 +20,7 @@ START_SECS = 180.0
 
 
 def test_the_batch_script_trains_on_four_nodes(slurm: SlurmSystem) -> None:
-    job = slurm.submit("--cpus-per-task=1", SCRIPT, *MINE, "train.steps=300")
+    job = slurm.submit(SCRIPT, *MINE, "train.steps=300")
     assert job.end(START_SECS) == "COMPLETED", job.output
     result = result_of(job.run_dir("mine"))
     assert (result["status"], result["global_step"]) == ("done", 300)
@@ -35,13 +35,14 @@ def test_the_batch_script_trains_on_four_nodes(slurm: SlurmSystem) -> None:
 
 
 def test_a_heterogeneous_job_trains(slurm: SlurmSystem) -> None:
-    parts = ("--cpus-per-task=1", "--ntasks=3", "--nodes=3", ":", "--cpus-per-task=1", "--ntasks=2", "--nodes=1")
-    job = slurm.submit(*parts, SCRIPT, *MINE, "train.steps=300", "strategy=sync_replicas")
+    workers = ("--ntasks=3", "--nodes=3", "--gpus-per-node=1")
+    servers = ("--ntasks=2", "--nodes=1", "--cpus-per-task=4", "--mem=64G")
+    job = slurm.submit(*workers, ":", *servers, SCRIPT, *MINE, "train.steps=300", "strategy=sync_replicas")
     assert job.end(START_SECS) == "COMPLETED", job.output
     result = result_of(job.run_dir("mine"))
     assert (result["status"], result["global_step"], result["strategy"]) == ("done", 300, "sync_replicas")
-    servers = [line for line in job.output.splitlines() if line.startswith("task  | ps:")]
-    assert len({line.split(" | ")[2].partition(":")[0] for line in servers}) == 1, servers
+    lines = [line for line in job.output.splitlines() if line.startswith("task  | ps:")]
+    assert len({line.split(" | ")[2].partition(":")[0] for line in lines}) == 1, lines
 
 
 def test_workers_without_servers_train_as_a_step(slurm: SlurmSystem, tmp_path: Path) -> None:
