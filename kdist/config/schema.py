@@ -246,7 +246,7 @@ class SweepConfig:
     """How the trials of a sweep (-m) are compared."""
 
     metric: Optional[str] = None
-    """Validation metric whose best value counts, or `steps_per_second`, `examples_per_second`; null: loss."""
+    """Validation metric whose best value counts; `steps_per_second`, `examples_per_second`, `seconds`; null: loss."""
 
     mode: Optional[str] = None
     """Which values are better, `min` or `max`; null: asks the metric."""
