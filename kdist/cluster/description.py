@@ -17,7 +17,13 @@ from kdist.version import __version__
 _GROUPS = ("model", "data", "optimizer", "loss", "metrics", "strategy", "train", "fit")
 _SEED = "run.seed"
 #: Of the chief alone: when it stops, restarts and validates. The next chief of servers that stay may have others.
-_OF_CHIEF = ("train.steps", "train.max_restarts", "train.validation_every_steps", "train.validate_with_ema")
+_OF_CHIEF = (
+    "train.steps",
+    "train.epochs",
+    "train.max_restarts",
+    "train.validation_every_steps",
+    "train.validate_with_ema",
+)
 _MAX_NAMED = 10
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 
 from kdist.cluster import bind
 from kdist.errors import ConfigError
@@ -77,7 +78,8 @@ class _Server(ThreadingHTTPServer):
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bind.bind(self.socket, self._interface)
-        super().server_bind()
+        # Not HTTPServer's: it asks for the name of this machine, and waits for a name server that does not respond.
+        TCPServer.server_bind(self)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -208,7 +208,6 @@ class LocalCluster:
         """Restarts a task that has exited, at its old address, and returns at once."""
         end_children([self._processes[task]], _STOP_SECS)
         self._processes[task] = self._launch(task)
-        self._watch_over([task])
         self._ready.discard(task)
         self._starting[task] = time.monotonic() + self._start_timeout
         return True
@@ -231,8 +230,12 @@ class LocalCluster:
             if process.poll() is None and time.monotonic() > deadline:
                 process.kill()
             # A process that has exited is among the lost ones.
-            if process.poll() is not None or _can_read(process.stdout):
+            if process.poll() is not None:
                 del self._starting[task]
+            elif _can_read(process.stdout):
+                del self._starting[task]
+                # Not before: a task that is not forked yet has no process id of its own.
+                self._watch_over([task])
         return set(self._starting)
 
     def __enter__(self) -> LocalCluster:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kdist.cluster import bind
@@ -64,7 +65,12 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
         return Found(State.SILENT, f"the name {host} has not been resolved", is_of_lookup=True)
     why = Found(State.SILENT, f"{address} has not responded")
     for family, kind, protocol, _, socket_address in found:
-        with socket.socket(family, kind, protocol) as own:
+        try:
+            own = socket.socket(family, kind, protocol)
+        except OSError:
+            # This process can open no more files at the moment, or the system has no IPv6.
+            continue
+        with own:
             own.settimeout(max(0.01, deadline - time.monotonic()))
             with _counted(own):
                 try:
@@ -279,7 +285,8 @@ def meet(workers: Sequence[str], index: int, timeout: float, interface: str | No
     with own:
         bind.bind(own, interface)
         while True:
-            found = {task: probe(address) for task, address in missing.items()}
+            probes = {task: in_thread(partial(probe, address)) for task, address in missing.items()}
+            found = {task: outcome.result() for task, outcome in probes.items()}
             missing = {task: missing[task] for task in missing if found[task].state is not State.LISTENING}
             if not missing:
                 return

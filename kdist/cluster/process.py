@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from kdist._compat import quiet_import
+from kdist.cluster import hard_limit
 from kdist.cluster.spec import Task
 
 if TYPE_CHECKING:
@@ -40,6 +42,19 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def killed_after(secs: float, text: str) -> Iterator[None]:
+    """While entered, this process can last `secs` seconds only: then it is killed, and `text` is on standard error.
+
+    Only for calls that hold Python's lock while they wait, where nothing else can end them.
+    """
+    watcher = start_child([sys.executable, "-S", hard_limit.__file__, str(secs), text], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        end_children([watcher], KILLED_SECS)
 
 
 def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:

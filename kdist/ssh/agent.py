@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import queue
 import signal
@@ -28,6 +29,9 @@ _LINE_BYTES = 1 << 16
 _OUTPUT_SECS = 6.0
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
+_LAST_PORT = 65535
+#: In which a launcher that connects says what it wants.
+_FIRST_ORDER_SECS = 60.0
 
 _orders = sys.stdin.buffer
 _says = threading.Lock()
@@ -37,20 +41,20 @@ _held: list[socket.socket] = []
 def main() -> None:
     """Does what the launcher says, until all tasks have ended."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    asked = _next_order()
+    asked = _next_order(_FIRST_ORDER_SECS)
     why, ports = _prepare(asked["folder"], asked["number"], asked["port"])
     _say(refused=why) if why else _say(ready=ports)
     # No thread runs before the tasks are started: this process forks, and its children end with the thread that did.
-    order = _next_order()
+    order = _next_order(asked["patience"])
     tasks = {name: _start(argv, {**os.environ, **order["environment"], **own}) for name, argv, own in order["tasks"]}
     signal.alarm(0)
     _watch(tasks, asked["patience"])
 
 
-def _next_order() -> Any:
+def _next_order(patience: float) -> Any:
     """The next message, without signs of life; ends this process if the launcher is gone, or silent."""
     while True:
-        signal.alarm(60)
+        signal.alarm(math.ceil(patience))
         line = _orders.readline()
         if not line:
             os._exit(0)
@@ -68,6 +72,8 @@ def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]
     try:
         for index, held in enumerate(sockets):
             wanted = port + index if port else 0
+            if wanted > _LAST_PORT:
+                return f"port {wanted}: the last one is {_LAST_PORT} (--port names others)", []
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("", wanted))
         return "", [held.getsockname()[1] for held in sockets]
@@ -126,7 +132,10 @@ def _watch(tasks: dict[str, Any], patience: float) -> None:
             del running[value]
         elif "signal" in value:
             for task in running.values():
-                task.send_signal(value["signal"])
+                # Not `send_signal`, which would wait for a task that has exited; `_follow` does.
+                if task.returncode is None:
+                    with suppress(ProcessLookupError):
+                        os.kill(task.pid, value["signal"])
     for task in running.values():
         _kill_group(task.pid)
     os._exit(0)

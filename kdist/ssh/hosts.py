@@ -11,9 +11,7 @@ from kdist.cluster.spec import EVALUATOR, ClusterShape, Task
 from kdist.errors import ConfigError
 
 # A host name, an IPv4 address, or an IPv6 address in brackets; ssh would take what begins with a dash for an option.
-_HOST = re.compile(
-    r"(?:(?P<user>[\w][\w.-]*)@)?(?P<name>[\w][\w.-]*|\[[\da-fA-F:.]+(?:%[\w.-]+)?\])(?::(?P<slots>\d+))?"
-)
+_HOST = re.compile(r"(?:(?P<user>[\w][\w.-]*)@)?(?P<name>[\w][\w.-]*|\[[\da-fA-F:.]+\])(?::(?P<slots>\d+))?")
 _FORM = "the form is host:slots, with commas between hosts, as h1:2,user@h2:2,[fd00::3]:1"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -56,7 +54,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     for entry in text.split(","):
         match = _HOST.fullmatch(entry)
         if match is None:
-            hint = "; an IPv6 address stands in brackets" if entry.count(":") > 1 and "[" not in entry else ""
+            hint = ""
+            if "%" in entry:
+                hint = "; a scope, as %eth0, means nothing to other hosts"
+            elif entry.count(":") > 1 and "[" not in entry:
+                hint = "; an IPv6 address stands in brackets"
             raise ConfigError(f"-H {entry or repr(text)}: cannot be read: {_FORM}{hint}")
         slots = int(match["slots"] or 1)
         if not slots:

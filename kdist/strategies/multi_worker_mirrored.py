@@ -22,6 +22,7 @@ from kdist.cluster import bind
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.description import Description, compare
 from kdist.cluster.port_probe import meet
+from kdist.cluster.process import killed_after
 from kdist.cluster.spec import Membership, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError, ConfigError, reason
@@ -41,7 +42,8 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
     """Joins the other workers; TensorFlow can do that only before its first op in a process.
 
     Args:
-        start_timeout: seconds within which all must have joined.
+        start_timeout: seconds within which all must listen at their addresses, and then, within which all must have
+            joined; otherwise this process is killed.
         interface: the one at which this worker listens, see `kdist.cluster.bind`; None for all.
 
     Raises:
@@ -57,7 +59,9 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
             rpc_layer="grpc",
         )
         try:
-            _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+            # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
+            with killed_after(start_timeout, f"{_not_joined(start_timeout)}; killed, as TensorFlow keeps waiting"):
+                _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except RuntimeError as error:
             raise ConfigError(
                 "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
@@ -65,6 +69,10 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
             ) from error
         bind.bind_port(membership.spec.port(membership.task), interface)
     return _distributions[membership]
+
+
+def _not_joined(start_timeout: float) -> str:
+    return f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
 
 
 def agree(membership: Membership, description: Description, timeout: float) -> None:

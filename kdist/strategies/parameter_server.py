@@ -89,7 +89,7 @@ class ParameterServer(PsStrategy):
             self.drain()
             self._make_calls(self._tuner.prefetch)
         if self._tuner.is_done:
-            record(Line(f"strategy.prefetch={self._tuner.prefetch}: more is not faster", "prefetch"), logging.INFO)
+            record(Line(f"strategy.prefetch={self._tuner.prefetch}: {self._tuner.why}", "prefetch"), logging.INFO)
             self._tuner = None
 
     def _check(self, prepared: PreparedTraining) -> None:

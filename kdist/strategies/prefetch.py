@@ -20,11 +20,13 @@ class PrefetchTuner:
     Attributes:
         prefetch: what is used now.
         is_done: whether it stays.
+        why: it stays.
     """
 
     def __init__(self) -> None:
         self.prefetch = 0
         self.is_done = False
+        self.why = ""
         self._before: float | None = None
         self._secs, self._steps = 0.0, 0
 
@@ -47,11 +49,14 @@ class PrefetchTuner:
         self._secs, self._steps = 0.0, 0
         if self._before is not None and rate < _GAIN * self._before:
             self.prefetch //= 2
-            self.is_done = True
+            self._end("more is not faster")
             return True
         self._before = rate
         if self.prefetch == _MOST:
-            self.is_done = True
+            self._end("more is not tried")
             return False
         self.prefetch = 2 * self.prefetch or 1
         return True
+
+    def _end(self, why: str) -> None:
+        self.is_done, self.why = True, why

@@ -188,3 +188,15 @@ def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, mon
         os.kill(cluster.pids[Task("ps", 0)], signal.SIGSTOP)
         wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
         assert cluster.lost_tasks() == {Task("ps", 0): "was stopped for 1 s and killed"}
+
+
+def test_a_task_that_was_restarted_is_watched_like_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
+    worker = Task("worker", 0)
+    with LocalCluster(ClusterShape(1, 1), tmp_path, step_timeout=0.5) as cluster:
+        cluster.kill([worker])
+        cluster.restart(worker)
+        wait_until(lambda: not cluster.starting_tasks(), 60, "it serves again")
+        os.kill(cluster.pids[worker], signal.SIGSTOP)
+        wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
+        assert cluster.lost_tasks() == {worker: "was stopped for 1 s and killed"}

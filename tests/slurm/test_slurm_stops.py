@@ -97,6 +97,15 @@ def test_a_lost_server_lets_the_job_requeue_itself(slurm: SlurmSystem) -> None:
     cancel(slurm, job)
 
 
+def test_a_chief_that_was_killed_lets_the_job_requeue_itself(slurm: SlurmSystem) -> None:
+    job = start(slurm, arguments=(*_LONG, "hooks.checkpoint.every_secs=2"))
+    saved = int(job.wait_for(r"^save  \| step +([1-9]\d*)", _STOP_SECS))
+    job.kill(rank=0)
+    assert int(job.wait_for(r"^load  \| step +(\d+)", 2 * START_SECS)) >= saved
+    assert job.restarts == 1
+    cancel(slurm, job)
+
+
 def test_a_job_that_fails_by_itself_is_not_requeued(slurm: SlurmSystem) -> None:
     job = slurm.submit(SCRIPT, *MINE, "train.steps=10", "+data.label_offset=9")
     assert job.end(2 * START_SECS) == "FAILED", job.output

@@ -38,7 +38,7 @@ def test_what_belongs_to_one_task_may_differ() -> None:
         "run": {"seed": 3, "dir": "/elsewhere", "health_port": 8080},
         "cluster": {"job": "worker", "task": 1},
         "hooks": {},
-        "train": {**CONFIG["train"], "steps": 200},
+        "train": {**CONFIG["train"], "steps": 200, "epochs": 7},
     }
     assert differences(described(), described(**others)) == []
 

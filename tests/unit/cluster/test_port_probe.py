@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -32,6 +34,20 @@ def test_a_refused_connection_is_told_from_silence() -> None:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         assert probe(address) == Found(State.REFUSED, f"nothing listens at {address}")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAFNOSUPPORT])
+def test_a_probe_that_gets_no_socket_is_no_error(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    class NoSocket:
+        def __init__(self, *_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with monkeypatch.context() as broken:
+            broken.setattr(socket, "socket", NoSocket)
+            assert probe(address) == Found(State.SILENT, f"{address} has not responded")
+        assert probe(address) == LISTENING
 
 
 def test_an_address_that_does_not_answer_is_silent_after_the_timeout() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,11 @@ class Agent:
 @pytest.fixture
 def started() -> Iterator[Agent]:
     process = Agent()
+    # An answer that never comes fails the test.
+    deadline = threading.Timer(30, process.process.kill)
+    deadline.start()
     yield process
+    deadline.cancel()
     process.process.kill()
     process.process.wait(10)
     for pipe in (process.process.stdin, process.process.stdout):
@@ -67,6 +72,23 @@ def test_it_says_what_cannot_be(started: Agent, tmp_path: Path) -> None:
     assert started.prepare(tmp_path / "none") == {
         "refused": f"{tmp_path / 'none'}: No such file or directory (--workdir names another folder)"
     }
+
+
+def test_ports_that_do_not_exist_are_named(started: Agent, tmp_path: Path) -> None:
+    assert started.prepare(tmp_path, 2, 65535) == {"refused": "port 65536: the last one is 65535 (--port names others)"}
+
+
+def test_no_end_of_a_task_is_missed_when_signals_come_just_then(started: Agent, tmp_path: Path) -> None:
+    names = [f"t{index}" for index in range(40)]
+    started.prepare(tmp_path, len(names))
+    started.tell(tasks=[(name, ["sleep", "60"], {}) for name in names], environment={})
+    for _ in range(6):
+        started.tell(signal=signal.SIGTERM)
+        time.sleep(0.001)
+    ended = [started.answer() for _ in names]
+    assert sorted(answer["task"] for answer in ended) == sorted(names)
+    assert {answer["code"] for answer in ended} == {-signal.SIGTERM}
+    assert started.process.wait(10) == 0
 
 
 def test_signals_reach_tasks_and_their_codes_come_back(started: Agent, tmp_path: Path) -> None:

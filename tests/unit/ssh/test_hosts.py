@@ -38,6 +38,7 @@ def test_ssh_and_tensorflow_write_a_host_in_their_own_ways() -> None:
         ("h1:two", "-H h1:two: cannot be read"),
         ("h1:0", "-H h1:0: a host takes at least one task"),
         ("fd00::5:2", "an IPv6 address stands in brackets"),
+        ("[fe80::1%eth0]:2", "a scope, as %eth0, means nothing to other hosts"),
         ("-oProxyCommand=x:2", "cannot be read"),
         ("h1;ls:2", "cannot be read"),
         ("h1:1,h2:1,h1:2", "h1 is named twice; add up its slots"),
