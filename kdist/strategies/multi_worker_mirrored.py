@@ -60,7 +60,8 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
         )
         try:
             # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
-            with killed_after(start_timeout, f"{_not_joined(start_timeout)}; killed, as TensorFlow keeps waiting"):
+            late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
+            with killed_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
                 _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except RuntimeError as error:
             raise ConfigError(
@@ -69,10 +70,6 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
             ) from error
         bind.bind_port(membership.spec.port(membership.task), interface)
     return _distributions[membership]
-
-
-def _not_joined(start_timeout: float) -> str:
-    return f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
 
 
 def agree(membership: Membership, description: Description, timeout: float) -> None:
