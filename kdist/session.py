@@ -21,6 +21,7 @@ from kdist.console.warn import warn
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.model.names import LEARNING_RATE
+from kdist.run.restarts import Restarts
 from kdist.run.run_length import RunLength
 from kdist.run.saves import Saves
 from kdist.run.statistics import RunStatistics
@@ -90,10 +91,7 @@ class TrainSession:
         self.is_started = False
         self.statistics = RunStatistics()
         self._make_strategy = make_strategy
-        self._max_restarts = max_restarts
-        self._may_restart_tasks = may_restart_tasks
-        #: How often training resumed, and how often of these on a new cluster.
-        self._times_back = self._cluster_restarts = self._worker_restarts_before = 0
+        self._restarts = Restarts(max_restarts, may_restart_tasks=may_restart_tasks)
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
@@ -311,22 +309,20 @@ class TrainSession:
             cluster_is_there = isinstance(error, TornUpdateError)
             self._saves.settle(self.strategy, cluster_is_there=cluster_is_there)
             newest = self.checkpoints.newest()
-            if self._times_back >= self._max_restarts or self.interrupted or newest is None:
-                raise error
-            if not (cluster_is_there or self._may_restart_tasks):
+            if newest is None or self.interrupted or not self._restarts.may_follow(error):
                 raise error
             if self.checkpoints.steps()[-1] < self.first_step:
                 # It belongs to an earlier fit: the values that this one began with were not saved.
                 raise error
-            self._times_back += 1
-            restarts = (self._times_back, self._max_restarts)
-            warn(lines.again_line(error, newest, *restarts, cluster_is_there=cluster_is_there))
+            self._restarts.count += 1
+            counts = self._restarts.count, self._restarts.at_most
+            warn(lines.again_line(error, newest, *counts, cluster_is_there=cluster_is_there))
             self._went_on_since = None
             try:
                 with self._recovery_is_ours():
                     if not cluster_is_there:
-                        self._cluster_restarts += 1
-                        self._worker_restarts_before += self.strategy.worker_restarts
+                        self._restarts.on_new_clusters += 1
+                        self._restarts.of_workers += self.strategy.worker_restarts
                         self.strategy.stop()
                         self.strategy = self._make_strategy()
                         self.strategy.start(self.spec)
@@ -341,8 +337,8 @@ class TrainSession:
     @property
     def restarts(self) -> dict[str, int]:
         """How many workers were lost and returned, and how often the whole cluster was restarted."""
-        workers = self._worker_restarts_before + self.strategy.worker_restarts
-        return {"worker": workers, "cluster": self._cluster_restarts}
+        workers = self._restarts.of_workers + self.strategy.worker_restarts
+        return {"worker": workers, "cluster": self._restarts.on_new_clusters}
 
     def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
         # While hooks ran, workers continued with steps that had been started: that time counts.

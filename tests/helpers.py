@@ -116,10 +116,20 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Whether a process ignores a signal."""
+    return _is_among(pid, "SigIgn", number)
+
+
 def catches(pid: int, number: int) -> bool:
     """Whether a process handles a signal itself."""
+    return _is_among(pid, "SigCgt", number)
+
+
+def _is_among(pid: int, name: str, number: int) -> bool:
+    """Whether a signal is in a set of signals of a process; see proc(5)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
+        if line.startswith(f"{name}:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from kdist._compat import quiet_import
-from kdist.cluster import hard_limit
 from kdist.cluster.spec import Task
 
 if TYPE_CHECKING:
@@ -50,7 +49,8 @@ def killed_after(secs: float, text: str) -> Iterator[None]:
 
     Only for calls that hold Python's lock while they wait, where nothing else can end them.
     """
-    watcher = start_child([sys.executable, "-S", hard_limit.__file__, str(secs), text], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "kdist.cluster.hard_limit", str(secs), text]
+    watcher = start_child(command, stdout=subprocess.DEVNULL, env=_environment_with_kdist())
     try:
         yield
     finally:
@@ -93,14 +93,10 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     Args:
         devices: which GPUs tasks may use.
     """
-    environment = dict(os.environ)
+    environment = _environment_with_kdist()
     # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
     for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
         environment.pop(name, None)
-    # The task uses the same kdist as the chief, installed or not.
-    package_root = str(Path(__file__).resolve().parents[2])
-    paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
     # Errors are shown: why a server could not start is told by them alone.
     if environment.get(quiet_import.LEVEL) not in ("0", "1"):
         environment[quiet_import.LEVEL] = "2"
@@ -109,6 +105,15 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     if (visible := visible_devices(task, devices)) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     return environment
+
+
+def _environment_with_kdist() -> dict[str, str]:
+    """The environment of a process that uses the same kdist as this one, installed or not."""
+    paths = [
+        str(Path(__file__).resolve().parents[2]),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:

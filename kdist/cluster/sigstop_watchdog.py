@@ -1,4 +1,4 @@
-"""Kills tasks of this machine that were stopped (SIGSTOP) and do not continue. `python guard.py <seconds>`
+"""Kills tasks of this machine that were stopped (SIGSTOP) and do not continue. `python sigstop_watchdog.py <seconds>`
 
 The chief watches its tasks itself. But TensorFlow sends a new function to every task while it holds Python's lock, and
 waits for a stopped one without a limit; then no thread of the chief can run. This process is for that case. It reads
@@ -6,6 +6,7 @@ process ids from its standard input, one per line, writes those that it kills to
 input closes. It imports nothing that is slow to import.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ import time
 from collections.abc import Collection
 
 _CHECK_SECS = 0.1
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
 
 
 class Stopped:
@@ -32,7 +35,9 @@ class Stopped:
 
 def guard(limit_secs: float) -> None:
     """Kills a process when it has been stopped for that long without a break."""
-    # As every child of the chief: see `end_with_parent`.
+    # As every child of the chief: see `end_with_parent`, which would take long to import.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
     stopped = Stopped()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import tasks_running, wait_until
+from helpers import descendants, ignores, tasks_running, wait_until
 
 from kdist.cluster.local import LocalCluster, cores_of, prepared
 from kdist.cluster.spec import ClusterShape, Task
@@ -93,6 +93,33 @@ def test_tasks_end_when_the_chief_is_killed_while_they_start(tmp_path: Path) -> 
     finally:
         chief.kill()
         chief.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_nothing_is_left_when_all_processes_were_stopped_and_the_chief_is_killed(tmp_path: Path) -> None:
+    chief = subprocess.Popen(
+        [sys.executable, "-c", CHIEF, str(tmp_path), "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert chief.stdout is not None
+        assert chief.stdout.readline() == "started\n"
+        pids = descendants(chief.pid)
+        # Three tasks, what forks them, and what watches over them.
+        assert len(pids) == 5
+        wait_until(
+            lambda: all(ignores(pid, signal.SIGTERM) for pid in pids), 10, "each is ready to end with its parent"
+        )
+        for pid in [chief.pid, *pids]:
+            os.kill(pid, signal.SIGSTOP)
+        chief.kill()
+        wait_until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 5, "every process has ended")
+    finally:
+        chief.kill()
+        chief.wait()
+        chief.stdout.close()
 
 
 def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,17 @@ def test_a_task_is_alive_before_it_is_ready() -> None:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def test_it_opens_without_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked_for_a_name(*_: object) -> str:
+        raise AssertionError("a name server that does not respond would keep the port closed")
+
+    for name in ("getfqdn", "gethostbyaddr"):
+        monkeypatch.setattr(socket, name, asked_for_a_name)
+    (port,) = free_ports(1)
+    with HealthServer(port, lambda: Health("ps:0", is_ready=True)):
+        assert asked(port, "/healthz")[0] == 200
+
+
 def test_a_task_knows_the_step_from_the_chief() -> None:
     (port,) = free_ports(1)
     spec = ClusterSpec(("[::1]:1",), ("127.0.0.1:2",))

@@ -80,23 +80,25 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
     np.testing.assert_allclose(found["parameters/out/kernel"], kernel, rtol=1e-5, atol=1e-6)
 
 
-def tried(rates: dict[int, float]) -> list[int]:
-    """What a tuner uses, one after the other, if training is as fast as `rates` says for each."""
+def tried(rates: dict[int, float]) -> tuple[list[int], str]:
+    """What a tuner uses, one after the other, if training is as fast as `rates` says for each; why it ends."""
     tuner, used = PrefetchTuner(), [0]
     while not tuner.is_done:
         if tuner.observe(round(rates[tuner.prefetch]), 1.0):
             used.append(tuner.prefetch)
-    return used
+    return used, tuner.why
 
 
 @pytest.mark.parametrize(
-    ("rates", "used"),
+    ("rates", "used", "why"),
     [
-        ({0: 100, 1: 110}, [0, 1, 0]),
-        ({0: 100, 1: 190, 2: 200}, [0, 1, 2, 1]),
-        ({0: 100, 1: 190, 2: 240, 4: 250}, [0, 1, 2, 4, 2]),
-        ({0: 100, 1: 190, 2: 240, 4: 300}, [0, 1, 2, 4]),
+        ({0: 100, 1: 110}, [0, 1, 0], "more is not faster"),
+        ({0: 100, 1: 190, 2: 200}, [0, 1, 2, 1], "more is not faster"),
+        ({0: 100, 1: 190, 2: 240, 4: 250}, [0, 1, 2, 4, 2], "more is not faster"),
+        ({0: 100, 1: 190, 2: 240, 4: 300}, [0, 1, 2, 4], "more is not tried"),
     ],
 )
-def test_more_steps_are_begun_as_long_as_each_number_is_faster(rates: dict[int, float], used: list[int]) -> None:
-    assert tried(rates) == used
+def test_more_steps_are_begun_as_long_as_each_number_is_faster(
+    rates: dict[int, float], used: list[int], why: str
+) -> None:
+    assert tried(rates) == (used, why)
