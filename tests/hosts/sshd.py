@@ -111,9 +111,11 @@ class Launcher:
     def __init__(self, host: Host, arguments: Iterable[str], cwd: Path, folder: Path, number: int) -> None:
         self._output = folder / f"launcher-{number}.txt"
         self._started = time.monotonic()
+        # A launcher that ignores SIGHUP when it starts, as under nohup, goes on doing so; the tests may be under nohup.
+        command = ["env", "--default-signal=HUP", sys.executable, "-m", "kdist.launch", *arguments]
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                host.inside(sys.executable, "-m", "kdist.launch", *arguments, cwd=cwd),
+                host.inside(*command, cwd=cwd),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

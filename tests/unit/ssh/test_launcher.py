@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from queue import SimpleQueue
 from typing import Any
@@ -83,3 +84,18 @@ def test_after_a_second_signal_tasks_have_little_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launcher, "SAME_SIGNAL_SECS", -1.0)
     monkeypatch.setattr(launcher, "_SECOND_SIGNAL_SECS", 0.05)
     assert watch(Told(signal.SIGTERM), Told(signal.SIGTERM)) == (143, [signal.SIGTERM, signal.SIGTERM])
+
+
+def test_signals_that_were_ignored_before_stay_ignored() -> None:
+    """As SIGHUP under nohup."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launcher._received_signals(events):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert events.get_nowait() == Told(signal.SIGUSR1)
+    assert events.empty()
