@@ -262,7 +262,7 @@ def test_a_server_that_is_killed_while_it_saves_leaves_the_checkpoint_before(dri
     for is_saving in (False, True):
         wait_until(lambda want=is_saving: any(folder.glob("unfinished-*/[01]-*")) == want, 60, f"saving: {is_saving}")
     run.signal_task("ps:1")
-    ended = run.end()
+    ended = run.end(300)
     assert (ended.code, ended.step) == (0, 60)
     assert lines(ended, "ps:1 died (signal 9, SIGKILL); restarting the cluster from checkpoints/ckpt-")
     assert names(folder) == whole(folder)
