@@ -9,7 +9,7 @@ READY := $(VENV)/ready
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
-	@echo "make drills  every fault that kdist is to survive, injected for real, about 15 minutes; prints a table"
+	@echo "make drills  every fault that kdist is to survive, injected for real, about 16 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; prints a table"
 	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, an hour"

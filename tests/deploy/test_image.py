@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,13 @@ def _run(*command: str, timeout: float, check: bool = True) -> subprocess.Comple
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> object:
+def images() -> object:
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("an image is built by root, on Linux")
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"{', '.join(missing)} not installed")
-    found = Images(tmp_path_factory.mktemp("images"))
+    # Podman refuses a runroot whose path is longer than 50 characters; under xdist those of pytest are.
+    found = Images(Path(tempfile.mkdtemp(prefix="kdist-images-")))
     try:
         found.build()
         if (tried := found.run("--version")).returncode:
