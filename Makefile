@@ -45,8 +45,10 @@ slurm: $(READY)
 		apt-get install -y -qq slurm-wlm munge >/dev/null || echo "slurm-wlm and munge cannot be installed"
 	$(BIN)/python -m pytest tests/slurm
 
+# An image takes minutes to build.
 long: $(READY) hosts
-	$(BIN)/python -m pytest --numprocesses 2 -m long --ignore tests/drills --ignore tests/hosts --ignore tests/slurm
+	$(BIN)/python -m pytest --numprocesses 2 -m long -o faulthandler_timeout=900 \
+		--ignore tests/drills --ignore tests/hosts --ignore tests/slurm
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -77,7 +77,9 @@ class Images:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _podman(self, *arguments: str, timeout: float, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return _run("podman", *self._options, *arguments, timeout=timeout, check=check)
+        # By default podman keeps its state where all containers of this machine do, and `system reset` removes that.
+        state = ["--tmpdir", str(self._folder / "tmp")]
+        return _run("podman", *self._options, *state, *arguments, timeout=timeout, check=check)
 
 
 def _run(*command: str, timeout: float, check: bool = True) -> subprocess.CompletedProcess[str]:
