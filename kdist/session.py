@@ -19,6 +19,7 @@ from kdist.config.schema import RESUME_MODES, RunConfig, TrainConfig
 from kdist.console import lines
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
+from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.model.names import LEARNING_RATE
 from kdist.run.restarts import Restarts
@@ -295,7 +296,8 @@ class TrainSession:
         """Inside it, failures of the cluster are passed on to the caller."""
         before, self._is_recovering = self._is_recovering, True
         try:
-            yield
+            with children_end_here():
+                yield
         finally:
             self._is_recovering = before
 

@@ -22,6 +22,7 @@ from kdist.console import log
 from kdist.data.sources import read_locally, split_validation
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate
+from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults
 from kdist.hooks.keras_callbacks import CallbackOrSeveral, checked
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
@@ -304,6 +305,7 @@ class Trainer:
             log.used(self._log_format),
             self.files.lock() if self._lock_run_dir else nullcontext(),
             log.file_log(self.files.logs / "chief-0.log"),
+            children_end_here(),
         ):
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from kdist import forks
 from kdist.console import log
 from kdist.console.native_stderr import keep_python_stderr
 from kdist.errors import KdistError
@@ -28,6 +29,7 @@ def end_process(run: Callable[[list[str]], int]) -> NoReturn:
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
+    forks.end_daemons()
     # At a normal exit TensorFlow may wait forever for a task that has exited. Everything is written and closed by now.
     os._exit(code)
 
@@ -36,6 +38,7 @@ def start_anew() -> NoReturn:
     """Replaces this process by one with the same command, id and parent, of which nothing is left."""
     sys.stdout.flush()
     sys.stderr.flush()
+    forks.end_daemons()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
+from kdist import forks
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, start_child
+from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, signals_held_back, start_child
 from kdist.cluster.server import ServerOptions, serve
 
 #: The name of the process.
@@ -65,6 +66,7 @@ class ForkedTask:
     def __init__(self, server: ForkServer, stdin: int, stdout: int) -> None:
         self._server = server
         self.stdin: IO[bytes] = os.fdopen(stdin, "wb", buffering=0)
+        forks.keep_from_children(self.stdin)
         self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
         self.returncode: int | None = None
         self.forked_pid: int | None = None
@@ -116,6 +118,7 @@ class ForkServer:
         self._tasks: dict[int, ForkedTask] = {}
         # It keeps messages apart, and carries file descriptors.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forks.keep_from_children(self._socket)
         # A stopped process accepts no orders; whatever waits for its task finds that it does not serve.
         self._socket.settimeout(_SEND_SECS)
         # Several threads ask whether a task is alive.
@@ -250,9 +253,10 @@ class _Forks:
                 self._fork(_Order(**json.loads(message)), descriptors)
 
     def _fork(self, order: _Order, descriptors: Sequence[int]) -> None:
-        pid = os.fork()
-        if not pid:
-            self._become(order, descriptors)
+        with signals_held_back():
+            pid = os.fork()
+            if not pid:
+                self._become(order, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self._numbers[pid] = order.number

@@ -13,8 +13,10 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from kdist import forks
 from kdist._compat import quiet_import
 from kdist.cluster.spec import Task
 
@@ -36,9 +38,21 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
     It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
         before it ignores them wait until it does.
     """
+    with signals_held_back():
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, **options
+        )
+    assert process.stdin is not None
+    forks.keep_from_children(process.stdin)
+    return process
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Lets signals wait that a child, started inside, is going to ignore; it inherits that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -65,11 +79,23 @@ def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:
     children hold, and then ends them.
     """
     for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+        # Processes that the user's code starts here would inherit SIG_IGN: they could not be terminated.
+        signal.signal(number, does_nothing)
+        signal.siginterrupt(number, False)
+    forks.undo_in_children(lambda: _set_handlers(ignored, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+
+
+def does_nothing(_number: int, _frame: FrameType | None) -> None:
+    """Handles a signal that this process ignores."""
+
+
+def _set_handlers(numbers: Collection[signal.Signals], handler: signal.Handlers) -> None:
+    for number in numbers:
+        signal.signal(number, handler)
 
 
 def name_process(name: str) -> None:
@@ -83,6 +109,7 @@ def _end_with(parent: int) -> None:
         readable, _, _ = select.select([0], [], [], _PARENT_CHECK_SECS)
         if readable and not os.read(0, 1024):
             break
+    forks.end_daemons()
     # A TensorFlow server cannot be stopped; exiting at once is its clean end, it holds nothing that must be written.
     os._exit(0)
 

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kdist import forks
 from kdist.console import log
 
 _BAR_WIDTH = 24
@@ -63,6 +64,7 @@ class TerminalLine:
             redirect_stderr=terminal is None and sys.stderr.isatty(),
         )
         self._live.start()
+        self._cancel = forks.undo_in_children(_print_plainly)
         _is_shown.set()
 
     def prepare(self) -> None:
@@ -79,7 +81,13 @@ class TerminalLine:
 
     def close(self) -> None:
         self._live.stop()
+        self._cancel()
         _is_shown.clear()
+
+
+def _print_plainly() -> None:
+    """Lets this process, which has no live line, print to the files that rich stands in for."""
+    sys.stdout, sys.stderr = (getattr(file, "rich_proxied_file", file) for file in (sys.stdout, sys.stderr))
 
 
 class NotebookLine:

@@ -16,6 +16,7 @@ from kdist.data.base import Readers
 from kdist.data.batch_source import BatchSource
 from kdist.data.splits import NothingToRead, Split, Splits
 from kdist.errors import TaskError
+from kdist.forks import children_end_here
 
 _LOOK_SECS = 0.2
 #: A thread that is in the user's code by then ends when that returns.
@@ -216,7 +217,7 @@ class FeedQueue(Splits):
     def _make(self, stop: threading.Event) -> None:
         source = self._source
         try:
-            with executor_scope(QuietExecutor()), tf.device("CPU:0"):
+            with executor_scope(QuietExecutor()), tf.device("CPU:0"), children_end_here():
                 source.reset()
                 while not stop.is_set():
                     self._make_pass(stop)

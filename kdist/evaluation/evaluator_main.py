@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kdist import forks
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import EVALUATOR
@@ -42,6 +43,7 @@ def main(options: Mapping[str, Any]) -> NoReturn:
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
+    forks.end_daemons()
     os._exit(code)
 
 

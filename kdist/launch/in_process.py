@@ -18,6 +18,7 @@ from kdist.console import lines
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
+from kdist.forks import children_end_here
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
 from kdist.hooks.base import Session
 from kdist.hooks.data_position import hooks_of
@@ -90,7 +91,7 @@ class LocalFit:
             for hook in session.hooks:
                 hook.before_fit(request.files.path, request.result(status="running"))
             request.strategy.agree()
-            with signals, session:
+            with signals, session, children_end_here():
                 request.files.write_plan(session.strategy.plan)
                 self._print_members(session)
                 if request.arguments.tells_all:

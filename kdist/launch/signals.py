@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kdist import forks
+from kdist.cluster.process import does_nothing
 from kdist.config.checks import STOP_SIGNALS
 from kdist.console import log
 from kdist.console.warn import warn
@@ -71,7 +73,7 @@ class _Signals:
 
     Does nothing outside the main thread, where Python receives no signals. Signals that the process ignores stay
     ignored, as in a task that the chief has started, and a program that handles SIGUSR1 or the like itself keeps its
-    handler. The previous handlers are restored on exit.
+    handler. The previous handlers are restored on exit, and in children that the user's code forks.
 
     Args:
         names: of signals, in addition to SIGINT.
@@ -82,20 +84,27 @@ class _Signals:
         self._before: dict[int, Any] = {}
         self._arrivals = _Arrivals()
         self._ended = threading.Event()
+        self._cancel: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
                 before = signal.getsignal(number)
                 is_ours = number in (signal.SIGINT, signal.SIGTERM) or before in (signal.SIG_DFL, _raise_early)
-                is_free = before != signal.SIG_IGN and not (before == signal.SIG_DFL and _is_caught(number))
+                is_ignored = before in (signal.SIG_IGN, does_nothing)
+                is_free = not is_ignored and not (before == signal.SIG_DFL and _is_caught(number))
                 if is_ours and is_free:
                     self._before[number] = before
                     signal.signal(number, self._handle)
+            self._cancel = forks.undo_in_children(self._restore)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        self._restore()
+        self._cancel()
+
+    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -144,8 +153,13 @@ _early = _Arrivals()
 
 def stop_before_training() -> None:
     """Lets stop signals end this process, which only runs kdist, by SystemExit as long as there is nothing to save."""
-    for name in STOP_SIGNALS:
-        signal.signal(signal.Signals[name], _raise_early)
+    before = {name: signal.signal(signal.Signals[name], _raise_early) for name in STOP_SIGNALS}
+
+    def restore() -> None:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
+
+    forks.undo_in_children(restore)
 
 
 def _raise_early(number: int, _frame: FrameType | None) -> None:

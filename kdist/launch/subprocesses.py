@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import keras
 
+from kdist import forks
 from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.local import available_cores, own_cores_of, thread_budget
 from kdist.cluster.process import (
@@ -208,6 +209,7 @@ class WorkerProcesses:
             with ExitStack() as at_end:
                 live_pipe = at_end.enter_context(live.LivePipe())
                 here, there = (at_end.enter_context(end) for end in Pipe())
+                forks.keep_from_children(here)
                 ports = at_end.enter_context(HeldPorts(self.num_workers if self.num_workers > 1 else 0))
                 processes = self._launch(folder, ports.numbers, live_pipe, there)
                 # As the chief has the only other copy, it has ended when the pipe is at its end.

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from kdist.errors import ConfigError
+from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.keras_callbacks import Callbacks, EpochLogs
 from kdist.launch.stand_ins import METRICS, SESSION, UsersHook
@@ -75,7 +76,8 @@ class UsersHooks:
         """Calls a hook, or the callbacks, for the process that trains."""
         self.error = None
         try:
-            return getattr(self, f"call_{name}")(*arguments)
+            with children_end_here():
+                return getattr(self, f"call_{name}")(*arguments)
         except BaseException as error:
             self.error = error
             raise

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from kdist import forks
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
@@ -77,6 +78,7 @@ def main(options: WorkerOptions) -> NoReturn:
         path.write_bytes(cloudpickle.dumps(outcome))
     sys.stdout.flush()
     sys.stderr.flush()
+    forks.end_daemons()
     # At a normal exit TensorFlow may wait for a worker that has exited.
     os._exit(0 if outcome.error is None else 1)
 

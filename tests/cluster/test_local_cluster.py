@@ -6,10 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from helpers import descendants, ignores, tasks_running, wait_until
+from helpers import catches, descendants, ignores, tasks_running, wait_until
 
 from kdist.cluster.local import LocalCluster, cores_of, prepared
 from kdist.cluster.spec import ClusterShape, Task
@@ -49,6 +50,18 @@ def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert {path.name for path in tmp_path.iterdir()} == {"ps-0.log", "worker-0.log", "worker-1.log"}
     assert "serves at" in (tmp_path / "ps-0.log").read_text()
+
+
+def test_tasks_end_by_themselves_although_a_process_that_was_forked_meanwhile_lives_on(tmp_path: Path) -> None:
+    with LocalCluster(ClusterShape(1, 1), tmp_path):
+        child = os.fork()
+        if not child:
+            signal.pause()
+        began = time.monotonic()
+    # They are killed after 2 s.
+    assert time.monotonic() - began < 2
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(("mode", "code"), [("return", 0), ("raise", 1)])
@@ -110,7 +123,9 @@ def test_nothing_is_left_when_all_processes_were_stopped_and_the_chief_is_killed
         # Three tasks, what forks them, and what watches over them.
         assert len(pids) == 5
         wait_until(
-            lambda: all(ignores(pid, signal.SIGTERM) for pid in pids), 10, "each is ready to end with its parent"
+            lambda: all(ignores(pid, signal.SIGTERM) or catches(pid, signal.SIGTERM) for pid in pids),
+            10,
+            "each is ready to end with its parent",
         )
         for pid in [chief.pid, *pids]:
             os.kill(pid, signal.SIGSTOP)

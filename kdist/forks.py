@@ -1,0 +1,110 @@
+"""Children that the user's code makes of this process: a pool of processes, the workers of a DataLoader, `os.fork`.
+
+A forked child inherits everything that its parent has. What acts for the run is taken from it as soon as it is forked:
+handlers of signals, pipes that keep tasks running, the live line. `subprocess` inherits none of this.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn, Protocol
+
+_END_SECS = 2.0
+
+
+class _Open(Protocol):
+    def fileno(self) -> int: ...
+
+
+_undoing: list[Callable[[], None]] = []
+_pipes: weakref.WeakSet[_Open] = weakref.WeakSet()
+
+
+def undo_in_children(function: Callable[[], None]) -> Callable[[], None]:
+    """Calls a function in every child that is forked from now on; the last one that was passed is called first.
+
+    Returns:
+        Ends that.
+    """
+    _undoing.append(function)
+
+    def cancel() -> None:
+        with suppress(ValueError):
+            _undoing.remove(function)
+
+    return cancel
+
+
+def keep_from_children(pipe: _Open) -> None:
+    """Takes a pipe or socket from every child that is forked from now on: its other end waits until all have closed it.
+
+    Args:
+        pipe: any open file; a weak reference to it is kept.
+    """
+    _pipes.add(pipe)
+
+
+@contextmanager
+def children_end_here() -> Iterator[None]:
+    """Ends a child that the user's code forks inside, and leaves by an exception, as `multiprocessing` ends its own.
+
+    Everything further out, such as the tasks, the run dir and its lock, is for this process to end.
+    """
+    own = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != own:
+            _end_child(error)
+        raise
+
+
+def end_daemons() -> None:
+    """Ends the daemonic processes of `multiprocessing`, before a process ends without what Python does at its exit."""
+    if "multiprocessing" not in sys.modules:
+        return
+    import multiprocessing
+
+    daemons = [process for process in multiprocessing.active_children() if process.daemon]
+    for process in daemons:
+        process.terminate()
+    deadline = time.monotonic() + _END_SECS
+    for process in daemons:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end_child(error: BaseException) -> NoReturn:
+    code = 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    elif error.code is None or isinstance(error.code, int):
+        code = error.code or 0
+    else:
+        print(error.code, file=sys.stderr)
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _in_child() -> None:
+    for function in reversed(_undoing):
+        function()
+    _undoing.clear()
+    if not _pipes:
+        return
+    # The descriptors stay open: one that is closed twice could be another file by then.
+    with suppress(OSError), open(os.devnull, "r+b", buffering=0) as nothing:
+        for pipe in list(_pipes):
+            # It may be closed.
+            with suppress(OSError, ValueError):
+                os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
+
+
+os.register_at_fork(after_in_child=_in_child)
