@@ -383,6 +383,8 @@ class TrainSession:
             return False
         step = self.strategy.global_step()
         self._saves.restored(step)
+        # Those that were damaged would count as newer than what is saved from now on.
+        self.checkpoints.set_aside(after=step)
         self.print_line(lines.resume_line(step, self.last_step, path))
         return True
 

@@ -210,8 +210,8 @@ class FakeCheckpoints:
     def newest(self) -> Path | None:
         return self.folder / f"ckpt-{self.saved[-1]}" if self.saved else None
 
-    def set_aside(self) -> None:
-        self.was_set_aside = True
+    def set_aside(self, after: int | None = None) -> None:
+        self.was_set_aside |= after is None
 
     def tidy(self) -> None:
         pass

@@ -78,6 +78,7 @@ class EpochRecorder(Hook):
         self._validated_step: int | None = None
         self._num_empty_passes = 0
         self._pass_began = session.global_step
+        self.best.forget_after(session.global_step)
         if self.passes is not None and self._is_past_last(self._epoch):
             session.request_stop(EPOCHS)
         if not self._has_begun:

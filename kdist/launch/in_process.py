@@ -162,7 +162,7 @@ class LocalFit:
             raise ConfigError(
                 f"steps={arguments.steps}: the model has had {first_step} updates; steps is the global step to stop at"
             )
-        self._best = BestValues(model, earlier, checkpoints.steps()[-1] if resumes else 0)
+        self._best = BestValues(model, earlier)
         last_step = last_step_of(
             arguments.steps,
             arguments.epochs,

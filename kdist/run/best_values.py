@@ -32,18 +32,15 @@ class BestValues:
     Args:
         model: its metrics know which values are better.
         earlier: those of the run that is resumed, as in `result.json`.
-        up_to: the global step at which it is resumed; later steps will be repeated.
     """
 
-    def __init__(
-        self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None, up_to: int = 0
-    ) -> None:
+    def __init__(self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._model = model
-        self.by_name = {
-            name: Best(**best)
-            for name, best in (earlier or {}).items()
-            if best["value"] is not None and best["step"] <= up_to
-        }
+        self.by_name = {name: Best(**best) for name, best in (earlier or {}).items() if best["value"] is not None}
+
+    def forget_after(self, step: int) -> None:
+        """Forgets the values of steps after `step`, where the run is resumed: they will be repeated."""
+        self.by_name = {name: best for name, best in self.by_name.items() if best.step <= step}
 
     def add(self, step: int, logs: Mapping[str, Any]) -> None:
         """Adds the validation values of a step, by name; a list has no best value."""

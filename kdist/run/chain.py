@@ -12,7 +12,7 @@ from kdist.model.names import CHANGED_IDS, EVICTED, FOLLOWS, dynamic_names
 
 @dataclass(frozen=True)
 class Chain:
-    """The global steps of a full checkpoint, and of the deltas between it and the next full one, oldest first."""
+    """The global steps of a full checkpoint, and of the deltas from it up to the next full one, oldest first."""
 
     full: int
     deltas: Sequence[int]
@@ -22,7 +22,7 @@ def chains(full: Sequence[int], deltas: Iterable[int]) -> list[Chain]:
     """The chains of full checkpoints, oldest first; deltas before all of them belong to none."""
     found = sorted(deltas)
     ends = [*full[1:], float("inf")]
-    return [Chain(step, [d for d in found if step < d < end]) for step, end in zip(full, ends)]
+    return [Chain(step, [d for d in found if step < d <= end]) for step, end in zip(full, ends)]
 
 
 def way_to(step: int, follows: Mapping[int, int]) -> list[int]:

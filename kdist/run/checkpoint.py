@@ -36,6 +36,10 @@ _SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
 _FULL, _DELTA = "ckpt", "delta"
 
 
+def _is_index(name: str) -> bool:
+    return name.endswith(INDEX_SUFFIX)
+
+
 class Stored(Protocol):
     """Something with values to save and restore: a strategy."""
 
@@ -136,9 +140,12 @@ class Checkpoints:
         if target == self.path(step):
             # Later deltas do not follow it: training has come back to an earlier checkpoint.
             self._delete_deltas(later for later in self._steps_of(_DELTA, complete=False) if later >= step)
+        own = max((full for full in self._steps_of(_FULL) if full <= step), default=step)
         for old in self._chains()[:-keep] if keep else []:
-            self._delete_deltas(old.deltas)
-            self._delete(self.path(old.full))
+            # Later ones may be damaged: they never cost the chain that has just been saved.
+            if old.full < own:
+                self._delete_deltas(old.deltas)
+                self._delete(self.path(old.full))
         # Only TensorFlow's own tools need it.
         with suppress(OSError):
             self._write_state([self.path(old).name for old in self._steps_of(_FULL)])
@@ -265,7 +272,7 @@ class Checkpoints:
 
     def read(self, step: int) -> dict[str, np.ndarray] | None:
         """The values of the checkpoint, or delta, of a step; None if it, or one before it, is missing or damaged."""
-        chain = next((chain for chain in self._chains() if step in (chain.full, *chain.deltas)), None)
+        chain = next((chain for chain in reversed(self._chains()) if step in (chain.full, *chain.deltas)), None)
         if chain is None:
             return None
         self._fetch(self.path(chain.full))
@@ -305,20 +312,36 @@ class Checkpoints:
                 self._move_into_place((self.delta_path if match[1] else self.path)(int(match[2])))
         full = self._steps_of(_FULL)
         with suppress(OSError):
-            # Without a full checkpoint before them, or in its place, they are of no use.
-            deltas = self._steps_of(_DELTA, complete=False)
-            self._delete_deltas(d for d in deltas if d < min(full, default=0) or d in full)
+            # Without a full checkpoint before them they are of no use.
+            self._delete_deltas(d for d in self._steps_of(_DELTA, complete=False) if d <= min(full, default=0))
             for step in self._steps_of(_FULL, complete=False):
                 # Old checkpoints are deleted index first. A newer one without an index is damaged.
                 if step < min(full, default=0):
                     self._delete(self.path(step))
         self._remove_left_behind()
 
-    def set_aside(self) -> None:
-        """Renames the folder, so that a run can start over and nothing is lost."""
-        if any(map(CHECKPOINT_FILE.fullmatch, self._names())):
-            names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
-            self._rename(next(name for name in names if not self._exists(name)))
+    def set_aside(self, after: int | None = None) -> None:
+        """Moves checkpoints and deltas to a folder beside this one: they no longer count, and nothing is lost.
+
+        Args:
+            after: only those of later steps are moved, as training continues from this one; None: all of them.
+
+        Raises:
+            CheckpointError: they cannot be moved.
+        """
+        found = filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
+        # The data first: without its index a checkpoint does not exist.
+        later = sorted((m[0] for m in found if after is None or int(m[3]) > after), key=_is_index)
+        if not later:
+            return
+        names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
+        aside = next(name for name in names if not self._exists(name))
+        try:
+            self._move(None if after is None else later, aside)
+        except OSError as error:
+            raise CheckpointError(f"{self.place} could not be moved to {aside}: {error.strerror or error}") from error
+        if after is not None:
+            warn(f"{self.place}: checkpoints after step {after} are moved to {aside}")
 
     def _chains(self, *, complete: bool = True, until: float = math.inf) -> list[Chain]:
         """All chains, oldest first; of complete checkpoints only, or also of what lacks its index."""
@@ -349,8 +372,17 @@ class Checkpoints:
         """Whether the run dir has a folder of that name."""
         return self.folder.with_name(name).exists()
 
-    def _rename(self, name: str) -> None:
-        self.folder.rename(self.folder.with_name(name))
+    def _move(self, names: Sequence[str] | None, folder: str) -> None:
+        """Moves files, in this order, to another folder of the run dir; None: all of them, at once."""
+        target = self.folder.with_name(folder)
+        if names is None:
+            self.folder.rename(target)
+            return
+        target.mkdir()
+        for name in names:
+            (self.folder / name).replace(target / name)
+        with suppress(OSError):
+            self._write_state([self.path(step).name for step in self._steps_of(_FULL)])
 
     def _files(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []

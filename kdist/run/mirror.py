@@ -168,13 +168,17 @@ class Mirror:
             self.storage.delete(name)
             del self._sizes[name]
 
-    def move(self, folder: Path, to: Path) -> None:
+    def move(self, folder: Path, to: Path, names: Sequence[str] | None = None) -> None:
         """Moves the objects of a folder: they are copied with indices last, and deleted with indices first.
+
+        Args:
+            names: of the objects; None: all of them.
 
         Raises:
             StorageError: not all were moved; all are still at one place, or at both.
         """
-        names = sorted(self.names_in(folder), key=lambda name: name.endswith(INDEX_SUFFIX))
+        there = self.names_in(folder)
+        names = sorted(set(there) & set(there if names is None else names), key=lambda n: n.endswith(INDEX_SUFFIX))
         for name in names:
             self.storage.copy(self._name(folder / name), self._name(to / name))
             self._sizes[self._name(to / name)] = self._sizes[self._name(folder / name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -53,13 +54,14 @@ class MirroredCheckpoints(Checkpoints):
     def _exists(self, name: str) -> bool:
         return super()._exists(name) or bool(self._mirror.names_in(self.folder.with_name(name)))
 
-    def _rename(self, name: str) -> None:
+    def _move(self, names: Sequence[str] | None, folder: str) -> None:
         try:
-            self._mirror.move(self.folder, self.folder.with_name(name))
+            self._mirror.move(self.folder, self.folder.with_name(folder), names)
         except StorageError as error:
-            raise CheckpointError(f"{self.place} could not be renamed to {name}: {error}") from None
+            raise CheckpointError(f"{self.place} could not be moved to {folder}: {error}") from None
         if self.folder.exists():
-            super()._rename(name)
+            here = {path.name for path in self._files()}
+            super()._move(None if names is None else [name for name in names if name in here], folder)
 
     def _fetch(self, path: Path) -> None:
         """Downloads a checkpoint that is not here."""

@@ -333,6 +333,7 @@ def test_damaged_checkpoints_cost_a_warning_each_and_never_the_way_back_to_step_
     ]
     assert lines(done, "load ", "step     20")
     assert (done.code, done.step) == (0, 50)
+    assert steps_saved(folder.with_name("checkpoints-before-1")) == [30, 40]
     drill.report(21, "two damaged, no state file", "a warning each; resumed from step 20", done)
     before = {}
     for step in steps_saved(folder):
@@ -346,7 +347,7 @@ def test_damaged_checkpoints_cost_a_warning_each_and_never_the_way_back_to_step_
     drill.report(21, "all damaged", "error; nothing is overwritten", failed)
     anew = drill.start(*arguments, "train.steps=5", "run.resume=never").end()
     assert (anew.code, anew.step, steps_saved(folder)) == (0, 5, [0, 5])
-    assert steps_saved(folder.with_name("checkpoints-before-1")) == list(before)
+    assert steps_saved(folder.with_name("checkpoints-before-2")) == list(before)
 
 
 @pytest.mark.long

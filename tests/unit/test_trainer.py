@@ -90,6 +90,24 @@ def test_a_resumed_run_takes_the_new_learning_rate(run_dir: Path) -> None:
     assert int(trainer.model.optimizer.iterations) == 8
 
 
+def test_what_follows_a_damaged_checkpoint_is_never_deleted_for_it(run_dir: Path) -> None:
+    save_all = [kdist.hooks.CheckpointSaver(every_steps=4, keep=1)]
+    fit(
+        kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[kdist.hooks.CheckpointSaver(every_steps=4, keep=3)]), steps=12
+    )
+    for step in (8, 12):
+        os.truncate(run_dir / "checkpoints" / f"ckpt-{step}.index", 9)
+    with pytest.warns(
+        UserWarning, match=r"ckpt-(8|12) is damaged|checkpoints after step 4 are moved to checkpoints-be"
+    ):
+        fit(kdist.Trainer(models.mlp, run_dir=run_dir, hooks=save_all), steps=6)
+    assert Checkpoints(run_dir / "checkpoints").steps() == [6]
+    assert Checkpoints(run_dir / "checkpoints-before-1").steps() == [8, 12]
+    again = kdist.Trainer(models.mlp, run_dir=run_dir, resume="must", hooks=save_all)
+    fit(again, steps=8)
+    assert again.result.global_step == 8
+
+
 def random_and_averaged() -> keras.Model:
     """Everything that a step may leave behind: slots, averages, statistics, random states."""
     layers = keras.layers

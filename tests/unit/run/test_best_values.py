@@ -32,10 +32,12 @@ def test_a_resumed_run_keeps_those_of_the_steps_before() -> None:
     first = BestValues(fitted())
     first.add(10, {"loss": 0.2})
     first.add(30, {"loss": 0.1, "accuracy": 0.9})
-    resumed = BestValues(fitted(), first.as_dict(), up_to=20)
+    resumed = BestValues(fitted(), first.as_dict())
+    resumed.forget_after(30)
+    assert resumed.by_name == first.by_name
     # Step 30 will be done again.
+    resumed.forget_after(20)
     assert resumed.by_name == {}
-    assert BestValues(fitted(), first.as_dict(), up_to=30).by_name == first.by_name
 
 
 def test_any_number_is_better_than_none() -> None:

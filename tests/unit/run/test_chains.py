@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import warnings
@@ -237,6 +238,57 @@ def test_a_delta_that_was_complete_but_for_its_name_counts(checkpoints: Checkpoi
     checkpoints.tidy()
     assert restored(checkpoints) == "delta-12"
     assert names_in(checkpoints) == set(CHAINS)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("sets_aside", [True, False])
+def test_whatever_is_damaged_the_newest_state_that_loads_survives_every_save(
+    checkpoints: Checkpoints, tmp_path: Path, keep: int, sets_aside: bool
+) -> None:
+    save(checkpoints, *CHAINS)
+    whole, of_2, of_6 = tmp_path / "whole", CHAINS[:3], CHAINS[3:]
+    shutil.copytree(checkpoints.folder, whole)
+    for number in range(1, 2 ** len(CHAINS)):
+        for folder in tmp_path.glob("checkpoints*"):
+            shutil.rmtree(folder)
+        shutil.copytree(whole, checkpoints.folder)
+        damaged = {name for i, name in enumerate(CHAINS) if number >> i & 1}
+        good = set(CHAINS) - damaged
+        for name in damaged:
+            os.truncate(checkpoints.folder / f"{name}{('.index', '.data-00000-of-00001')[number % 3 % 2]}", 9)
+        loads = [list(itertools.takewhile(good.__contains__, chain)) for chain in (of_2, of_6)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if not any(loads):
+                continue
+            newest = restored(checkpoints)
+            assert newest == (loads[1] or loads[0])[-1]
+            step = int(newest.rpartition("-")[2])
+            if sets_aside:
+                checkpoints.set_aside(after=step)
+                aside = {path.name.partition(".")[0] for path in tmp_path.glob("checkpoints-before-1/*")}
+                assert aside == {name for name in CHAINS if int(name.rpartition("-")[2]) > step}
+        save(checkpoints, f"ckpt-{step + 1}", f"delta-{step + 2}", keep=keep)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if sets_aside else "ignore")
+            assert restored(checkpoints) == f"delta-{step + 2}"
+        if keep > 1 and sets_aside:
+            os.truncate(checkpoints.folder / f"ckpt-{step + 1}.index", 9)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert restored(checkpoints) == newest
+
+
+def test_a_delta_counts_until_the_full_checkpoint_of_its_step_has_loaded(checkpoints: Checkpoints) -> None:
+    """A machine that goes down in the middle of a save may lose what was written last."""
+    save(checkpoints, *CHAINS[:3])
+    checkpoints.save(5, at(5), keep=3)  # type: ignore[arg-type]
+    assert names_in(checkpoints) == {"ckpt-2", "delta-3", "ckpt-5"}
+    checkpoints.save(5, at(5), since=Since(3, 0))  # type: ignore[arg-type]
+    os.truncate(checkpoints.folder / "ckpt-5.data-00000-of-00001", 0)
+    checkpoints.tidy()
+    with pytest.warns(UserWarning, match="ckpt-5 is damaged"):
+        assert restored(checkpoints) == "delta-5"
 
 
 def test_a_delta_that_was_not_complete_is_removed(checkpoints: Checkpoints) -> None:

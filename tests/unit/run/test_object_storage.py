@@ -480,6 +480,21 @@ def test_starting_over_sets_checkpoints_aside_at_the_url_too(tmp_path: Path, mon
         assert ("checkpoints-before-2/ckpt-5.index" in objects()) is (number == 2)
 
 
+def test_going_back_sets_later_checkpoints_aside_at_the_url_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mirror() as entered:
+        save(entered, 10, 20, 30)
+    move_to_another_machine(monkeypatch, tmp_path)
+    with mirror() as entered:
+        with pytest.warns(UserWarning, match="checkpoints after step 10 are moved to checkpoints-before-1"):
+            checkpoints_of(entered).set_aside(after=10)
+        save(entered, 15, keep=2)
+    assert files_of(10, 15).items() <= objects().items()
+    assert not files_of(20, 30).keys() & objects().keys()
+    assert files_of(20, 30, folder="checkpoints-before-1").items() <= objects().items()
+
+
 # The folder on this machine
 
 
