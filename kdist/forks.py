@@ -7,7 +7,9 @@ handlers of signals, pipes that keep tasks running, the live line. `subprocess` 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -15,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, Protocol
 
+#: Schedulers and terminals send them to end a process, or to announce it.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _END_SECS = 2.0
 
 
@@ -24,6 +28,7 @@ class _Open(Protocol):
 
 _undoing: list[Callable[[], None]] = []
 _pipes: weakref.WeakSet[_Open] = weakref.WeakSet()
+_of_thread = threading.local()
 
 
 def undo_in_children(function: Callable[[], None]) -> Callable[[], None]:
@@ -48,6 +53,16 @@ def keep_from_children(pipe: _Open) -> None:
         pipe: any open file; a weak reference to it is kept.
     """
     _pipes.add(pipe)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Lets signals wait that a child, started inside, is going to ignore; it inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -93,7 +108,23 @@ def _end_child(error: BaseException) -> NoReturn:
     os._exit(code)
 
 
+def _before() -> None:
+    # Python would drop a signal that reaches a child before its handlers are its own.
+    _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
+
+
 def _in_child() -> None:
+    try:
+        _undo()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
+
+
+def _undo() -> None:
     for function in reversed(_undoing):
         function()
     _undoing.clear()
@@ -107,4 +138,4 @@ def _in_child() -> None:
                 os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

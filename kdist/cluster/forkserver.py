@@ -26,7 +26,7 @@ from typing import IO, NoReturn
 
 from kdist import forks
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, signals_held_back, start_child
+from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, start_child
 from kdist.cluster.server import ServerOptions, serve
 
 #: The name of the process.
@@ -253,7 +253,7 @@ class _Forks:
                 self._fork(_Order(**json.loads(message)), descriptors)
 
     def _fork(self, order: _Order, descriptors: Sequence[int]) -> None:
-        with signals_held_back():
+        with forks.signals_held_back():
             pid = os.fork()
             if not pid:
                 self._become(order, descriptors)

@@ -29,7 +29,6 @@ KILLED_SECS = 10.0
 _LOG_LINES = 12
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -38,23 +37,13 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
     It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
         before it ignores them wait until it does.
     """
-    with signals_held_back():
+    with forks.signals_held_back():
         process: subprocess.Popen[Any] = subprocess.Popen(
             command, stdin=subprocess.PIPE, start_new_session=True, **options
         )
     assert process.stdin is not None
     forks.keep_from_children(process.stdin)
     return process
-
-
-@contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Lets signals wait that a child, started inside, is going to ignore; it inherits that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -71,7 +60,7 @@ def killed_after(secs: float, text: str) -> Iterator[None]:
         end_children([watcher], KILLED_SECS)
 
 
-def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:
+def end_with_parent(ignored: Collection[signal.Signals] = forks.STOP_SIGNALS) -> None:
     """From now on this process exits when its standard input closes or its parent exits, and not on a signal.
 
     The kernel closes the pipe even after `kill -9` of the parent. A stopped process does not notice that; Linux kills
@@ -83,7 +72,7 @@ def end_with_parent(ignored: Collection[signal.Signals] = _IGNORED) -> None:
         signal.signal(number, does_nothing)
         signal.siginterrupt(number, False)
     forks.undo_in_children(lambda: _set_handlers(ignored, signal.SIG_DFL))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forks.STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
