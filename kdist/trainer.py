@@ -11,25 +11,40 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdist._compat.keras import in_order
 from kdist.cluster.resolve import common_seed, membership_of, shape_of, with_given
 from kdist.cluster.spec import Membership
-from kdist.config.checks import STOP_SIGNALS, check_one_of, check_seed, check_stop_signals, checked_steps_per_call
+from kdist.config.checks import (
+    STOP_SIGNALS,
+    check_one_of,
+    check_seed,
+    check_stop_signals,
+    check_verbose,
+    checked_steps_per_call,
+)
 from kdist.config.hparams import plain
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConfig
 from kdist.config.strategy_options import strategy_config
-from kdist.console import log
+from kdist.console import live, log
 from kdist.data.sources import read_locally, split_validation
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate
 from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults
-from kdist.hooks.keras_callbacks import CallbackOrSeveral, checked
+from kdist.hooks.keras_callbacks import (
+    PREDICT_BATCH_EVENTS,
+    TEST_BATCH_EVENTS,
+    CallbackOrSeveral,
+    checked,
+    overrides_any,
+)
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
 from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
 from kdist.launch.reached import reached
 from kdist.launch.select import launcher_for
+from kdist.model.logs import with_arrays
 from kdist.model.source import ModelSource
 from kdist.parameters.placement import PlacementPlan
 from kdist.run.mirror import Mirror
@@ -354,44 +369,71 @@ class Trainer:
         x: Any = None,
         y: Any = None,
         batch_size: int | None = None,
-        verbose: int | str = 0,
+        verbose: int | str = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
+        callbacks: CallbackOrSeveral | None = None,
+        return_dict: bool = False,
         *,
         on_workers: bool = False,
-    ) -> dict[str, float]:
-        """Returns loss and metrics of the present parameters, as `keras.Model.evaluate(..., return_dict=True)` does.
+    ) -> Any:
+        """Returns loss and metrics of the present parameters, as `keras.Model.evaluate` does.
 
-        The arguments are those of Keras; `x` may also be a function `(DataContext) -> tf.data.Dataset` of batches. With
-        `on_workers`, the cluster is started, which must have parameter servers, and each worker evaluates a part: for
-        much data, and the only way for a model larger than `export_max_bytes`. What cannot be split is evaluated here.
+        Args:
+            x, y, batch_size, sample_weight, steps: as in Keras, and what `fit` takes: `x` may also be a function
+                `(DataContext) -> tf.data.Dataset` of batches.
+            verbose: as in Keras; `auto` shows Keras's progress bar on a terminal or in a notebook only.
+            callbacks: called in this process; those of the trainer are for `fit`.
+            return_dict: whether to return a dict, by name. Otherwise it is a list, in the order of the model's metrics,
+                and a number if there is only the loss.
+            on_workers: starts the cluster, which must have parameter servers, and each worker evaluates a part: for
+                much data, and the only way for a model larger than `export_max_bytes`. There is no progress bar. What
+                cannot be split is evaluated here: with `steps`, or callbacks that act on batches.
         """
-        workers = self._workers() if on_workers and steps is None else None
-        if workers and (logs := workers.evaluate(self.model, x, y, sample_weight, batch_size)) is not None:
-            return logs
-        self._check_model_is_here()
-        return evaluate(
-            self.model, x, y, batch_size=batch_size, verbose=verbose, sample_weight=sample_weight, steps=steps
-        )
+        listed, shown = checked(callbacks), _shown(verbose)
+        is_split = on_workers and steps is None and not any(overrides_any(c, TEST_BATCH_EVENTS) for c in listed)
+        logs = None
+        if is_split and (workers := self._workers()) is not None:
+            logs = workers.evaluate(self.model, x, y, sample_weight, batch_size, listed)
+        if logs is None:
+            self._check_model_is_here()
+            logs = evaluate(
+                self.model,
+                x,
+                y,
+                batch_size=batch_size,
+                verbose=shown,
+                sample_weight=sample_weight,
+                steps=steps,
+                callbacks=listed,
+            )
+        logs = with_arrays(logs)
+        return logs if return_dict else in_order(self.model, logs)
 
     def predict(
         self,
         x: Any,
         batch_size: int | None = None,
-        verbose: int | str = 0,
+        verbose: int | str = "auto",
         steps: int | None = None,
+        callbacks: CallbackOrSeveral | None = None,
         *,
         on_workers: bool = False,
     ) -> Any:
         """Returns the outputs of the present parameters, as `keras.Model.predict` does, in the order of the data.
 
-        The arguments are those of Keras, and `on_workers` as in `evaluate`, for arrays.
+        The arguments are those of Keras, and as in `evaluate`; `on_workers` is for arrays.
         """
-        workers = self._workers() if on_workers and steps is None else None
-        if workers and (outputs := workers.predict(self.model, x, batch_size)) is not None:
-            return outputs
+        listed, shown = checked(callbacks), _shown(verbose)
+        is_split = on_workers and steps is None and not any(overrides_any(c, PREDICT_BATCH_EVENTS) for c in listed)
+        if is_split and (workers := self._workers()) is not None:
+            outputs = workers.predict(self.model, x, batch_size, listed)
+            if outputs is not None:
+                return outputs
         self._check_model_is_here()
-        return self.model.predict(read_locally(x, batch_size), batch_size=batch_size, verbose=verbose, steps=steps)
+        return self.model.predict(
+            read_locally(x, batch_size), batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed
+        )
 
     def _check_model_is_here(self) -> None:
         if self._left_on_servers is not None:
@@ -400,3 +442,9 @@ class Trainer:
     def _workers(self) -> WorkerPool | None:
         left = self._left_on_servers
         return self._strategy.workers(self.files.logs, self._grace_secs, None if left is None else left.bring_back)
+
+
+def _shown(verbose: int | str) -> int | str:
+    """The `verbose` that Keras gets: its progress bar is for people."""
+    check_verbose("verbose", verbose)
+    return int(live.is_terminal() or live.is_notebook()) if verbose == "auto" else verbose

@@ -81,6 +81,11 @@ def recorded_reductions() -> Iterator[list[Reduction]]:
         loss_module.reduce_weighted_values = original
 
 
+def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Loss and metrics as `evaluate` returns them: a list in the order of the model's metrics; a number if alone."""
+    return model._flatten_metrics_in_order(logs)
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """That metric; its variables are the total and the count."""
     return model._loss_tracker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -179,6 +180,9 @@ def as_array(values: Any) -> np.ndarray | Hdf5Rows:
         )
     if isinstance(values, h5py.Dataset):
         return hdf5_array(values)
+    if (pandas := sys.modules.get("pandas")) is not None and isinstance(values, pandas.Series):
+        # As in Keras, a column.
+        values = values.to_frame()
     return values if isinstance(values, (np.memmap, Hdf5Rows)) else np.asarray(values)
 
 

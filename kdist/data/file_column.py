@@ -86,3 +86,16 @@ def column_of(values: Any) -> Column:
     if isinstance(array, Hdf5Rows) or is_rounded or (file := file_of(array)) is None:
         return column
     return FileColumn(array, file)
+
+
+def columns_of(arrays: Any) -> list[Column]:
+    """The columns of arrays in tuples and dicts.
+
+    Raises:
+        ConfigError: see `column_of`.
+        ValueError: a list of numbers or strings.
+    """
+    columns = [column_of(array) for array in tf.nest.flatten(arrays)]
+    if any(column.values.ndim == 0 for column in columns):
+        raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
+    return columns

@@ -21,7 +21,7 @@ from kdist.data.batch_source import BatchSource, has_sparse_matrix, is_made_in_b
 from kdist.data.columns import Share, as_array, received, without_copies
 from kdist.data.dataset_passes import DatasetPasses
 from kdist.data.fed_data import FedData
-from kdist.data.file_column import column_of
+from kdist.data.file_column import columns_of
 from kdist.data.hdf5 import Hdf5Rows
 from kdist.data.py_dataset_shares import PyDatasetShares
 from kdist.data.serialization import CannotTravel, dataset_graph, dataset_of_graph
@@ -39,13 +39,11 @@ class ArrayData(TrainingData):
 
     def __init__(self, arrays: Any, *, batch_size: int, shuffle: bool, seed: int | None) -> None:
         self._structure = tf.nest.map_structure(type, arrays)
-        self._columns = [column_of(array) for array in tf.nest.flatten(arrays)]
+        self._columns = columns_of(arrays)
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         all_values = [column.values for column in self._columns]
-        if any(values.ndim == 0 for values in all_values):
-            raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
         lengths = {len(values) for values in all_values}
         if len(lengths) != 1:
             shapes = ", ".join(str(values.shape) for values in all_values)
@@ -204,12 +202,8 @@ def training_data(
     elif has_sparse_matrix(x, y, sample_weight):
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or 32, shuffle=shuffle)
         data = _fed(source, readers)
-    elif hasattr(x, "__next__") or _is_iterable_only(x):
-        raise ConfigError(
-            f"x is a {type(x).__name__}; give arrays, a tf.data.Dataset, a keras.utils.PyDataset, a generator, a "
-            "torch.utils.data.DataLoader or a function (context) -> tf.data.Dataset"
-        )
     else:
+        _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
         arrays = arrays if isinstance(arrays, tuple) else (arrays,)
         data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
@@ -291,8 +285,15 @@ class _ClassWeighted(TrainingData):
         return add_weight(*batches) if isinstance(batches, tuple) else add_weight(batches)
 
 
-def _is_iterable_only(x: Any) -> bool:
-    return hasattr(x, "__iter__") and not hasattr(x, "__array__") and not isinstance(x, (list, tuple, Mapping))
+def _check_is_arrays(x: Any) -> None:
+    """Refuses what is neither arrays nor any other data."""
+    is_array = hasattr(x, "__array__") or is_scipy_sparse(x) or isinstance(x, (list, tuple, Mapping))
+    if x is None or hasattr(x, "__next__") or (hasattr(x, "__iter__") and not is_array):
+        raise ConfigError(
+            f"x is {'None' if x is None else f'a {type(x).__name__}'}; give arrays, a tf.data.Dataset, a "
+            "keras.utils.PyDataset, a generator, a torch.utils.data.DataLoader or a function (context) -> "
+            "tf.data.Dataset"
+        )
 
 
 def is_dataset_function(x: Any) -> bool:
@@ -309,11 +310,31 @@ def read_locally(x: Any, batch_size: int | None) -> Any:
     """`x` for a local Keras model: a dataset function is called for the only reader.
 
     Raises:
-        ConfigError: data that keeps arriving.
+        ConfigError: data that keeps arriving, or an `x` of another type.
+        ValueError: a list of numbers or strings.
     """
     if isinstance(x, SplitSource):
         raise ConfigError(f"{type(x).__name__}: is read once, by fit; give other data to validate, evaluate or predict")
-    return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
+    if is_dataset_function(x):
+        return x(DataContext(tf.constant(0, tf.int64), 1, batch_size))
+    if has_labels(x):
+        return x
+    _check_is_arrays(x)
+    return arrays_for_keras(x)
+
+
+def arrays_for_keras(tree: Any) -> Any:
+    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors."""
+
+    def for_keras(values: Any) -> Any:
+        if values is None or isinstance(values, (tf.RaggedTensor, tf.SparseTensor)) or is_scipy_sparse(values):
+            return values
+        (column,) = columns_of(values)
+        if column.dtype == tf.string:
+            return tf.constant(column.values, tf.string)
+        return column.values if isinstance(column.values, np.ndarray) else values
+
+    return tf.nest.map_structure(for_keras, as_tuples(tree))
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:

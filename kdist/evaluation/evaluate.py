@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import main_optimizer
 from kdist.data.base import TrainingData
-from kdist.data.sources import has_labels, read_locally, training_data
+from kdist.data.sources import arrays_for_keras, has_labels, read_locally, training_data
 from kdist.errors import ConfigError
 from kdist.evaluation.on_workers import (
     MetricsOnWorkers,
@@ -47,10 +47,10 @@ def evaluate(
     """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
     logs = model.evaluate(
         read_locally(x, batch_size),
-        y,
+        arrays_for_keras(y),
         batch_size=batch_size,
         verbose=verbose,
-        sample_weight=sample_weight,
+        sample_weight=arrays_for_keras(sample_weight),
         steps=steps,
         callbacks=callbacks,
         return_dict=True,
@@ -77,19 +77,39 @@ class WorkerPool:
     grace_secs: float
     training: Callable[[Strategy], None] | None = None
 
-    def evaluate(self, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> Logs | None:
-        """The same as `evaluate`; None if the workers cannot do it."""
+    def evaluate(
+        self,
+        model: keras.Model,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int | None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+    ) -> Logs | None:
+        """The same as `evaluate`; None if the workers cannot do it. Callbacks see the begin and the end."""
         parts = None
         if can_evaluate(model) and self._can_give(model):
             parts = parts_of(x, y, sample_weight, batch_size, self.num_workers)
         if parts is None:
             return None
         evaluation = MetricsOnWorkers(model, parts, self.num_workers)
+        listed = keras.callbacks.CallbackList(list(callbacks), model=model)
+        listed.on_test_begin()
         results = self._run(model, evaluation)
-        return None if results is None else evaluation.logs(results)
+        if results is None:
+            return None
+        logs = evaluation.logs(results)
+        listed.on_test_end(dict(logs))
+        return logs
 
-    def predict(self, model: keras.Model, x: Any, batch_size: int | None) -> Any:
-        """The same as `keras.Model.predict`; None if the workers cannot do it."""
+    def predict(
+        self,
+        model: keras.Model,
+        x: Any,
+        batch_size: int | None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+    ) -> Any:
+        """The same as `keras.Model.predict`; None if the workers cannot do it. Callbacks see the begin and the end."""
         # The parts of a dataset are not in its order.
         if not can_predict(model) or not self._can_give(model) or isinstance(x, tf.data.Dataset):
             return None
@@ -97,8 +117,13 @@ class WorkerPool:
         if parts is None:
             return None
         prediction = OutputsOnWorkers(model, parts, self.num_workers)
+        listed = keras.callbacks.CallbackList(list(callbacks), model=model)
+        listed.on_predict_begin()
         results = self._run(model, prediction)
-        return None if results is None else prediction.outputs(results)
+        if results is None:
+            return None
+        listed.on_predict_end()
+        return prediction.outputs(results)
 
     def _can_give(self, model: keras.Model) -> bool:
         """Whether workers can get all values of the model."""

@@ -20,7 +20,7 @@ from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
 from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import Share, received, without_copies
-from kdist.data.file_column import column_of
+from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels
 from kdist.data.worker_dataset import call_with
@@ -60,7 +60,7 @@ class _ArrayParts(Parts):
 
     def __init__(self, arrays: Any, batch_size: int, num_parts: int) -> None:
         self._structure = tf.nest.map_structure(type, arrays)
-        self._columns = [column_of(array) for array in tf.nest.flatten(arrays)]
+        self._columns = columns_of(arrays)
         self._batch_size = batch_size
         num_examples = len(self._columns[0].values)
         num_batches = -(-num_examples // batch_size)

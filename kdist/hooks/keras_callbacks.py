@@ -46,7 +46,9 @@ _LOGS_ONLY = (
 #: Those that set the learning rate, and look at nothing else.
 RATE_ONLY = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 _BATCH_EVENTS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-_TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
+#: Of an evaluation and of a prediction.
+TEST_BATCH_EVENTS = ("on_test_batch_begin", "on_test_batch_end")
+PREDICT_BATCH_EVENTS = ("on_predict_batch_begin", "on_predict_batch_end")
 
 
 class Callbacks:
@@ -79,7 +81,7 @@ class Callbacks:
         self.logs_learning_rate = any(isinstance(callback, RATE_ONLY) for callback in lookers)
         self._sets_rate_only = all(type(callback) in RATE_ONLY for callback in lookers)
         self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
-        self.acts_on_test_batches = any(_overrides(callback, _TEST_BATCH_EVENTS) for callback in callbacks)
+        self.acts_on_test_batches = any(overrides_any(callback, TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
         self._seen: dict[str, np.ndarray] = {}
         self._stateful = stateful_layers(model)
@@ -228,8 +230,9 @@ def _acts_on_batches(callback: Callback) -> bool:
     acts_on_epochs = "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
     # MLflow's.
     acts_on_epochs |= getattr(callback, "log_every_epoch", None) is True
-    return not acts_on_epochs and _overrides(callback, _BATCH_EVENTS)
+    return not acts_on_epochs and overrides_any(callback, _BATCH_EVENTS)
 
 
-def _overrides(callback: Callback, events: Sequence[str]) -> bool:
+def overrides_any(callback: Callback, events: Sequence[str]) -> bool:
+    """Whether a callback acts on one of these events."""
     return any(overrides(getattr(callback, event)) for event in events)

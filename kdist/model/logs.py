@@ -24,6 +24,11 @@ def as_logs(results: Mapping[str, Any]) -> Logs:
     return {name: np.asarray(result).astype(float).tolist() for name, result in flat(results).items()}
 
 
+def with_arrays(logs: Logs) -> Logs:
+    """The logs as Keras's `evaluate` returns them: a result that has dimensions is an array."""
+    return {name: np.asarray(value, np.float32) if isinstance(value, list) else value for name, value in logs.items()}
+
+
 def scalars(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Each number by its name; the items of a list are `f1_score/0`, `f1_score/1` and so on."""
     for name, value in logs.items():

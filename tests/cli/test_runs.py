@@ -177,7 +177,7 @@ for cluster in ("1ps1w", "1ps1w"):
     trainer = kdist.Trainer(build_model, cluster=cluster, strategy="parameter_server",
                             hooks=[kdist.hooks.StopAtStep(last_step=20), kdist.hooks.CheckpointSaver(every_secs=60)])
     history = trainer.fit(x, y, batch_size=64, steps=20, validation_data=(x, y))
-    assert trainer.evaluate(x, y)["loss"] > 0 and trainer.predict(x).shape == (256, 3)
+    assert trainer.evaluate(x, y, return_dict=True)["loss"] > 0 and trainer.predict(x).shape == (256, 3)
     trainer.model.save("mine.keras")
     assert len(history.history["val_loss"]) == len(history.epoch) == 5
 """,

@@ -66,7 +66,7 @@ def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path,
     # The workers validate at the end, when there is nothing for them to read.
     x = np.eye(counted.NUM_RECORDS, dtype=np.float32)[:64]
     trainer.fit(arriving(folder), batch_size=10, verbose=0, validation_data=(x, x[:, 0]))
-    expected_loss = trainer.evaluate(x, x[:, 0], batch_size=10)["loss"]
+    expected_loss = trainer.evaluate(x, x[:, 0], batch_size=10, return_dict=True)["loss"]
     assert trainer.result.metrics["validation"]["loss"] == pytest.approx(expected_loss)
     expected = np.zeros(counted.NUM_RECORDS)
     for number in range(6):

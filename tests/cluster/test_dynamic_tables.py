@@ -171,7 +171,7 @@ def test_rows_that_became_too_large_stay_on_the_servers(run_dir: Path, capsys: p
     with pytest.raises(kdist.ConfigError, match="more than export_max_bytes=1000, so its trained values are in"):
         trainer.evaluate(*data())
     x, y = data()
-    on_workers = trainer.evaluate([x[0], x[1].numpy()], y, on_workers=True)
+    on_workers = trainer.evaluate([x[0], x[1].numpy()], y, on_workers=True, return_dict=True)
     assert on_workers["loss"] == pytest.approx(history.history["val_loss"][-1], rel=1e-5)
     trainer.fit(*data(), batch_size=16, steps=12, verbose=0, shuffle=False)
     brought = make("1ps1w")

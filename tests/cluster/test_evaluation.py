@@ -76,8 +76,15 @@ def test_evaluate_and_predict_on_workers_see_each_example_once(tmp_path: Path) -
     x, y = toy_data(515)
     trainer = kdist.Trainer(build, "1ps2w", run_dir=tmp_path)
     trainer.fit(x, y, steps=10, verbose=0)
-    here = trainer.evaluate(x, y)
-    assert trainer.evaluate(x, y, on_workers=True) == pytest.approx(here, rel=1e-5)
+    here = trainer.evaluate(x, y, return_dict=True)
+    seen: list[Any] = []
+    note = keras.callbacks.LambdaCallback()
+    note.on_test_begin = lambda logs: seen.append("begin")
+    note.on_test_end = seen.append
+    assert trainer.evaluate(x, y, on_workers=True, return_dict=True) == pytest.approx(here, rel=1e-5)
+    listed = trainer.model.evaluate(x, y, verbose=0)
+    assert trainer.evaluate(x, y, on_workers=True, callbacks=note) == pytest.approx(listed, rel=1e-5)
+    assert seen == ["begin", pytest.approx(here, rel=1e-5)]
     assert here["seen"] == 515
     np.testing.assert_allclose(trainer.predict(x, on_workers=True), trainer.predict(x), rtol=1e-5, atol=1e-6)
 

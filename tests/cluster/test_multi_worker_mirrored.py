@@ -51,7 +51,7 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert [row["val_loss"] for row in epochs] == history.history["val_loss"]
     assert (result["config"]["train"]["epochs"], result["config"]["train"]["max_restarts"]) == (3, 3)
     assert history.epoch == [0, 1, 2]
-    assert history.history["val_loss"][-1] == pytest.approx(trainer.evaluate(x, y)["loss"], rel=1e-5)
+    assert history.history["val_loss"][-1] == pytest.approx(trainer.evaluate(x, y, return_dict=True)["loss"], rel=1e-5)
     assert Checkpoints(run_dir / "checkpoints").steps() == [0, 16, 32, 48]
     assert "async/staleness" not in tags_of(run_dir / "tb" / "train")
     out = capsys.readouterr().out

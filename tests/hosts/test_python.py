@@ -45,7 +45,7 @@ if sys.argv[1] == "worker:0":
     assert all((a == b).all() for a, b in zip(other.get_weights(), weights))
     other.fit(x, y, verbose=0)
     assert list(dataset.as_numpy_iterator()) == [0, 1, 2, 3, 4]
-    assert trainer.evaluate(x, y)["loss"] < 1.0
+    assert trainer.evaluate(x, y, return_dict=True)["loss"] < 1.0
     assert trainer.result.global_step == 100
     # Another cluster, here, in the same process.
     local = kdist.Trainer(user_code.build, cluster="1ps1w", run_dir="E")

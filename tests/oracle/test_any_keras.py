@@ -231,7 +231,7 @@ def test_metrics_with_several_values_are_written_as_such(run_dir: Path, capsys: 
     expected = trainer.model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     found = json.loads((run_dir / "result.json").read_text())["metrics"]["validation"]
     np.testing.assert_allclose(found["f1_score"], expected["f1_score"], rtol=1e-5)
-    np.testing.assert_allclose(trainer.evaluate(x, y)["f1_score"], expected["f1_score"], rtol=1e-5)
+    np.testing.assert_allclose(trainer.evaluate(x, y, return_dict=True)["f1_score"], expected["f1_score"], rtol=1e-5)
     shown = " ".join(f"{value:.4f}" for value in expected["f1_score"])
     assert f"f1_score [{shown}]" in capsys.readouterr().out
 

@@ -1,5 +1,6 @@
 """What a user of `Trainer` may rely on, seen in one process."""
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -345,7 +346,7 @@ def test_training_may_end_with_the_values_of_the_best_validation(run_dir: Path) 
     assert (trainer.result.global_step, trainer.result.stopped_by) == (best + 3, "EarlyStopping")
     assert float(trainer.model.layers[0].kernel[0, 0]) == pytest.approx(5 - 5 * 0.9**best)
     assert trainer.result.metrics["validation"]["loss"] == pytest.approx(history[best - 1])
-    assert trainer.evaluate(x, 2 * x)["loss"] == pytest.approx(history[best - 1])
+    assert trainer.evaluate(x, 2 * x) == pytest.approx(history[best - 1])
     assert keras.saving.load_model(run_dir / "model.keras").evaluate(x, 2 * x) == pytest.approx(history[best - 1])
     # So does what is resumed.
     saved = Checkpoints(run_dir / "checkpoints").read(best + 3)
@@ -459,3 +460,81 @@ def test_an_argument_counts_more_than_the_cluster_config(run_dir: Path) -> None:
     for option in ("start_timeout", "step_timeout", "max_worker_restarts"):
         with pytest.raises(ConfigError, match=rf"cluster\.{option}="):
             kdist.Trainer(models.mlp, config, run_dir=run_dir, **{option: -1})
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_the_arguments_of_keras_are_taken_in_its_order(name: str) -> None:
+    def arguments(owner: Any) -> list[str]:
+        parameters = inspect.signature(getattr(owner, name)).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    assert arguments(kdist.Trainer) == arguments(keras.Model)
+
+
+def test_evaluate_returns_what_keras_returns(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, "softmax")])
+        metrics = ["accuracy", keras.metrics.F1Score(name="f1")]
+        model.compile("sgd", "categorical_crossentropy", metrics=metrics)
+        return model
+
+    trainer, labels = kdist.Trainer(build, run_dir=run_dir), keras.utils.to_categorical(Y, 3)
+    trainer.fit(X, labels, verbose=0)
+    expected, found = trainer.model.evaluate(X, labels, verbose=0), trainer.evaluate(X, labels)
+    assert [type(value) for value in found] == [type(value) for value in expected] == [float, float, np.ndarray]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other)
+    named = trainer.evaluate(X, labels, return_dict=True)
+    assert set(named) == {"loss", "accuracy", "f1"}
+    assert named["accuracy"] == found[1]
+
+
+def test_evaluate_and_predict_call_callbacks_and_show_what_verbose_says(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, seen = kdist.Trainer(models.mlp, run_dir=run_dir), []
+
+    class Note(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(("test", batch))
+
+        def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(("predict", batch))
+
+    fit(trainer, steps=1)
+    trainer.evaluate(X, Y, 20, callbacks=Note())
+    trainer.predict(X, 20, callbacks=[Note()])
+    assert seen == [("test", 0), ("test", 1), ("predict", 0), ("predict", 1)]
+    # Nobody looks.
+    assert "step" not in capsys.readouterr().out
+    trainer.evaluate(X, Y, 20, verbose=2)
+    assert "2/2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="verbose=7: choose one of auto, 0, 1, 2, 3"):
+        trainer.evaluate(X, Y, verbose=7)
+
+
+@pytest.mark.parametrize("dtype", ["<U7", "S7", object, "Series"])
+def test_strings_that_fit_takes_are_evaluated_and_predicted(run_dir: Path, dtype: Any) -> None:
+    def build() -> keras.Model:
+        words = keras.layers.Input((1,), dtype="string")
+        rows = keras.layers.Embedding(8, 2)(keras.layers.Hashing(8)(words))
+        model = keras.Model(words, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
+        model.compile("sgd", "mse")
+        return model
+
+    words, y = np.array(["apple", "pear", "plum", "kiwi"] * 10), np.arange(40.0)
+    x: Any = pytest.importorskip("pandas").Series(words) if dtype == "Series" else words[:, None].astype(dtype)
+    trainer = kdist.Trainer(build, run_dir=run_dir)
+    trainer.fit(x, y, verbose=0)
+    tensor = tf.constant(words[:, None])
+    assert trainer.evaluate(x, y) == pytest.approx(trainer.model.evaluate(tensor, y, verbose=0))
+    np.testing.assert_allclose(trainer.predict(x), trainer.model.predict(tensor, verbose=0))
+
+
+def test_what_is_no_data_is_refused_by_name(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    for use in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ConfigError, match="x is a range; give arrays, a tf.data.Dataset"):
+            use(range(40))
+        with pytest.raises(ValueError, match="must be arrays"):
+            use([1.0, 2.0])

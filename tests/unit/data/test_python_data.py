@@ -114,7 +114,7 @@ def test_validation_data_of_the_same_kinds(run_dir: Path) -> None:
     trainer, history = fit(Batches(), run_dir, epochs=2, validation_data=Batches(3))
     expected = trainer.model.evaluate(X[:24], Y[:24], verbose=0, return_dict=True)
     assert history.history["val_loss"][-1] == pytest.approx(expected["loss"], rel=1e-4)
-    assert trainer.evaluate(Batches(3))["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert trainer.evaluate(Batches(3), return_dict=True)["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert trainer.predict(Batches(3)).shape == (24, 3)
 
 

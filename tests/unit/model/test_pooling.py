@@ -198,7 +198,7 @@ def test_models_train_evaluate_and_predict_as_by_keras(kind: Any, is_functional:
     for ours, theirs in zip(trainer.model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     logs = expected.evaluate(data, return_dict=True, verbose=0)
-    assert trainer.evaluate(data, verbose=0) == pytest.approx(logs, rel=1e-5)
+    assert trainer.evaluate(data, verbose=0, return_dict=True) == pytest.approx(logs, rel=1e-5)
     np.testing.assert_allclose(trainer.predict(data, verbose=0), expected.predict(data, verbose=0), rtol=1e-5)
 
 
