@@ -139,11 +139,6 @@ def table_of(layer: keras.layers.Embedding) -> keras.Variable:
     return layer._embeddings
 
 
-def as_fit_passes_it(batch: tuple[Any, ...]) -> Any:
-    """A batch as `fit` passes it to `train_step`: inputs alone are not in a tuple."""
-    return keras.utils.pack_x_y_sample_weight(*batch)
-
-
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """The optimizers of a model by name: the attribute that holds it; empty for that which it was compiled with."""
     found: dict[str, Any] = {"": main_optimizer(model)}

@@ -205,7 +205,6 @@ def training_data(
     else:
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
-        arrays = arrays if isinstance(arrays, tuple) else (arrays,)
         data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
     return _ClassWeighted(data, class_weight) if class_weight else data
 

@@ -116,7 +116,6 @@ def parts_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, num_par
     if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(x, y, sample_weight):
         return None
     arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
-    arrays = arrays if isinstance(arrays, tuple) else (arrays,)
     lengths = {array.shape[0] if getattr(array, "shape", ()) else 0 for array in tf.nest.flatten(arrays)}
     # At least one batch per worker.
     is_enough = len(lengths) == 1 and min(lengths) >= num_parts * (batch_size or 32)

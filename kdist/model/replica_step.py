@@ -45,7 +45,7 @@ class ReplicaStep:
 
     Args:
         model: a compiled model: Sequential, Functional or subclassed. It is built if necessary.
-        batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        batch_spec: nested type specs of a batch: x alone, or a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
         steps_per_epoch, begins_at: those of `WorkerState`.
 
     Attributes:
@@ -157,7 +157,7 @@ class ReplicaStep:
             trainable: values of `self.trainable`; None for `self.tables`.
             state, metrics: values of `self.state`, and of `self.metrics` before this batch.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
-            batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+            batch: as `batch_spec`.
             clock: values of `self.clock`.
             moment: what `WorkerState.read` takes; None if there is no such state.
             rows: those of `self.table_groups`; None if there are none.

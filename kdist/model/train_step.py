@@ -19,7 +19,6 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import (
-    as_fit_passes_it,
     built_variables,
     is_multi_optimizer,
     learning_rate_variable,
@@ -118,7 +117,7 @@ class OwnTrainStep:
 
     Args:
         model: compiled. It is built as `fit` builds it: the step is traced once.
-        batch_spec: nested `tf.TensorSpec`s of a batch `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        batch_spec: nested type specs of an element of the data, which `train_step` gets as it is.
 
     Attributes:
         trainable: the variables that the step gives to optimizers, in the model's order.
@@ -220,7 +219,7 @@ class OwnTrainStep:
         """What the step returns; `_applied` has what it gave to optimizers."""
         self._applied.clear()
         with self._recording(), legacy_functions_renamed():
-            logs = self._model.train_step(as_fit_passes_it(batch))
+            logs = self._model.train_step(batch)
         if not isinstance(logs, Mapping):
             raise self._refusal(f"returns {type(logs).__name__}; return a dict of what is to be shown")
         if not self._applied:

@@ -29,24 +29,6 @@ def test_the_metrics_of_a_model_are_built_by_its_first_step() -> None:
     assert compat.metrics_are_built(built_model())
 
 
-def test_a_batch_is_passed_as_fit_does() -> None:
-    seen: list[Any] = []
-
-    class Sees(keras.Model):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            seen.append(data)
-            return {"seen": 1.0}
-
-    made = Sees()
-    made.compile()
-    x, y = BATCH
-    for data in ((x,), (x, y), (x, y, np.ones(len(x), np.float32))):
-        made.fit(*data[:2], sample_weight=None if len(data) < 3 else data[2], verbose=0)
-        passed = compat.as_fit_passes_it(data)
-        assert [item is not None for item in tf.nest.flatten(seen[-1])] == [True] * len(tf.nest.flatten(passed))
-        assert isinstance(seen[-1], tuple) is isinstance(passed, tuple)
-
-
 def test_the_optimizers_of_a_model_are_found_in_its_attributes() -> None:
     made = model()
     made.others = [keras.optimizers.SGD(), {"critic": keras.optimizers.Adam()}]

@@ -50,13 +50,13 @@ def test_x_and_y_stay_together_and_every_batch_is_full() -> None:
 
 def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:
     data = training_data(numbers(16), batch_size=4, seed=3)
-    once = [x for (x,), _ in batches(data, 1, 0, 8)]
+    once = [x for x, _ in batches(data, 1, 0, 8)]
     assert sorted(np.concatenate(once[:4])) == list(range(16))
     assert not np.array_equal(np.concatenate(once[:4]), np.concatenate(once[4:]))
     # Whatever seeds the process has.
     for seed in (0, 1):
         keras.utils.set_random_seed(seed)
-        again = [x for (x,), _ in batches(training_data(numbers(16), batch_size=4, seed=3), 1, 0, 8)]
+        again = [x for x, _ in batches(training_data(numbers(16), batch_size=4, seed=3), 1, 0, 8)]
         np.testing.assert_array_equal(once, again)
 
 
@@ -67,9 +67,9 @@ def test_arrays_go_on_at_any_batch_as_if_they_had_been_read_from_the_beginning(
 ) -> None:
     data = training_data(numbers(num_examples), batch_size=4, shuffle=shuffle)
     worker = num_workers - 1
-    read = [x for (x,), _ in batches(data, num_workers, worker, 20)]
+    read = [x for x, _ in batches(data, num_workers, worker, 20)]
     for first in (1, 7, 8, 15):
-        resumed = [x for (x,), _ in batches(data, num_workers, worker, 5, first_batch=first)]
+        resumed = [x for x, _ in batches(data, num_workers, worker, 5, first_batch=first)]
         np.testing.assert_array_equal(resumed, read[first : first + 5])
 
 
@@ -93,12 +93,12 @@ def test_a_dataset_of_unknown_length_begins_anew() -> None:
 
 def test_without_shuffle_arrays_come_in_order() -> None:
     data = training_data(numbers(8), batch_size=4, shuffle=False)
-    assert [list(x) for (x,), _ in batches(data, 1, 0, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [list(x) for x, _ in batches(data, 1, 0, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_without_shuffle_workers_take_turns() -> None:
     data = training_data(numbers(16), batch_size=4, shuffle=False)
-    parts = [list(x) for worker in (0, 1) for (x,), _ in batches(data, 2, worker, 1)]
+    parts = [list(x) for worker in (0, 1) for x, _ in batches(data, 2, worker, 1)]
     assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
