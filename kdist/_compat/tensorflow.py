@@ -27,10 +27,13 @@ __all__ = [
     "QuietExecutor",
     "UninitializedVariable",
     "allow_many_next",
+    "copy_for_tasks",
     "dataset_as_graph",
     "executor_scope",
     "filters_as_proto",
+    "forget_copies_for_tasks",
     "forget_server_def",
+    "function_for_tasks",
     "function_of_its_own",
     "initialize",
     "legacy_functions_renamed",
@@ -46,6 +49,8 @@ __all__ = [
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 # What TensorFlow's own Python code takes.
 _KEEP_ALIVE_SECS = 600
+#: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
+_copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _key_bases = itertools.count(0, 1000)
 _function_numbers = itertools.count()
 
@@ -58,6 +63,39 @@ def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
 def allow_many_next(iterator: Any) -> None:
     """Lets a function call `next` again: TensorFlow rejects more than 32 calls, assuming an unrolled Python loop."""
     iterator._get_next_call_count = 0
+
+
+def function_for_tasks(
+    function: Callable[..., Any], *specs: Any, autograph: bool = False
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces a function that tasks call. Of the tensors of this process that it captures, they get copies."""
+    concrete = tf.function(function, autograph=autograph).get_concrete_function(*specs)
+    captured = concrete._captured_inputs
+    copies = [
+        _copies_for_tasks.setdefault(id(t), (t, copy_for_tasks(t)))[1] if _may_be_sent(t) else t for t in captured
+    ]
+    concrete.set_external_captures(copies)
+    return concrete
+
+
+def _may_be_sent(captured: Any) -> bool:
+    """Whether what a function captures travels to the tasks that call it: a tensor, or the handle of a table, here."""
+    return isinstance(captured, tf.Tensor) and captured.dtype != tf.variant and "/job:localhost/" in captured.device
+
+
+def copy_for_tasks(tensor: tf.Tensor) -> tf.Tensor:
+    """The same value, on the device where it is; the memory is shared.
+
+    TensorFlow remembers of every tensor which tasks have it, by their names. So it takes a task of the next cluster for
+    that of the last one, and the task misses the tensor.
+    """
+    with tf.device(None), tf.device(tensor.device):
+        return tf.identity(tensor)
+
+
+def forget_copies_for_tasks() -> None:
+    """Ends the use of copies that the tasks of a cluster have, when it is left."""
+    _copies_for_tasks.clear()
 
 
 def function_of_its_own(function: Callable[..., Any]) -> Any:

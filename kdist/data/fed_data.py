@@ -50,10 +50,7 @@ class FedData(TrainingData):
         return tf.nest.flatten(self._spec, expand_composites=True)
 
     def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
-        batch = self._queue.assign(worker_index)
-        # TensorFlow remembers where a tensor was sent to, also when the task there is another process by now.
-        with tf.device(None), tf.device("CPU:0"):
-            return [tf.identity(tensor) for tensor in batch.tensors]
+        return list(self._queue.assign(worker_index).tensors)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
         # A dataset of one batch would take ten times as long to make.

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import IteratorSpec, allow_many_next, initialize
+from kdist._compat.tensorflow import IteratorSpec, allow_many_next, copy_for_tasks, function_for_tasks, initialize
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share
 
@@ -49,7 +49,7 @@ def worker_dataset(
     # If the first thing that TensorFlow does in a process is to trace a function, its config is another one.
     initialize()
     specs = [*[tf.TensorSpec([], tf.int64)] * 3, *data.specs(num_workers)]
-    return tf.function(make, input_signature=specs).get_concrete_function()
+    return function_for_tasks(make, *specs, autograph=True)
 
 
 def make_dataset(
@@ -74,7 +74,7 @@ def make_dataset(
 def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.Tensor | Share) -> Any:
     """Calls a function on the device of the caller, after sending the shares among its arguments there."""
     # Variables are kept until the function has read them.
-    sent = [item for argument in arguments for item in (argument.send() if isinstance(argument, Share) else [argument])]
+    sent = [item for a in arguments for item in (a.send() if isinstance(a, Share) else [copy_for_tasks(a)])]
     return function(*(item.handle if isinstance(item, tf.Variable) else item for item in sent))
 
 

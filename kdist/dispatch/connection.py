@@ -120,6 +120,7 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
 def disconnect() -> None:
     """Makes this process forget all tasks. Without it, a later `Model.fit` of plain Keras waits for them for ever."""
     _restore_environment()
+    tf_compat.forget_copies_for_tasks()
     alone = tf_compat.server_def()
     if alone is None:
         return

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
+from kdist._compat.tensorflow import function_for_tasks
 from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import Share, received, without_copies
 from kdist.data.file_column import columns_of
@@ -207,18 +208,20 @@ class _OnWorkers(abc.ABC):
             NeedsWholeTable: an evaluation that pulls needs more of a table than rows.
         """
         self._parts.trace_transfer()
-        make = tf.function(self._parts.dataset, autograph=False).get_concrete_function(
-            tf.TensorSpec([], tf.int64), *self._parts.specs()
-        )
+        make = function_for_tasks(self._parts.dataset, tf.TensorSpec([], tf.int64), *self._parts.specs())
         if self.values is None:
             assert training is not None
-            through = tf.function(lambda dataset: self._through(dataset, _Pulled(training)), autograph=False)
-            return make, through.get_concrete_function(make.structured_outputs)
+            through = function_for_tasks(
+                lambda dataset: self._through(dataset, _Pulled(training)), make.structured_outputs
+            )
+            return make, through
         values = [tf.TensorSpec(v.shape, v.dtype) for v in self._variables]
-        through = tf.function(
-            lambda dataset, given: self._through(dataset, _Given(self._variables, given)), autograph=False
+        through = function_for_tasks(
+            lambda dataset, given: self._through(dataset, _Given(self._variables, given)),
+            make.structured_outputs,
+            values,
         )
-        return make, through.get_concrete_function(make.structured_outputs, values)
+        return make, through
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
         """A part's dataset, on the worker that this is called for."""

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
+from kdist._compat.tensorflow import function_for_tasks
 from kdist.data.worker_dataset import next_of
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
@@ -81,7 +82,7 @@ class GradientCalls:
     def _traced_compute(self) -> tf.types.experimental.ConcreteFunction:
         if self._compute is None:
             self._before_tracing()
-            self._compute = tf.function(self._one_gradient, autograph=False).get_concrete_function(self._iterator_spec)
+            self._compute = function_for_tasks(self._one_gradient, self._iterator_spec)
         return self._compute
 
     def _one_gradient(self, iterator: Any) -> list[tf.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.tensorflow import function_for_tasks
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.worker_dataset import next_of
 from kdist.model.metrics import MetricReader, MetricRows
@@ -148,7 +149,7 @@ class UnrolledCalls:
                 replica = Replica(self._store, iterator, self._compute)
                 return run_steps([replica], num_steps, self._logs, num_ahead=self._num_ahead)[0]
 
-            self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(self._iterator_spec)
+            self._functions[num_steps] = function_for_tasks(call, self._iterator_spec)
         return self._functions[num_steps]
 
     def logs(self, packed: np.ndarray) -> StepLogs:
