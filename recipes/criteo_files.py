@@ -58,7 +58,8 @@ def find_files(key: str, path: str, min_lines: int) -> list[str]:
     Raises:
         ConfigError: there is none, or one is too short or cannot be read.
     """
-    found = [Path(name) for name in glob.glob(path)] or [Path(path)]
+    # A name with brackets is a glob, too.
+    found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path)]
     if len(found) == 1 and found[0].is_dir():
         found = [file for file in found[0].iterdir() if not file.name.startswith((".", "_"))]
     files = sorted(file for file in found if file.is_file())

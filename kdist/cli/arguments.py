@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 _ADDED_HOOKS = "+hooks="
 # Between them are the items of a list, a dict or a sweep.
@@ -57,10 +61,10 @@ def _quoted(override: str) -> str:
         return override
     has_items = "," in value or value.startswith(("[", "{", "("))
     items = _ITEM_ENDS.split(value) if has_items else [value]
-    quoted = f"{key}={''.join(item if item.isascii() else _in_quotes(item) for item in items)}"
+    quoted = f"{key}={''.join(item if item.isascii() else in_quotes(item) for item in items)}"
     if _is_readable(quoted):
         return quoted
-    if _is_readable(f"{key}={_in_quotes(value)}"):
+    if _is_readable(f"{key}={in_quotes(value)}"):
         raise ConfigError(
             f"{override}: cannot be read; if the value is one text, it needs quotes within those of the shell: "
             f"{_for_a_shell(key, value)}"
@@ -69,25 +73,46 @@ def _quoted(override: str) -> str:
     return override
 
 
-def _in_quotes(value: str) -> str:
+def in_quotes(value: str) -> str:
     """A value in quotes, as Hydra reads them: a backslash means something before a quote only."""
     stripped = value.strip()
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), stripped)
     return value.replace(stripped, f"'{escaped}'")
 
 
+def typed(key: str, value: str) -> str:
+    """What to type in a shell to give `key` one text as its value."""
+    override = f"{key}={value}"
+    return shlex.quote(override) if _text_in(override) == value else _for_a_shell(key, value)
+
+
 def _for_a_shell(key: str, value: str) -> str:
-    if '"' in value:
-        return shlex.quote(f"{key}={_in_quotes(value)}")
+    # In the double quotes of a shell, and before those of Hydra, they mean something else.
+    if re.search(r'["\\$`!]', value):
+        return shlex.quote(f"{key}={in_quotes(value)}")
     return f'"{key}=\\"{value}\\""' if "'" in value else f"'{key}=\"{value}\"'"
 
 
 def _is_readable(override: str) -> bool:
+    return _read(override) is not None
+
+
+def _text_in(override: str) -> str | None:
+    """The value as text, as far as it is one text."""
+    from hydra.core.override_parser.types import QuotedString
+
+    if (read := _read(override)) is None:
+        return None
+    value = read.value()
+    return value.text if isinstance(value, QuotedString) else value if isinstance(value, str) else None
+
+
+def _read(override: str) -> Override | None:
+    """An override as Hydra reads it; None if it cannot."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        OverridesParser.create().parse_override(override)
+        return OverridesParser.create().parse_override(override)
     except HydraException:
-        return False
-    return True
+        return None

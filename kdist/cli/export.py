@@ -65,15 +65,16 @@ def _export(given: Namespace) -> str:
 
 def _write(model: keras.Model, form: str, folder: Path) -> None:
     """Writes the model into a folder that exists; raises `OSError`."""
+    from kdist.parameters.tensorflow_paths import literal_path
     from kdist.run.model_file import write_model_file
 
     try:
         if form == "keras":
             write_model_file(model, folder / "model.keras")
         elif form == "onnx":
-            model.export(folder / "model.onnx", format="onnx", verbose=False)
+            model.export(literal_path(folder / "model.onnx"), format="onnx", verbose=False)
         else:
-            model.export(folder, format="tf_saved_model", verbose=False)
+            model.export(literal_path(folder), format="tf_saved_model", verbose=False)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(f"--format={form}: Keras cannot write model {model.name} so: {error}") from error
 

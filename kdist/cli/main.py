@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist._compat import quiet_import
-from kdist.cli.arguments import as_hydra_reads
+from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained
 from kdist.cli.help import help_text
 from kdist.cli.process import end_process, exit_code_of, print_error, start_anew
@@ -108,14 +108,13 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
     # A config that is not derived from kdist's has no such keys; each of its trials reports that.
     metric, mode, timeout = (OmegaConf.select(config, k) for k in ("sweep.metric", "sweep.mode", "run.storage_timeout"))
     folder = sweep_folder(place, timeout or RunConfig.storage_timeout)
-    quoted = str(folder.local).replace("\\", "\\\\").replace("'", "\\'")
     # After the user's overrides: the last one of a key counts.
     end = len(arguments) - (arguments[::-1].index(parsed.overrides[-1]) if parsed.overrides else 0)
     try:
         with _EndOfSweep() as end_of_sweep:
             _call_hydra(
                 TrialRunner(folder, partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), print_error),
-                [*arguments[:end], f"hydra.sweep.dir='{quoted}'", *arguments[end:]],
+                [*arguments[:end], f"hydra.sweep.dir={in_quotes(str(folder.local))}", *arguments[end:]],
             )
     finally:
         sweep = Sweep(folder, metric, mode)
@@ -124,15 +123,15 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
             line = f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}"
             log.say(log.Line("\n".join([line, *sweep.table()]), "sweep", values={"trials": len(sweep.trials)}))
             if any(trial.status != "done" for trial in sweep.trials):
-                again = shlex.quote(f"hydra.sweep.dir={folder}")
+                again = typed("hydra.sweep.dir", str(folder))
                 log.say(f"rerun with {again} to finish the remaining trials")
             sweep.write()
             if (picture := picture_of(sweep)) is not None:
                 folder.write("sweep.png", picture)
             folder.take_over()
     if sweep.failed:
-        numbers = ", ".join(str(trial.number) for trial in sweep.failed)
-        error = KdistError(f"{len(sweep.failed)} of {len(sweep.trials)} trials failed: {numbers}")
+        failed = ", ".join(map(str, sweep.failed))
+        error = KdistError(f"{len(sweep.failed)} of {len(sweep.trials)} trials failed: {failed}")
         error.exit_code = sweep.failed[0].exit_code
         raise error
 
@@ -311,7 +310,7 @@ def _job(
 
             way_on, files = "there is no checkpoint yet", RunDir(place, "")
             if (newest := files.checkpoints().newest()) is not None:
-                again = shlex.quote(f"run.dir={files}")
+                again = typed("run.dir", str(files))
                 way_on = f"the same command with {again} resumes from {newest.parent.name}/{newest.name}"
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:

@@ -1,7 +1,8 @@
 """Sweeps: which trials in a sweep's folder are done, and how they compare, as a table.
 
-A sweep is one folder with one numbered folder per trial. There, `trial.json` records the overrides of the trial and how
-it ended, beside the `result.json` of its run. A sweep that is run again needs nothing else.
+A sweep is one folder with one folder per trial, named by `hydra.sweep.subdir`. There, `trial.json` records the
+overrides of the trial and how it ended, beside the `result.json` of its run. A sweep that is run again needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class Trial:
     """One trial of a sweep.
 
     Attributes:
-        name: of its run dir in the sweep's folder; its number.
+        name: of its run dir in the sweep's folder, which may have slashes.
         overrides: its own overrides: values by keys.
         status: `running` (or killed), `done`, `failed` or `preempted`.
         error: the message of its error.
         exit_code: the exit code that a single run would have had.
+        job: its number in the sweep that ran it last; None if only its name says it.
         result: its `result.json`; empty if it has none.
     """
 
@@ -48,22 +50,25 @@ class Trial:
     status: str = "running"
     error: str | None = None
     exit_code: int = 0
+    job: int | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
-        return int(self.name)
+        return int(self.name) if self.job is None else self.job
+
+    def __str__(self) -> str:
+        return self.name if self.name == str(self.number) else f"{self.number} ({self.name})"
 
     def write(self, sweep: SweepFolder) -> None:
-        record = {name: getattr(self, name) for name in ("overrides", "status", "error", "exit_code")}
+        record = {name: getattr(self, name) for name in ("overrides", "status", "error", "exit_code", "job")}
         sweep.write(f"{self.name}/{TRIAL}", (json.dumps(record, indent=2) + "\n").encode())
 
     @classmethod
     def read(cls, sweep: SweepFolder, name: str) -> Trial | None:
         """The trial of that name; None if there is none."""
-        try:
-            record = json.loads(sweep.read(f"{name}/{TRIAL}") or b"")
-        except ValueError:
+        record = content_of(sweep.read(f"{name}/{TRIAL}") or b"")
+        if "overrides" not in record:
             return None
         return cls(name, **record, result=content_of(sweep.read(f"{name}/result.json") or b""))
 
@@ -77,21 +82,30 @@ class Objective:
     mode: str
 
 
-def begin_trial(sweep: SweepFolder, name: str, overrides: Sequence[str]) -> Trial:
+def begin_trial(sweep: SweepFolder, name: str, overrides: Sequence[str], job: int | None = None) -> Trial:
     """The trial with these overrides (`key=value`) to run under this name, or the finished one that is there.
 
+    Args:
+        job: its number in this sweep.
+
     Raises:
-        ConfigError: another trial has this name.
+        ConfigError: another trial has this name, or the name is not that of a folder in the sweep's.
     """
+    if name == "." or name.startswith(".."):
+        raise ConfigError(
+            f"hydra.sweep.subdir: {sweep}/{name} is not a folder in hydra.sweep.dir; "
+            "take ${hydra:job.num} or ${hydra:job.override_dirname}"
+        )
     own = {key: text for key, text in by_key(overrides).items() if is_of_training(key)}
     trial = Trial.read(sweep, name)
     if trial is not None and trial.overrides != own:
         held, wanted = (" ".join(f"{k}={v}" for k, v in o.items()) or "no overrides" for o in (trial.overrides, own))
         raise ConfigError(
-            f"{sweep}/{name}: holds a trial with {held}, not {wanted}; give another sweep a folder of its own"
+            f"{sweep}/{name}: holds a trial with {held}, not {wanted}; give another sweep a folder of its own, "
+            "and each trial a name of its own, if you have set hydra.sweep.subdir"
         )
     if trial is None or trial.status != "done" or trial.result.get("status") != "done":
-        trial = Trial(name, own)
+        trial = Trial(name, own, job=job)
         trial.write(sweep)
     return trial
 
@@ -165,7 +179,7 @@ class TrialRunner:
         overrides = overrides_of_job()
         log.say(log.Line(f"\ntrial {hydra.job.num} | {' '.join(overrides)}", "trial", values={"overrides": overrides}))
         name = os.path.relpath(hydra.runtime.output_dir, hydra.sweep.dir)
-        trial = begin_trial(self._sweep, name, overrides)
+        trial = begin_trial(self._sweep, name, overrides, hydra.job.num)
         if trial.status == "done":
             log.say("already done; skipped")
         else:
@@ -203,28 +217,28 @@ class Sweep:
         trials: by number.
         failed: those that failed.
         swept: the keys in which trials differ; all of a sweep of one trial.
-        rows: of `kdist.load_runs`, by number, with their objectives in the column `OBJECTIVE`.
+        rows: of `kdist.load_runs`, in the same order, with their objectives in the column `OBJECTIVE`.
         metric: the name by which trials are compared.
         mode: whether its smaller or its larger values are better.
     """
 
     def __init__(self, folder: SweepFolder, metric: str | None = None, mode: str | None = None) -> None:
         self.folder = folder
-        read = [Trial.read(folder, name) for name in folder.trials() if name.isdecimal()]
-        self.trials = sorted((trial for trial in read if trial is not None), key=lambda trial: trial.number)
+        found = (Trial.read(folder, name) for name in folder.trials())
+        self.trials = sorted(filter(None, found), key=lambda trial: (trial.number, trial.name))
         self.failed = [trial for trial in self.trials if trial.status == "failed"]
         runs = runs_in(folder, [trial.name for trial in self.trials])
         differing = runs.varied() if len(self.trials) > 1 else ["cluster", "strategy", *runs.keys]
         # Which strategy `auto` is may follow from the cluster.
         self.swept = [key for key in differing if any(key in trial.overrides for trial in self.trials)]
-        found = {
+        objectives = {
             trial.name: objective(trial.result, metric, mode)
             for trial in self.trials
             if trial.status == "done" and trial.result
         }
-        one = next((each for each in found.values() if each is not None), Objective(OBJECTIVE, 0.0, "min"))
+        one = next((each for each in objectives.values() if each is not None), Objective(OBJECTIVE, 0.0, "min"))
         self.metric, self.mode = one.name, one.mode
-        values = {name: each.value for name, each in found.items() if each is not None}
+        values = {name: each.value for name, each in objectives.items() if each is not None}
         self.rows: list[Row] = [{**row, OBJECTIVE: values.get(row["run"])} for row in runs.rows]
         self._errors = runs.errors
 
@@ -235,9 +249,10 @@ class Sweep:
 
     def table(self) -> list[str]:
         """One line per group, with mean and standard deviation over its seeds; then the errors of failed trials."""
+        trials = {trial.name: trial for trial in self.trials}
         rows = [
             [
-                listed(int(row["run"]) for row in group.rows),
+                listed(trials[row["run"]].number for row in group.rows),
                 *(listed(row[key] for row in group.rows) for key in self.swept),
                 *(
                     "" if (found := group.spread(column)) is None else found.text(form)
@@ -248,7 +263,7 @@ class Sweep:
             for group in self.groups()
         ]
         heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
-        return table(heads, rows) + [f"trial {name} failed: {error}" for name, error in self._errors.items()]
+        return table(heads, rows) + [f"trial {trials[name]} failed: {error}" for name, error in self._errors.items()]
 
     def write(self) -> None:
         """Writes the table to `sweep.txt`."""

@@ -22,7 +22,7 @@ class SweepFolder(RunsFolder, Protocol):
     local: Path
 
     def trials(self) -> list[str]:
-        """The names of the folders of trials."""
+        """The names of the folders of trials, with `/`."""
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file."""
@@ -48,7 +48,7 @@ def sweep_folder(place: str, storage_timeout: float) -> SweepFolder:
 
 class _OnDisk(OnDisk):
     def trials(self) -> list[str]:
-        return [path.parent.name for path in self.local.glob(f"*/{TRIAL}")]
+        return [path.parent.relative_to(self.local).as_posix() for path in self.local.rglob(TRIAL)]
 
     def write(self, name: str, content: bytes) -> None:
         path = self.local / name
@@ -67,8 +67,8 @@ class _OnStorage(OnStorage):
         self.write = storage.write
 
     def trials(self) -> list[str]:
-        parts = (name.split("/") for name in self._storage.sizes())
-        return [folder for folder, *rest in parts if rest == [TRIAL]]
+        parts = (name.rpartition("/") for name in self._storage.sizes())
+        return [folder for folder, _, name in parts if folder and name == TRIAL]
 
     def take_over(self) -> None:
         for path in self.local.glob("*"):

@@ -13,6 +13,7 @@ from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
+from kdist.parameters.tensorflow_paths import literal_path
 
 _FORMATS = ("tf_saved_model", "onnx", "openvino")
 
@@ -92,7 +93,7 @@ class Export(Hook):
         finalize_ema(model)
         unfinished, path = session.run_dir / ".unfinished-export", session.run_dir / self._folder
         shutil.rmtree(unfinished, ignore_errors=True)
-        model.export(unfinished, format=self._format, verbose=False)
+        model.export(literal_path(unfinished), format=self._format, verbose=False)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(unfinished, path)
         session.print_line(lines.save_line(session.global_step, session.last_step, path))

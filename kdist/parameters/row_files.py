@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from kdist.parameters.growing import growing_variable, set_value
 from kdist.parameters.named_values import NamedValues
+from kdist.parameters.tensorflow_paths import open_checkpoint
 
 #: The column that says which table of its group a row belongs to, -1 for none; and the one that identifies it there.
 TABLES, IDS = "tables", "ids"
@@ -180,7 +182,7 @@ class RowFiles:
 
     def load(self, path: str, receivers: Sequence[Receiver]) -> None:
         """Lets every receiver take its rows from a checkpoint."""
-        shapes = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+        shapes = open_checkpoint(Path(path)).get_variable_to_shape_map()
         columns = list(self.names[0])
         load = self.traced(
             "load",

@@ -24,6 +24,7 @@ from kdist.parameters.packing import Blocks, ModelVariables
 from kdist.parameters.placement import PlacementPlan
 from kdist.parameters.server_optimizers import ServerOptimizers
 from kdist.parameters.table_rows import TableRows
+from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by
 from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
 from kdist.parameters.update_counters import UpdateCounters
@@ -192,7 +193,7 @@ class ParameterStore:
         self.files.restore(path)
         for delta in deltas:
             self.files.restore_delta(delta)
-        reader = tf.train.load_checkpoint(str([path, *deltas][-1]))
+        reader = open_checkpoint([path, *deltas][-1])
         self.write({name: reader.get_tensor(name) for name in self.values.copies if name != LEARNING_RATE})
 
     def learning_rate(self, step: tf.Tensor, group: int = 0) -> tf.Tensor:

@@ -22,6 +22,7 @@ from kdist.parameters.dynamic_values import DynamicValues
 from kdist.parameters.named_values import NamedValues, Piece
 from kdist.parameters.piece_files import PieceFiles, is_finite
 from kdist.parameters.row_files import Saving, chief_device
+from kdist.parameters.tensorflow_paths import literal_path, open_checkpoint
 
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 
@@ -151,19 +152,21 @@ class ValueFiles:
             tf.errors.OpError: it is damaged; some values may have been read all the same.
         """
         if self._are_small:
-            reader = tf.train.load_checkpoint(str(path))
+            reader = open_checkpoint(path)
             names = self._values.shapes.keys() - self._values.copies.keys()
             self._values.write({name: reader.get_tensor(name) for name in names})
             return
+        path = literal_path(path)
         self._look_for(Path(f"{path}.index"))
-        self._restored.restore(str(path.absolute()))
-        self._dynamic.restore(str(path.absolute()))
+        self._restored.restore(str(path))
+        self._dynamic.restore(str(path))
 
     def restore_delta(self, path: Path) -> None:
         """Reads a delta of what was restored last but what several variables hold; raises what `restore` raises."""
+        path = literal_path(path)
         self._look_for(Path(f"{path}.index"))
-        self._whole_restored.restore(str(path.absolute()))
-        self._deltas.restore(str(path.absolute()))
+        self._whole_restored.restore(str(path))
+        self._deltas.restore(str(path))
 
     @property
     def _are_small(self) -> bool:
@@ -217,7 +220,7 @@ class ValueFiles:
     def _make_folder(self, prefix: Path, others: Mapping[str, np.ndarray]) -> Path:
         """Makes a folder for the files of a checkpoint, with `others` in it."""
         # A name of its own: a task that could not finish may still be writing when the next attempt begins.
-        folder = prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}").absolute()
+        folder = literal_path(prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}"))
         folder.mkdir()
         self._write(folder / "others", others)
         self._look_for(folder / "others.index")
@@ -231,14 +234,14 @@ class ValueFiles:
         with tf.device(self._chief):
             tf.raw_ops.MergeV2Checkpoints(
                 checkpoint_prefixes=[str(folder / name) for name in (*files.names, *rows.files, "others")],
-                destination_prefix=str(prefix),
+                destination_prefix=str(literal_path(prefix)),
                 delete_old_dirs=True,
             )
 
     def _write(self, prefix: Path, values: Mapping[str, np.ndarray]) -> None:
         with tf.device(self._chief):
             tf.raw_ops.SaveV2(
-                prefix=str(prefix),
+                prefix=str(literal_path(prefix)),
                 tensor_names=list(values),
                 shape_and_slices=[""] * len(values),
                 tensors=[tf.constant(value) for value in values.values()],
@@ -252,7 +255,7 @@ class ValueFiles:
         for host in dict.fromkeys([*self._present.hosts, *self._dynamic.devices]):
             try:
                 with tf.device(host):
-                    found = tf.io.read_file(str(path.absolute())).numpy()
+                    found = tf.io.read_file(str(path)).numpy()
             except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.FailedPreconditionError):
                 found = None
             if found != content:

@@ -28,6 +28,7 @@ from kdist.console.warn import warn
 from kdist.errors import CheckpointError, NonFiniteError
 from kdist.model.names import DATA_STATE, FOLLOWS, SEED
 from kdist.parameters.changes import Since
+from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.run import checkpoint_content as content
 from kdist.run.chain import Chain, chains, replayed, way_to
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
@@ -251,7 +252,7 @@ class Checkpoints:
         """The step that the delta of a step follows; raises one of `DAMAGE_ERRORS` if it is damaged."""
         path = self.delta_path(step)
         self._fetch(path)
-        if (follows := int(tf.train.load_checkpoint(str(path)).get_tensor(FOLLOWS))) >= step:
+        if (follows := int(open_checkpoint(path).get_tensor(FOLLOWS))) >= step:
             raise ValueError(f"it follows step {follows}")
         return follows
 
@@ -292,7 +293,7 @@ class Checkpoints:
             self._fetch(path)
             # `restore` warns about damaged ones.
             with suppress(*content.DAMAGE_ERRORS):
-                return int(tf.train.load_checkpoint(str(path)).get_tensor(SEED))
+                return int(open_checkpoint(path).get_tensor(SEED))
         return None
 
     def data_state(self, step: int) -> str | None:
@@ -300,7 +301,7 @@ class Checkpoints:
         if step not in self.steps():
             return None
         self._fetch(path := self._path_of(step))
-        reader = tf.train.load_checkpoint(str(path))
+        reader = open_checkpoint(path)
         return reader.get_tensor(DATA_STATE).decode() if reader.has_tensor(DATA_STATE) else None
 
     def tidy(self) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kdist.errors import reason
 from kdist.model.names import BESIDE
+from kdist.parameters.tensorflow_paths import open_checkpoint
 
 #: Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
 DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
@@ -17,20 +18,20 @@ DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, 
 
 def values_of(path: Path) -> dict[str, np.ndarray]:
     """All values of a model in a checkpoint, and what else a delta has."""
-    reader = tf.train.load_checkpoint(str(path))
+    reader = open_checkpoint(path)
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name not in BESIDE}
 
 
 def check_all(path: Path) -> None:
     """Reads everything in a checkpoint, one tensor after the other; raises one of `DAMAGE_ERRORS` if it is damaged."""
-    reader = tf.train.load_checkpoint(str(path))
+    reader = open_checkpoint(path)
     for name in reader.get_variable_to_shape_map():
         reader.get_tensor(name)
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all values of a model in a checkpoint, by name."""
-    shapes = tf.train.load_checkpoint(str(path)).get_variable_to_shape_map()
+    shapes = open_checkpoint(path).get_variable_to_shape_map()
     return {name: tuple(shape) for name, shape in shapes.items() if name not in BESIDE}
 
 

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist.parameters.tensorflow_paths import literal_path
 from kdist.run.files import written_whole
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def write_model_file(model: keras.Model, path: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         try:
-            save_model(model, folder, zipped=False)
+            save_model(model, literal_path(folder), zipped=False)
         except RuntimeError as error:
             # What HDF5 raises if it cannot write what is left when it closes a file.
             if (number := _ERRNO.search(str(error))) is None:

@@ -21,6 +21,7 @@ import fsspec
 
 from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
+from kdist.parameters.tensorflow_paths import cache_folder
 from kdist.run.files import written_whole
 
 T = TypeVar("T")
@@ -99,8 +100,7 @@ def working_folder(url: str) -> Path:
     Raises:
         ConfigError: see `checked_url`.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "kdist" / hashlib.sha256(checked_url(url).encode()).hexdigest()[:16]
+    return cache_folder() / hashlib.sha256(checked_url(url).encode()).hexdigest()[:16]
 
 
 class ObjectStorage:

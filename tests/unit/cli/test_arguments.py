@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 
-from kdist.cli.arguments import as_hydra_reads
+from kdist.cli.arguments import as_hydra_reads, typed
 from kdist.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def value_of(override: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("typed", "value"),
+    ("override", "value"),
     [
         ("run.dir=ein lauf ü", "ein lauf ü"),
         ("run.dir=s3://bucket/läufe/1", "s3://bucket/läufe/1"),
@@ -32,22 +32,30 @@ def value_of(override: str) -> object:
         ("+x={_target_: f, path: ö/ä.npz}", {"_target_": "f", "path": "ö/ä.npz"}),
     ],
 )
-def test_a_value_with_any_letters_is_read_as_typed(typed: str, value: object) -> None:
-    (read,) = as_hydra_reads([typed])
+def test_a_value_with_any_letters_is_read_as_typed(override: str, value: object) -> None:
+    (read,) = as_hydra_reads([override])
     assert value_of(read) == value
 
 
-@pytest.mark.parametrize("typed", ["train.steps=5", "+x=[a,b]", "lr=choice(1,2)", "~hooks.stop", "data.path=a b", "x="])
-def test_what_hydra_reads_stays_as_it_is(typed: str) -> None:
-    assert as_hydra_reads(["-m", typed, "--config-dir", "ü"]) == ["-m", typed, "--config-dir", "ü"]
+@pytest.mark.parametrize(
+    "override", ["train.steps=5", "+x=[a,b]", "lr=choice(1,2)", "~hooks.stop", "data.path=a b", "x="]
+)
+def test_what_hydra_reads_stays_as_it_is(override: str) -> None:
+    assert as_hydra_reads(["-m", override, "--config-dir", "ü"]) == ["-m", override, "--config-dir", "ü"]
 
 
-@pytest.mark.parametrize("typed", ["run.dir=lauf (2)", "run.dir=Anna's", "run.dir=a=b", 'run.dir=the "a\'s"'])
-def test_an_error_says_how_to_quote_what_can_be_read_in_several_ways(typed: str) -> None:
+@pytest.mark.parametrize("override", ["run.dir=lauf (2)", "run.dir=Anna's", "run.dir=a=b", 'run.dir=the "a\'s"'])
+def test_an_error_says_how_to_quote_what_can_be_read_in_several_ways(override: str) -> None:
     with pytest.raises(ConfigError, match="quotes within those of the shell: ") as caught:
-        as_hydra_reads([typed])
+        as_hydra_reads([override])
     (in_shell,) = shlex.split(str(caught.value).partition("the shell: ")[2])
-    assert value_of(in_shell) == typed.partition("=")[2]
+    assert value_of(in_shell) == override.partition("=")[2]
+
+
+@pytest.mark.parametrize("value", ["runs/mine", "runs/units=[64,32]", "a\\b", "$HOME's", 'say "a"', "s3://b/a b"])
+def test_what_is_to_be_typed_again_is_read_as_it_is_meant(value: str) -> None:
+    (in_shell,) = shlex.split(typed("run.dir", value))
+    assert value_of(in_shell) == value
 
 
 def test_a_recipe_needs_no_plus() -> None:
@@ -58,7 +66,7 @@ def test_a_recipe_needs_no_plus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "read"),
+    ("arguments", "read"),
     [
         (["+recipe=mnist", "+hooks=mlflow"], ["+recipe=mnist", "+hooks@hooks=[mlflow]"]),
         # A recipe may choose other hooks, which it must not do afterwards.
@@ -67,5 +75,5 @@ def test_a_recipe_needs_no_plus() -> None:
         (["hooks=progressive", "+hooks=[mlflow,wandb]"], ["hooks=[progressive,mlflow,wandb]"]),
     ],
 )
-def test_a_plus_adds_to_the_hooks(typed: list[str], read: list[str]) -> None:
-    assert as_hydra_reads(typed) == read
+def test_a_plus_adds_to_the_hooks(arguments: list[str], read: list[str]) -> None:
+    assert as_hydra_reads(arguments) == read

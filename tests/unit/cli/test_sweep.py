@@ -91,6 +91,26 @@ def test_a_job_is_begun_once_and_known_again(folder: SweepFolder) -> None:
         begin_trial(folder, "0", ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=2", "run.grace_secs=5"])
 
 
+def test_trials_are_found_whatever_their_folders_are_called(folder: SweepFolder) -> None:
+    names = {0: "units=8,run.trust=[mine]", 1: "units=4,data.path=/a/b"}
+    for number, name in names.items():
+        begin_trial(folder, name, [f"model.units={8 - 4 * number}"], number)
+    assert begin_trial(folder, names[1], ["model.units=4"], 7).number == 7
+    Trial(names[0], {"model.units": "8"}, "failed", "it broke", 2, 0).write(folder)
+    sweep = Sweep(folder)
+    assert [trial.name for trial in sweep.trials] == [names[0], names[1]]
+    assert [trial.exit_code for trial in sweep.failed] == [2]
+    *_, unfinished, failed, why = sweep.table()
+    assert {unfinished.split()[0], failed.split()[0]} == {"0", "7"}
+    assert why == f"trial 0 ({names[0]}) failed: it broke"
+
+
+@pytest.mark.parametrize("name", [".", "..", "../elsewhere"])
+def test_a_trial_stays_in_the_folder_of_its_sweep(folder: SweepFolder, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir: .* is not a folder in hydra\.sweep\.dir"):
+        begin_trial(folder, name, ["model.units=4"], 0)
+
+
 def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> None:
     add(folder, 0, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "0.1"}, result(0.7, 0.8))
     add(folder, 1, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "0.1"}, result(0.2, 0.9))

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from fakes import ValuesHere
 
-from kdist.errors import CheckpointError, NonFiniteError
+from kdist.errors import CheckpointError, ConfigError, NonFiniteError
 from kdist.parameters.named_values import NamedValues
 from kdist.run.checkpoint import Checkpoints
 
@@ -47,6 +47,38 @@ def test_what_is_saved_is_restored(checkpoints: Checkpoints) -> None:
     for name, value in VALUES.items():
         np.testing.assert_array_equal(restored.values[name], value)
         assert restored.values[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("name", ["lr=[1]", "a\\b", "[!x]*?{}$~'\" %#:;|&(,=\\", "ü"])
+def test_any_name_of_a_folder_is_taken_as_it_is(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # What the name would match as a pattern.
+    for neighbour in ("lr=1", "ab"):
+        Checkpoints(tmp_path / neighbour / "checkpoints").save(9, ValuesHere(VALUES))
+    checkpoints = Checkpoints(tmp_path / name / "checkpoints")
+    checkpoints.save(5, ValuesHere({**VALUES, "seed": np.array(7, np.int64)}), keep=3)
+    restored = zeros()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = checkpoints.restore(restored)
+    assert path == checkpoints.path(5)
+    np.testing.assert_array_equal(restored.values["parameters/dense/kernel"], VALUES["parameters/dense/kernel"])
+    assert checkpoints.seed() == 7
+    read = checkpoints.read(5)
+    assert read is not None
+    assert read["global_step"] == 5
+
+
+def test_a_folder_whose_name_needs_a_link_that_cannot_be_made_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    checkpoints = Checkpoints(tmp_path / "[x]" / "checkpoints")
+    with pytest.raises(
+        ConfigError, match=r"\[x\]/checkpoints: TensorFlow takes .* choose another run\.dir, or set XDG"
+    ):
+        checkpoints.save(5, ValuesHere({**VALUES, "global_step": np.array(5)}))
 
 
 def test_tensorflow_reads_it_without_kdist(checkpoints: Checkpoints) -> None:
