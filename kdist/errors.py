@@ -6,6 +6,7 @@ On the command line an error becomes that message and its `exit_code`; in Python
 from __future__ import annotations
 
 import re
+import traceback
 from typing import Any
 
 # Lines that say where in a graph an error happened; the reason comes before or after them.
@@ -15,6 +16,8 @@ _FIRST_ROOT = re.compile(r"root error\(s\) found\.\s*\(0\) \w+:\s*(.*?)\s*(?:\(1
 _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
 # Where in a dataset an error happened, and how TensorFlow shows the message of an assertion.
 _DATASET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
+# How Keras makes the message of a layer bold.
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _ASSERTION = re.compile(r"assertion failed: \[(.*)\]")
 
 
@@ -22,6 +25,9 @@ class KdistError(Exception):
     """The run failed (exit code 1). Base of every error that kdist raises itself."""
 
     exit_code = 1
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(plain_text(item) if isinstance(item, str) else item for item in arguments))
 
 
 class ConfigError(KdistError):
@@ -95,3 +101,13 @@ def reason(error: BaseException, limit: int = 600) -> str:
     text = _ASSERTION.sub(r"\1", _DATASET.sub("", text))
     lines = [_FUNCTION_NODE.sub("", line) for line in text.splitlines() if line.strip() and not _TRACE.match(line)]
     return "\n".join(lines)[:limit] or "(no message)"
+
+
+def plain_text(text: str) -> str:
+    """A text without what makes a terminal show it bold or in color."""
+    return _STYLE.sub("", text)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error, for a log."""
+    return plain_text("".join(traceback.format_exception(error)))

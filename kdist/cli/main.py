@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,7 +24,7 @@ from kdist.config.scheduler import grace_secs_of
 from kdist.console import log
 from kdist.console.native_stderr import native_log
 from kdist.console.warn import warn
-from kdist.errors import ClusterError, ConfigError, KdistError
+from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.launch import signals
 from kdist.run.files import relative
 from kdist.run.mirror import Mirror
@@ -315,9 +314,9 @@ def _job(
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
         except KdistError:
             raise
-        except Exception:
+        except Exception as error:
             with log_file.open("a") as file:
-                traceback.print_exc(file=file)
+                file.write(traceback_of(error))
             raise
 
 

@@ -17,10 +17,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
+from kdist.errors import plain_text
+
 logger = logging.getLogger("kdist")
 logger.setLevel(logging.INFO)
-# Otherwise Python prints warnings that nobody handles.
-logger.addHandler(logging.NullHandler())
 
 #: Takes the lines of a process whose output another one shows; None if this process shows them itself.
 relay: Callable[[Line], None] | None = None
@@ -43,7 +43,7 @@ class Line(str):
     def __new__(
         cls, text: str, event: str = "message", step: int | None = None, values: Mapping[str, Any] | None = None
     ) -> Line:
-        line = super().__new__(cls, text)
+        line = super().__new__(cls, plain_text(text))
         line.event, line.step, line.values = event, step, dict(values or {})
         return line
 
@@ -116,6 +116,30 @@ def now(seconds: float | None = None) -> str:
     """The time, or `seconds` since the epoch, in ISO 8601 and UTC: `2026-11-25T14:20:33.123Z`."""
     at = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
     return f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03}Z"
+
+
+class _RootHandlers(logging.Handler):
+    """The handlers of the root logger, but those that get each line anyway: on the console, kdist prints it itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for handler in logging.getLogger().handlers:
+            gets_it = handler in logger.handlers or _writes_to_console(handler)
+            if record.levelno >= handler.level and not gets_it:
+                handler.handle(record)
+
+
+def _writes_to_console(handler: logging.Handler) -> bool:
+    # Python's own handler, that of absl, which TensorFlow uses, and that of rich.
+    owners = (handler, getattr(handler, "python_handler", None), getattr(handler, "console", None))
+    streams = [getattr(owner, name, None) for owner in owners for name in ("stream", "file")]
+    # A live line stands in for standard output meanwhile.
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return any(stream is not None and stream in console for stream in streams)
+
+
+# In the place of propagation; kdist is imported once.
+logger.propagate = False
+logger.addHandler(_RootHandlers())
 
 
 class _FileHandler(logging.FileHandler):

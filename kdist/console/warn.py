@@ -10,6 +10,7 @@ from kdist.console.log import Line, record
 
 def warn(message: str, *, prefix: str = "kdist: ") -> None:
     """Warns like `warnings.warn`, but shows a message again: a worker that is lost twice is reported twice."""
-    record(Line(prefix + message, "warning"), logging.WARNING)
+    line = Line(prefix + message, "warning")
+    record(line, logging.WARNING)
     # Without a registry, Python does not remember what was shown.
-    warnings.warn_explicit(prefix + message, UserWarning, filename="kdist", lineno=1)
+    warnings.warn_explicit(str(line), UserWarning, filename="kdist", lineno=1)

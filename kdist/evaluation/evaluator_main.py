@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import EVALUATOR
 from kdist.data.pickling import unpickled
+from kdist.errors import traceback_of
 
 _POLL_SECS = 0.5
 
@@ -39,8 +39,8 @@ def main(options: Mapping[str, Any]) -> NoReturn:
     code = 0
     try:
         _evaluate(packed, Path(options["checkpoints"]), options["after"], said)
-    except BaseException:  # noqa: BLE001 - the chief says where the log is
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the chief says where the log is
+        print(traceback_of(error), end="", file=sys.stderr)
         code = 1
     sys.stderr.flush()
     forks.end_daemons()

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.console import live, log
 from kdist.data.pickling import unpickled
-from kdist.errors import KdistError, TaskError
+from kdist.errors import KdistError, TaskError, traceback_of
 from kdist.launch import signals
 from kdist.launch.worker_messages import (
     LINE,
@@ -71,7 +70,7 @@ def main(options: WorkerOptions) -> NoReturn:
         outcome = WorkerOutcome(error)
     if outcome.error is not None:
         print(f"{log.now()} {Task('worker', options.index)} failed", file=sys.stderr)
-        traceback.print_exception(outcome.error)
+        print(traceback_of(outcome.error), end="", file=sys.stderr)
         sent = signals.asked_to_exit() or _sendable(outcome.error, str(Task("worker", options.index)))
         outcome = replace(outcome, error=sent)
     with written_whole(folder / f"outcome-{options.index}") as path:

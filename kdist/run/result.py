@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, plain_text
 from kdist.model.logs import Logs, scalars
 from kdist.run.origin import now
 from kdist.strategies.gradient_counts import GradientCounts
@@ -38,7 +38,7 @@ def describe(error: BaseException) -> str:
         return "interrupted (SIGINT)"
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
         return "terminated (SIGTERM)"
-    return str(error) or type(error).__name__
+    return plain_text(str(error)) or type(error).__name__
 
 
 @dataclass

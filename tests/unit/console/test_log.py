@@ -19,7 +19,8 @@ from helpers import toy_data
 import kdist
 from kdist.console import lines, log
 from kdist.console.warn import warn
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, TaskError, traceback_of
+from kdist.run.result import describe
 
 X, Y = toy_data(64)
 
@@ -79,6 +80,41 @@ def test_warnings_are_logged(caplog: pytest.LogCaptureFixture, recwarn: pytest.W
     warn("worker:1 is lost")
     assert caplog.record_tuples == [("kdist", logging.WARNING, "kdist: worker:1 is lost")]
     assert [str(each.message) for each in recwarn] == ["kdist: worker:1 is lost"]
+
+
+def test_a_program_that_logs_to_the_console_shows_each_line_once(tmp_path: Path) -> None:
+    program = """
+import logging, sys
+from absl import logging as absl_logging
+from rich.logging import RichHandler
+from kdist.console import log
+from kdist.console.warn import warn
+absl_logging.use_absl_handler()
+root = logging.getLogger()
+root.setLevel(logging.INFO)
+for handler in (logging.StreamHandler(), logging.StreamHandler(sys.stdout), RichHandler()):
+    root.addHandler(handler)
+root.addHandler(logging.FileHandler(sys.argv[1]))
+log.say("a line")
+warn("worker:1 is lost")
+logging.getLogger("mine").info("of the program")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "program.log")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    console = done.stdout + done.stderr
+    assert (console.count("a line"), console.count("worker:1 is lost")) == (1, 1)
+    assert console.count("of the program") > 1
+    assert (tmp_path / "program.log").read_text().splitlines() == [
+        "a line", "kdist: worker:1 is lost", "of the program"
+    ]  # fmt: skip
+
+
+def test_messages_of_keras_are_plain_in_lines_errors_and_logs() -> None:
+    bold = "Exception encountered when calling Dense.call().\n\n\x1b[1mno such shape\x1b[0m"
+    for text in (str(log.Line(bold)), str(ConfigError(bold)), str(TaskError("chief", ValueError(bold)))):
+        assert "no such shape" in text
+        assert "\x1b" not in text
+    assert "\x1b" not in describe(ValueError(bold)) + traceback_of(ValueError(bold))
 
 
 def test_warnings_are_objects_too_and_those_of_others_are_left_alone() -> None:
