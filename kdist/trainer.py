@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from kdist.hooks.keras_callbacks import (
     overrides_any,
 )
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
+from kdist.launch.external_task import EndedSession, not_the_chief
 from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
 from kdist.launch.reached import reached
 from kdist.launch.select import launcher_for
 from kdist.model.logs import with_arrays
-from kdist.model.source import ModelSource
+from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement import PlacementPlan
 from kdist.run.mirror import Mirror
 from kdist.run.origin import Origin
@@ -183,13 +185,26 @@ class Trainer:
         return self._strategy.name
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this process runs the training loop, writes, and has the trained values after it.
+
+        False in the other tasks of a cluster whose tasks were started one by one: there `fit` takes part until the
+        chief has finished, and the program goes on.
+        """
+        return self._strategy.is_chief
+
+    @property
     def run_dir(self) -> Path:
         """The folder that holds everything the run produces; if that is at a URL, the folder that is mirrored there."""
         return self.files.path
 
     @property
     def model(self) -> keras.Model:
-        """The model: an ordinary local Keras model, which holds the trained values as soon as `fit` returns."""
+        """The model: an ordinary local Keras model, which holds the trained values as soon as `fit` returns.
+
+        After `fit` in a task that is not the chief, it can be looked at, but not saved, and where it does not have the
+        trained values it neither evaluates nor predicts.
+        """
         return self._source.model
 
     def fit(
@@ -276,9 +291,8 @@ class Trainer:
             validation_every_steps=validation_every_steps,
             validate_with_ema=validate_with_ema,
         )
-        with self._one_chief():
-            request = self._request(arguments)
-            outcome = reached(request) or launcher_for(self._strategy).launch(request)
+        with self._strategy.reserved(), self._one_chief():
+            outcome = self._launch(self._request(arguments))
         self._take(outcome)
         if outcome.error is not None:
             raise outcome.error
@@ -297,13 +311,22 @@ class Trainer:
 
         Yields:
             The session, started. When it has ended, `model` holds the trained values, and `run_dir` holds `model.keras`
-            and `result.json`.
+            and `result.json`. In a task that is not the chief, a session that has ended: the task has taken part until
+            the chief had finished, as after `fit`.
         """
         if self._strategy.own_processes() is not None:
             raise ConfigError(f"strategy={self.strategy_name} trains in processes of its own; use fit")
         arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
-        with self._one_chief():
-            fit = LocalFit(self._request(FitArguments(x, y, **arguments)))
+        with self._strategy.reserved(), self._one_chief():
+            request = self._request(FitArguments(x, y, **arguments))
+            membership = self._strategy.membership
+            if membership is not None and not membership.is_chief:
+                self._take(self._launch(request))
+                ended: Any = EndedSession(membership.task)
+                yield ended
+                return
+            self._source.withhold()
+            fit = LocalFit(request)
             try:
                 with fit.session() as session:
                     yield session
@@ -347,9 +370,20 @@ class Trainer:
             self._num_fits,
         ).described()
 
+    def _launch(self, request: FitRequest) -> FitOutcome:
+        self._source.withhold()
+        return reached(request) or launcher_for(self._strategy).launch(request)
+
     def _take(self, outcome: FitOutcome) -> None:
         self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers
         self._num_fits += outcome.resume is None
+        membership = self._strategy.membership
+        if self._left_on_servers is not None:
+            self._source.withhold(USE_VALUES, self._left_on_servers.model_is_elsewhere)
+        elif membership is not None and not membership.is_chief:
+            # All-reduce workers have the trained values as well.
+            methods = WRITE_VALUES if membership.runs_program else USE_VALUES
+            self._source.withhold(methods, partial(not_the_chief, membership))
 
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
         """Shows which server would hold each variable; starts nothing.
@@ -360,8 +394,9 @@ class Trainer:
             ConfigError: the cluster has no parameter servers.
         """
         plan = self._request(FitArguments(x, y, batch_size=batch_size)).plan()
-        with self._one_chief():
-            self.files.write_plan(plan)
+        if self.is_chief:
+            with self._one_chief():
+                self.files.write_plan(plan)
         return plan
 
     def evaluate(
@@ -396,7 +431,6 @@ class Trainer:
         if is_split and (workers := self._workers()) is not None:
             logs = workers.evaluate(self.model, x, y, sample_weight, batch_size, listed)
         if logs is None:
-            self._check_model_is_here()
             logs = evaluate(
                 self.model,
                 x,
@@ -430,14 +464,9 @@ class Trainer:
             outputs = workers.predict(self.model, x, batch_size, listed)
             if outputs is not None:
                 return outputs
-        self._check_model_is_here()
         return self.model.predict(
             read_locally(x, batch_size), batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed
         )
-
-    def _check_model_is_here(self) -> None:
-        if self._left_on_servers is not None:
-            raise self._left_on_servers.model_is_elsewhere()
 
     def _workers(self) -> WorkerPool | None:
         left = self._left_on_servers

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -35,6 +37,28 @@ _ENVIRONMENT = {
 _environment_before: dict[str, str | None] = {}
 
 
+#: Held by whoever may connect this process.
+_only_one = threading.Lock()
+
+
+@contextmanager
+def reserved() -> Iterator[None]:
+    """Reserves the connection for a fit or an evaluation: a process has one, and a second would crash the first.
+
+    Raises:
+        ConfigError: the process is using it, in this thread or another.
+    """
+    if not _only_one.acquire(blocking=False):
+        raise ConfigError(
+            "this process is using a cluster already, and can use one at a time: wait for that fit or end its session, "
+            "or give each a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _only_one.release()
+
+
 def connect(spec: tf.train.ClusterSpec, own_address: str, interface: str | None = None) -> None:
     """Makes the tasks of `spec`, which all serve already, devices of this process.
 
@@ -43,14 +67,9 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, interface: str | None 
         interface: the one at which it does, see `kdist.cluster.bind`; None for all.
 
     Raises:
-        ConfigError: the process is connected to other tasks.
         ClusterError: the port is in use.
         tf.errors.OpError: a task does not respond.
     """
-    present = tf_compat.server_def()
-    if present is not None and len(present.cluster.job) > 1:
-        # TensorFlow would crash when the first cluster is used again.
-        raise ConfigError("this process is using a cluster already; end its session before starting another one")
     _check_port(own_address)
     _environment_before.update({name: os.environ.get(name) for name in _ENVIRONMENT})
     os.environ.update(_ENVIRONMENT)

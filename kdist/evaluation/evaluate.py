@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist._compat.keras import main_optimizer
 from kdist.data.base import TrainingData
 from kdist.data.sources import arrays_for_keras, has_labels, read_locally, training_data
+from kdist.dispatch.connection import reserved
 from kdist.errors import ConfigError
 from kdist.evaluation.on_workers import (
     MetricsOnWorkers,
@@ -130,19 +131,20 @@ class WorkerPool:
         return self.training is not None or not rows_cannot_be_sent(model)
 
     def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> list[Any] | None:
-        strategy = self.make_strategy()
-        try:
-            if self.training is not None:
-                self.training(strategy)
-            else:
-                evaluation.values = read_from_model(model)
-                strategy.start_tasks(self.log_dir, self.grace_secs)
-            results: list[Any] | None = strategy.on_workers(evaluation)
-            return results
-        except NeedsWholeTable:
-            return None
-        finally:
-            strategy.stop()
+        with reserved():
+            strategy = self.make_strategy()
+            try:
+                if self.training is not None:
+                    self.training(strategy)
+                else:
+                    evaluation.values = read_from_model(model)
+                    strategy.start_tasks(self.log_dir, self.grace_secs)
+                results: list[Any] | None = strategy.on_workers(evaluation)
+                return results
+            except NeedsWholeTable:
+                return None
+            finally:
+                strategy.stop()
 
 
 @dataclass(frozen=True)

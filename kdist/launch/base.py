@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.base import Readers, TrainingData
+from kdist.dispatch import connection
 from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import WorkerPool
 from kdist.hooks import CheckpointSaver, Hook
@@ -70,6 +72,14 @@ class StrategyRequest:
     def is_chief(self) -> bool:
         """Whether this process runs the training loop."""
         return self.membership is None or self.membership.is_chief
+
+    def reserved(self) -> AbstractContextManager[None]:
+        """Reserves this process's connection for a fit or a session that needs it.
+
+        Raises:
+            ConfigError: this process is using it.
+        """
+        return connection.reserved() if self.shape.num_ps and self.is_chief else nullcontext()
 
     def take_place(self) -> None:
         """Makes this process ready for its cluster: out of reach of others, or joined with the other workers.

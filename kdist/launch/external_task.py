@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kdist.cluster.server import serve_until_done
-from kdist.cluster.spec import Membership
+from kdist.cluster.spec import Membership, Task
 from kdist.console import lines, log
-from kdist.errors import ChiefStoppedError
+from kdist.errors import ChiefStoppedError, ConfigError
 from kdist.evaluation.external_evaluator import evaluate_until_done
 from kdist.launch import signals
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
@@ -73,3 +73,41 @@ class ExternalTask(Launcher):
         write_to_model(model, strategy.read())
         finalize_ema(model)
         lines.print_line(f"done  | {task} | the chief has finished")
+
+
+def not_the_chief(membership: Membership) -> ConfigError:
+    """The error for what only the chief does after a fit, in a task that is not the chief."""
+    why = ", which alone writes"
+    if not membership.runs_program:
+        why = ", and its model does not have the trained values: the chief alone saves, evaluates and predicts"
+    return ConfigError(f"{membership.task} is not the chief{why}; write `if trainer.is_chief:` before it")
+
+
+class EndedSession:
+    """The session of the chief, for a task that has taken part in it: it has ended.
+
+    Args:
+        task: this one.
+
+    Raises:
+        ConfigError: for all else that the chief alone has.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def should_stop(self) -> bool:
+        return True
+
+    def run(self) -> None:
+        """Runs nothing, as a session that has been interrupted."""
+
+    def request_stop(self, reason: str) -> None:
+        """It has stopped."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"session.{name}: {self._task} is not the chief, which alone has it; write `if trainer.is_chief:` before it"
+        )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.model_checks import check_has_values, check_model
+
+#: Methods of a model that write its values to a file.
+WRITE_VALUES = ("save", "save_weights", "export")
+#: Those that use its values.
+USE_VALUES = (*WRITE_VALUES, "evaluate", "predict", "test_on_batch", "predict_on_batch", "get_weights")
 
 
 class ModelSource:
@@ -32,6 +37,7 @@ class ModelSource:
         self._build_model = build_model
         self._strategy = strategy
         self._on_servers = on_servers
+        self._withheld: dict[str, _Withheld] = {}
         if isinstance(build_model, keras.Model):
             check_has_values(build_model)
             check_model(build_model, strategy)
@@ -39,15 +45,42 @@ class ModelSource:
     @cached_property
     def model(self) -> keras.Model:
         """The model of this process."""
-        if isinstance(self._build_model, keras.Model):
-            return self._build_model
+        model = self._build_model if isinstance(self._build_model, keras.Model) else self._make(self._build_model)
+        self._mark(model)
+        return model
+
+    def withhold(self, methods: Sequence[str] = (), why: Callable[[], ConfigError] | None = None) -> None:
+        """Lets methods of the model raise an error that `why` makes; without any, undoes it.
+
+        The rest of the model can be looked at.
+        """
+        self._withheld = {} if why is None else {name: _Withheld(why) for name in methods}
+        if "model" in vars(self) or isinstance(self._build_model, keras.Model):
+            self._mark(self.model)
+
+    def _make(self, build_model: Callable[[], keras.Model]) -> keras.Model:
         with made_on_servers() if self._on_servers else nullcontext():
-            model = self._build_model()
+            model = build_model()
         if not isinstance(model, keras.Model):
             raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
         check_model(model, self._strategy)
         return model
 
+    def _mark(self, model: keras.Model) -> None:
+        for name in [name for name, value in vars(model).items() if isinstance(value, _Withheld)]:
+            del vars(model)[name]
+        vars(model).update(self._withheld)
+
     def __getstate__(self) -> dict[str, Any]:
         # Another process builds its own.
         return {name: value for name, value in vars(self).items() if name != "model"}
+
+
+class _Withheld:
+    """Stands in for a method of a model that does not have the values that it would use."""
+
+    def __init__(self, why: Callable[[], ConfigError]) -> None:
+        self._why = why
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._why()

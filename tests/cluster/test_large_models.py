@@ -266,10 +266,10 @@ def test_a_model_that_is_too_large_stays_on_the_servers(run_dir: Path, capsys: p
     # No hook saves, but nothing is lost.
     assert Checkpoints(run_dir / "checkpoints").steps() == [20]
     with pytest.raises(kdist.ConfigError, match="embeddings are on the parameter servers and in checkpoints"):
-        trainer.model.predict(ids()[0])
+        trainer.model(ids()[0])
     with pytest.raises(kdist.ConfigError, match="embeddings are on the parameter servers and in checkpoints"):
-        trainer.model.get_weights()
-    for use in (trainer.evaluate, trainer.predict):
+        trainer.model.layers[0].get_weights()
+    for use in (trainer.evaluate, trainer.predict, trainer.model.predict, trainer.model.save):
         with pytest.raises(kdist.ConfigError, match="more than export_max_bytes=1000, so its trained values are in"):
             use(ids()[0])
     logs = trainer.evaluate(*ids(), on_workers=True, return_dict=True)

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -262,10 +263,20 @@ def test_a_second_cluster_beside_an_open_one_is_refused(tmp_path: Path) -> None:
     first = kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=tmp_path / "1")
     with first.session(x, y, steps=4, verbose=0) as session:
         session.run()
-        with pytest.raises(kdist.ConfigError, match="using a cluster already"):
-            kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=tmp_path / "2").fit(x, y, steps=4, verbose=0)
+        second = kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=tmp_path / "2")
+        with ThreadPoolExecutor(2) as pool:
+            for refused in (
+                pool.submit(second.fit, x, y, steps=4, verbose=0),
+                pool.submit(first.evaluate, x, y, on_workers=True),
+            ):
+                with pytest.raises(kdist.ConfigError, match="using a cluster already"):
+                    refused.result(timeout=60)
+        # At once: no task was started.
+        assert not (tmp_path / "2").exists()
         run_to_the_end(session)
     assert session.global_step == 4
+    second.fit(x, y, steps=4, verbose=0)
+    assert second.result.global_step == 4
 
 
 def test_a_server_that_is_lost_before_it_is_connected_to_ends_the_run(
