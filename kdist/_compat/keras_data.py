@@ -8,10 +8,17 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters import get_data_adapter, is_torch_dataloader
+from keras.src.trainers.data_adapters import get_data_adapter, is_grain_dataset, is_torch_dataloader
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import is_scipy_sparse, scipy_sparse_to_tf_sparse
 
-__all__ = ["PythonBatches", "is_scipy_sparse", "is_torch_dataloader"]
+__all__ = ["PythonBatches", "as_tensor", "is_made_in_batches", "is_scipy_sparse"]
+
+
+def is_made_in_batches(x: Any) -> bool:
+    """Whether Keras's `fit` takes `x` as data that code of Python makes, batch by batch."""
+    is_of_keras = isinstance(x, (keras.utils.PyDataset, GeneratorType, DataAdapter))
+    return is_of_keras or is_torch_dataloader(x) or is_grain_dataset(x)
 
 
 class PythonBatches:
@@ -27,7 +34,7 @@ class PythonBatches:
     def __init__(self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool) -> None:
         self._adapter = get_data_adapter(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
         # Its own iterator shows an error of the user's code as it is; a dataset over it, as one of TensorFlow's.
-        self._is_python = isinstance(x, (keras.utils.PyDataset, GeneratorType)) or is_torch_dataloader(x)
+        self._is_python = is_made_in_batches(x)
         self._dataset = self._adapter.get_tf_dataset()
 
     @property

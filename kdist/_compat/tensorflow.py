@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.data.experimental.ops import data_service_ops
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
@@ -33,6 +34,7 @@ __all__ = [
     "filters_as_proto",
     "forget_copies_for_tasks",
     "forget_server_def",
+    "forget_traced_functions",
     "function_for_tasks",
     "function_of_its_own",
     "initialize",
@@ -58,6 +60,14 @@ _function_numbers = itertools.count()
 def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
     """A dataset as a serialized graph; the public `tf.data.Dataset.save` writes its elements."""
     return dataset._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
+
+
+def forget_traced_functions() -> None:
+    """Lets TensorFlow trace again what it keeps of datasets of the tf.data service.
+
+    A function that was traced before tasks joined is unknown to them, and is missing where it is only referred to.
+    """
+    data_service_ops._get_uncompress_func.cache_clear()
 
 
 def allow_many_next(iterator: Any) -> None:

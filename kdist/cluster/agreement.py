@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import tensorflow as tf
 
+from kdist._compat import op_libraries
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.description import Description, differences, differing
 from kdist.cluster.done_queue import chief_server, server_session
@@ -78,7 +79,7 @@ class Agreement:
 
 
 def agree_with_chief(spec: ClusterSpec, who: Task, description: Description, timeout: float) -> None:
-    """Compares this task with the chief, which serves.
+    """Compares this task with the chief, which serves, and loads the libraries of ops that the chief has loaded.
 
     Args:
         timeout: seconds for it.
@@ -99,7 +100,10 @@ def agree_with_chief(spec: ClusterSpec, who: Task, description: Description, tim
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(_POLL_SECS)
-            found = differences(Description.from_json(session.run(peek)[0]), description)
+            of_chief = Description.from_json(session.run(peek)[0])
+            found = differences(of_chief, description)
+            if not found:
+                op_libraries.load(of_chief.op_libraries)
             session.run(_reports().enqueue(json.dumps([str(who), found])))
             return found
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kdist._compat import op_libraries
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ConfigError
 from kdist.version import __version__
@@ -35,11 +36,13 @@ class Description:
         versions: of Python and the packages that tasks have to agree on.
         addresses: of all tasks, by job, as this task knows them.
         config: plain values by key, without what may differ; references to the environment as they were written.
+        op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`; not compared.
     """
 
     versions: Mapping[str, str]
     addresses: Mapping[str, Sequence[str]]
     config: Mapping[str, Any]
+    op_libraries: Sequence[str] = ()
 
     @classmethod
     def of(cls, spec: ClusterSpec, config: Mapping[str, Any]) -> Description:
@@ -58,7 +61,7 @@ class Description:
             flat[_SEED] = (config.get("run") or {}).get("seed")
         compared = {key: value for key, value in flat.items() if key not in _OF_CHIEF}
         # As it arrives: JSON has no tuples.
-        return cls.from_json(cls(versions, addresses, compared).to_json())
+        return cls.from_json(cls(versions, addresses, compared, op_libraries.loaded_by()).to_json())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from kdist._compat import op_libraries
 from kdist.cluster import sigstop_watchdog
 from kdist.cluster.forkserver import ForkedTask, ForkServer
 from kdist.cluster.held_ports import HeldPorts
@@ -285,7 +286,17 @@ class LocalCluster:
     def _options(self, task: Task) -> ServerOptions:
         intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
         own_cores = own_cores_of(task, self.shape)
-        return ServerOptions(self.spec.jobs, task.job, task.index, intra_op, inter_op, own_cores, bind=self.bind)
+        return ServerOptions(
+            self.spec.jobs,
+            task.job,
+            task.index,
+            intra_op,
+            inter_op,
+            own_cores,
+            bind=self.bind,
+            op_libraries=op_libraries.loaded_by(),
+            path=sys.path,
+        )
 
     def _launch(self, task: Task) -> ForkedTask | subprocess.Popen[bytes]:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)

@@ -13,9 +13,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
+from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster import bind
 from kdist.cluster.description import Description
@@ -42,6 +43,8 @@ class ServerOptions:
         cores: the CPU cores that the task is bound to; None for any.
         patience: seconds for which a task on another host may be silent; None if all are on this host.
         bind: the network interface at which it listens, see `kdist.cluster.bind`; None for all.
+        op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`.
+        path: Python's import path, for them.
     """
 
     jobs: dict[str, list[str]]
@@ -52,6 +55,8 @@ class ServerOptions:
     cores: list[int] | None = None
     patience: float | None = None
     bind: str | None = None
+    op_libraries: list[str] = field(default_factory=list)
+    path: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,6 +79,9 @@ def serve(options: ServerOptions) -> NoReturn:
         from kdist.data.python_readers import offer_readers
 
     offer_readers()
+    if options.op_libraries:
+        sys.path[:] = options.path
+        op_libraries.load(options.op_libraries)
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=options.intra_op_threads,
         inter_op_parallelism_threads=options.inter_op_threads,

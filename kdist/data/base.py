@@ -38,6 +38,8 @@ class Readers:
         number: of workers that read.
         at_once: batches that a step takes in one process.
         run_the_program: whether the readers are processes that each run the user's program.
+        serve: whether they are tasks that the program calls.
+        here: whether this process reads datasets for them: they cannot.
         by_passes: whether an epoch of data of unknown length is a pass over it, rather than a number of steps.
         timeout: seconds that the user's own process may take to make a batch.
     """
@@ -45,8 +47,15 @@ class Readers:
     number: int = 1
     at_once: int = 1
     run_the_program: bool = False
+    serve: bool = False
+    here: bool = False
     by_passes: bool = False
     timeout: float = ClusterConfig.step_timeout
+
+    @property
+    def num_iterators(self) -> int:
+        """How many iterators over the data there are at the same time."""
+        return self.number * self.at_once
 
 
 class TrainingData(abc.ABC):
@@ -54,6 +63,9 @@ class TrainingData(abc.ABC):
 
     #: Steps (of one batch each) in one pass over the data; None if it is not known.
     steps_per_epoch: int | None = None
+
+    #: Whether nobody knows that a task can read it before one has.
+    is_untried: bool = False
 
     @property
     def splits(self) -> Splits | None:

@@ -15,17 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras_data import PythonBatches, as_tensor, is_scipy_sparse, is_torch_dataloader
+from kdist._compat.keras_data import PythonBatches, as_tensor, is_made_in_batches, is_scipy_sparse
 from kdist.data.shuffled_batches import ShuffledBatches
 from kdist.errors import ConfigError, KdistError, TaskError
 
 #: Packages whose code is not the user's.
-_OTHERS = ("kdist", "keras", "multiprocessing", "tensorflow", "torch")
-
-
-def is_made_in_batches(x: Any) -> bool:
-    """Whether code of Python makes the data, batch by batch."""
-    return isinstance(x, (keras.utils.PyDataset, GeneratorType)) or is_torch_dataloader(x)
+_OTHERS = ("grain", "kdist", "keras", "multiprocessing", "tensorflow", "torch")
 
 
 def has_sparse_matrix(*trees: Any) -> bool:
@@ -74,8 +69,9 @@ class BatchSource:
             shuffle = False
         self._arguments = x, y, sample_weight
         self._batch_size = batch_size
-        # Keras warns that it shuffles nothing else.
-        self._shuffle = shuffle and not isinstance(x, (tf.data.Dataset, GeneratorType)) and not is_torch_dataloader(x)
+        # Keras shuffles a PyDataset and arrays, and warns that it shuffles nothing else.
+        is_of_others = isinstance(x, tf.data.Dataset) or is_made_in_batches(x)
+        self._shuffle = shuffle and (isinstance(x, keras.utils.PyDataset) or not is_of_others)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not isinstance(value, PythonBatches)}
@@ -196,7 +192,7 @@ def _name_of(x: Any) -> str:
         return f"the PyDataset {type(x).__name__}"
     if isinstance(x, tf.data.Dataset):
         return "the dataset"
-    return "the DataLoader" if is_torch_dataloader(x) else "the data with a sparse matrix"
+    return f"the {type(x).__name__}" if is_made_in_batches(x) else "the data with a sparse matrix"
 
 
 def _with_tuples(tree: Any) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share
-from kdist.data.serialization import dataset_graph, dataset_of_graph
+from kdist.data.serialization import dataset_graph, dataset_of_graph, uses_libraries
 from kdist.data.splits import SplitEnumerator, SplitQueue
 
 
@@ -24,7 +24,8 @@ class DatasetPasses(TrainingData):
 
     def __init__(self, dataset: tf.data.Dataset, num_parts: int) -> None:
         self._element_spec = dataset.element_spec
-        self._graph = dataset_graph(dataset)
+        self._graph = dataset_graph(dataset, num_parts)
+        self.is_untried = uses_libraries(self._graph)
         self._queue = PassQueue(num_parts)
 
     @property

@@ -15,18 +15,26 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras_data import is_scipy_sparse
+from kdist._compat.keras_data import is_made_in_batches, is_scipy_sparse
 from kdist.data.base import DataContext, Readers, TrainingData
-from kdist.data.batch_source import BatchSource, has_sparse_matrix, is_made_in_batches
+from kdist.data.batch_source import BatchSource, has_sparse_matrix
 from kdist.data.columns import Share, as_array, received, without_copies
 from kdist.data.dataset_passes import DatasetPasses
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
 from kdist.data.hdf5 import Hdf5Rows
 from kdist.data.py_dataset_shares import PyDatasetShares
-from kdist.data.serialization import CannotTravel, dataset_graph, dataset_of_graph
+from kdist.data.serialization import (
+    CannotTravel,
+    check_function,
+    dataset_graph,
+    dataset_of_graph,
+    may_need_this_process,
+    uses_libraries,
+)
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.data.splits import Passes, Splits
+from kdist.data.worker_dataset import worker_dataset
 from kdist.errors import ConfigError
 
 
@@ -100,15 +108,20 @@ class ArrayData(TrainingData):
 
 
 class DatasetData(TrainingData):
-    """A `tf.data.Dataset` of batches. Its graph is sent to the workers; each takes every n-th batch."""
+    """A `tf.data.Dataset` of batches. Its graph is sent to the workers; each takes every n-th batch.
 
-    def __init__(self, dataset: tf.data.Dataset) -> None:
+    Args:
+        num_iterators: how many iterators read it at the same time.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, num_iterators: int = 1) -> None:
         cardinality = int(dataset.cardinality().numpy())
         if cardinality == 0:
             raise ValueError("the dataset is empty")
         self.steps_per_epoch = cardinality if cardinality > 0 else None
         self._element_spec = dataset.element_spec
-        self._graph = dataset_graph(dataset)
+        self._graph = dataset_graph(dataset, num_iterators)
+        self.is_untried = uses_libraries(self._graph)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string)]
@@ -198,7 +211,8 @@ def training_data(
     if has_labels(x):
         if y is not None or sample_weight is not None:
             raise ValueError("with data that is no array, y and sample_weight are part of its elements")
-        data = FunctionData(x) if is_dataset_function(x) else _data_of_batches(x, shuffle, seed, readers)
+        is_function = is_dataset_function(x)
+        data = _data_of_function(x, batch_size, readers) if is_function else _data_of_batches(x, shuffle, seed, readers)
     elif has_sparse_matrix(x, y, sample_weight):
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or 32, shuffle=shuffle)
         data = _fed(source, readers)
@@ -209,16 +223,41 @@ def training_data(
     return _ClassWeighted(data, class_weight) if class_weight else data
 
 
+def _data_of_function(
+    function: Callable[[DataContext], tf.data.Dataset], batch_size: int | None, readers: Readers
+) -> TrainingData:
+    """What a dataset function makes on the workers, or, if they cannot read it, what it makes for this process."""
+    if readers.here:
+        return FedData(BatchSource(read_locally(function, batch_size)), readers)
+    data = FunctionData(function)
+    if not readers.serve and readers.num_iterators == 1:
+        return data
+    try:
+        make = worker_dataset(data, num_workers=readers.number, batch_size=batch_size, num_seeds=0, seed=0)
+    except Exception:  # noqa: BLE001 - of the user's code: raised again when the run traces it, and reported
+        return data
+    try:
+        check_function(make, readers.num_iterators, travels=readers.serve)
+    except CannotTravel:
+        if readers.run_the_program:
+            raise
+        return FedData(BatchSource(read_locally(function, batch_size)), readers)
+    data.is_untried = readers.serve and may_need_this_process(make)
+    return data
+
+
 def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
     """Data that comes in batches: a dataset, or what only this process can read."""
     if not isinstance(x, tf.data.Dataset):
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
             return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
         return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
+    if readers.here:
+        return FedData(BatchSource(x), readers)
     length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
     try:
         if not (readers.by_passes and length_is_unknown) or readers.run_the_program:
-            return DatasetData(x)
+            return DatasetData(x, readers.num_iterators)
         if readers.at_once == 1:
             return DatasetPasses(x, readers.number)
     except CannotTravel:
@@ -245,6 +284,7 @@ class _ClassWeighted(TrainingData):
     def __init__(self, data: TrainingData, class_weight: Mapping[int, float]) -> None:
         self._data = data
         self.steps_per_epoch = data.steps_per_epoch
+        self.is_untried = data.is_untried
         self._weights = np.ones(max(class_weight) + 1, dtype=np.float32)
         self._weights[list(class_weight)] = list(class_weight.values())
 
@@ -290,8 +330,8 @@ def _check_is_arrays(x: Any) -> None:
     if x is None or hasattr(x, "__next__") or (hasattr(x, "__iter__") and not is_array):
         raise ConfigError(
             f"x is {'None' if x is None else f'a {type(x).__name__}'}; give arrays, a tf.data.Dataset, a "
-            "keras.utils.PyDataset, a generator, a torch.utils.data.DataLoader or a function (context) -> "
-            "tf.data.Dataset"
+            "keras.utils.PyDataset, a generator, a torch.utils.data.DataLoader, data of Grain or a function (context) "
+            "-> tf.data.Dataset"
         )
 
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import IteratorSpec, allow_many_next, copy_for_tasks, function_for_tasks, initialize
+from kdist._compat.tensorflow import (
+    IteratorSpec,
+    allow_many_next,
+    copy_for_tasks,
+    forget_traced_functions,
+    function_for_tasks,
+    initialize,
+)
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share
 
@@ -48,6 +55,7 @@ def worker_dataset(
 
     # If the first thing that TensorFlow does in a process is to trace a function, its config is another one.
     initialize()
+    forget_traced_functions()
     specs = [*[tf.TensorSpec([], tf.int64)] * 3, *data.specs(num_workers)]
     return function_for_tasks(make, *specs, autograph=True)
 

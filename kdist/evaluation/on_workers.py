@@ -96,7 +96,7 @@ class _DatasetParts(Parts):
     """A finite `tf.data.Dataset` of batches; a part is every n-th batch."""
 
     def __init__(self, dataset: tf.data.Dataset, num_parts: int) -> None:
-        self._graph, self._spec, self._num_parts = dataset_graph(dataset), dataset.element_spec, num_parts
+        self._graph, self._spec, self._num_parts = dataset_graph(dataset, num_parts), dataset.element_spec, num_parts
 
     def specs(self) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string)]

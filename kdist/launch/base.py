@@ -260,11 +260,18 @@ class FitRequest:
             ConfigError: the data cannot be used, or not with this strategy.
             TaskError: the user's code failed to make its first batches.
         """
+        return self._data(self._readers())
+
+    def data_read_here(self) -> TrainingData:
+        """The same, which this process reads for the workers."""
+        return self._data(replace(self._readers(), here=True))
+
+    def _data(self, readers: Readers) -> TrainingData:
         seed = self.seed
         if self.num_fits:
             # Otherwise every fit would shuffle in the same way.
             seed = int(np.random.SeedSequence([seed, self.num_fits]).generate_state(1)[0])
-        data = self.arguments.training_data(seed, self._readers())
+        data = self.arguments.training_data(seed, readers)
         if data.splits is not None:
             self._check_takes_splits(arrive=data.splits.arrive)
         return data
@@ -275,6 +282,7 @@ class FitRequest:
             number=max(1, strategy.shape.num_workers),
             at_once=strategy.make().batches_per_step if strategy.name == "mirrored" else 1,
             run_the_program=strategy.name == "multi_worker_mirrored",
+            serve=strategy.shape.num_ps > 0,
             by_passes=self.arguments.ends_by_epochs,
             timeout=strategy.cluster.step_timeout,
         )

@@ -15,6 +15,8 @@ from kdist.cluster import isolate
 from kdist.cluster.local import log_path
 from kdist.config.hparams import of_run
 from kdist.console import lines
+from kdist.console.warn import warn
+from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
@@ -32,6 +34,8 @@ from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.best_values import BestValues
 from kdist.run.result import Result, final_metrics
 from kdist.session import TrainSession
+from kdist.strategies.base import Strategy
+from kdist.strategies.ps_base import PsStrategy
 
 
 class InProcess(Launcher):
@@ -70,6 +74,7 @@ class LocalFit:
         self._history = keras.callbacks.History()
         self._result = Result()
         self._session: TrainSession | None = None
+        self._tried: Strategy | None = None
         self._resume = request.resume
         self._overflowed_steps: int | None = None
 
@@ -81,6 +86,13 @@ class LocalFit:
     @contextmanager
     def session(self) -> Iterator[TrainSession]:
         """The session, started; when it has ended, `outcome` is complete."""
+        try:
+            yield from self._run()
+        finally:
+            if self._tried is not None:
+                self._tried.stop()
+
+    def _run(self) -> Iterator[TrainSession]:
         request, model = self._request, self._model
         session = self._session = self._make_session()
         print_line = session.print_line
@@ -150,7 +162,7 @@ class LocalFit:
 
     def _make_session(self) -> TrainSession:
         request, arguments, model = self._request, self._request.arguments, self._model
-        data = request.training_data
+        data, make_strategy = self._data_and_strategy()
         steps_per_epoch = request.steps_per_epoch(data)
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
@@ -207,7 +219,7 @@ class LocalFit:
             rate = float(str(np.float32(spec.learning_rate(0))))
             self._hparams = of_run(request.strategy.name, str(request.strategy.shape), rate, request.hparams)
         return TrainSession(
-            request.strategy.make,
+            make_strategy,
             replace(spec, stays_on_servers=self._stays_on_servers),
             [metrics, *hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
@@ -219,6 +231,22 @@ class LocalFit:
             may_restart_tasks=request.strategy.membership is None,
             print_line=lines.print_nothing if arguments.is_quiet else lines.print_line,
         )
+
+    def _data_and_strategy(self) -> tuple[TrainingData, Callable[[], Strategy]]:
+        """What is read, and what makes the strategy. Data of which nobody knows whether the tasks can read it is tried
+        on one of them first; if that fails, this process reads it for all."""
+        request, make = self._request, self._request.strategy.make
+        data = request.training_data
+        strategy = make() if data.is_untried else None
+        if not isinstance(strategy, PsStrategy):
+            return data, make
+        self._tried = strategy
+        strategy.start_tasks(request.files.logs, request.grace_secs)
+        if (why := strategy.why_unreadable(data, request.arguments.batch_size)) is not None:
+            data = request.data_read_here()
+            warn(f"the workers cannot read the data, so this process reads it for them: {why}")
+        unused: list[Strategy] = [strategy]
+        return data, lambda: unused.pop() if unused else make()
 
     def _evaluator(self) -> list[Hook]:
         """The evaluator, if the cluster has one. It comes last: it waits for what other hooks have saved."""

@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import keras
 
 from kdist import forks
+from kdist._compat import op_libraries
 from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.local import available_cores, own_cores_of, thread_budget
 from kdist.cluster.process import (
@@ -255,6 +256,7 @@ class WorkerProcesses:
                 bind=self.bind,
                 # One process with several devices uses all of them.
                 cores=own_cores_of(Task("worker", index), shape) if self.num_workers > 1 else None,
+                op_libraries=op_libraries.loaded_by(),
             )
             try:
                 processes.append(self._start(options))

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from kdist import forks
+from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
@@ -109,6 +110,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
         # Before the request is read: models and tensors in it run TensorFlow's first ops.
         join(membership, options.start_timeout, options.bind)
     (folder / f"started-{options.index}").touch()
+    op_libraries.load(options.op_libraries)
     request: WorkerRequest = unpickled(packed)
     del packed
     signals.exit_at_once = os._exit

@@ -37,6 +37,7 @@ class WorkerOptions:
         conversation: descriptor of the chief's pipe to the hooks of the process that started it; None for the others.
         bind: the network interface at which the workers listen, see `kdist.cluster.bind`; None for all.
         cores: the CPU cores it is bound to, see `kdist.cluster.local.cores_of`; None leaves that to the system.
+        op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`.
     """
 
     index: int
@@ -51,6 +52,7 @@ class WorkerOptions:
     conversation: int | None
     bind: str | None
     cores: list[int] | None
+    op_libraries: list[str]
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from kdist.cluster.base import Cluster
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.console.warn import warn
+from kdist.data.base import TrainingData
+from kdist.data.worker_dataset import iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.health import Supervisor, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_lost
-from kdist.errors import ClusterError, TaskError
+from kdist.errors import ClusterError, TaskError, reason
 from kdist.model.train_step import overrides_train_step
 from kdist.parameters.changes import Since
 from kdist.parameters.optimizer import check_slots_only
@@ -89,10 +91,11 @@ class PsStrategy(StoreBackedStrategy):
     def start(self, spec: TrainingSpec) -> None:
         # The chief builds the model while the tasks start, unless its own step may be refused.
         prepared = self._prepare(spec) if overrides_train_step(spec.model) else None
-        cluster = self._launch(spec.log_dir)
+        cluster = self._launch(spec.log_dir) if self._coordinator is None else None
         self._prepared = prepared or self._prepare(spec)
         self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
-        self._connect(cluster, spec.grace_secs)
+        if cluster is not None:
+            self._connect(cluster, spec.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
             watch = partial(self._watched, kind="fill")
@@ -117,8 +120,33 @@ class PsStrategy(StoreBackedStrategy):
             check_slots_only(group, prepared.replica_step.trainable)
 
     def start_tasks(self, log_dir: Path, grace_secs: float) -> None:
-        """Starts the tasks without training, for `on_workers` alone."""
+        """Starts the tasks without training, for `on_workers` alone, or before `start`."""
         self._connect(self._launch(log_dir), grace_secs)
+
+    def why_unreadable(self, data: TrainingData, batch_size: int | None) -> str | None:
+        """Why the tasks, which were started, cannot read the data; None if a worker has read its first batch.
+
+        That a task has all that a graph needs shows when it runs it, and not before.
+        """
+        coordinator, num_workers = self._running(), self._shape.num_workers
+        with self._explaining():
+            coordinator.before_tracing()
+            make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
+            data.trace_transfer(num_workers)
+            take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
+
+            def read(worker: int) -> None:
+                take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))
+
+            coordinator.submit(read)
+            error = coordinator.next_finished().outcome.exception()
+        if data.splits is not None:
+            data.splits.restore(None)
+        if error is None or isinstance(error, tf.errors.OutOfRangeError):
+            return None
+        if not isinstance(error, tf.errors.OpError):
+            raise error
+        return reason(error).splitlines()[0].partition(". ")[0]
 
     def _launch(self, log_dir: Path) -> Cluster:
         self._cluster = self._make_cluster(log_dir)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import tensorflow as tf
 from python_data import Batches
 
 import kdist
+from kdist._compat.tensorflow import offer_python_function
 from kdist.cluster.spec import Task
 from kdist.errors import ConfigError, TaskError
 from kdist.hooks import CheckpointSaver, Hook
@@ -173,3 +177,80 @@ def test_a_generator_is_refused_where_every_worker_runs_the_program(run_dir: Pat
     trainer = kdist.Trainer(models.mlp, "2w", run_dir=run_dir)
     with pytest.raises(ConfigError, match=r"^x is the generator generated, which lives in one process, and with strat"):
         trainer.fit(generated(), verbose=0)
+
+
+def test_this_process_reads_what_a_task_cannot(run_dir: Path) -> None:
+    """That it has all that the graph needs shows when a task runs it: here, a function with a name of this process."""
+    labels = tf.Variable(python_data.Y[:8])
+
+    def only_here(_: np.ndarray) -> np.ndarray:
+        return python_data.X[:8]
+
+    def function(context: kdist.DataContext) -> tf.data.Dataset:
+        def example(number: tf.Tensor) -> Any:
+            (x,) = tf.raw_ops.PyFunc(input=[number], token="only_here", Tout=[tf.float32])
+            return tf.ensure_shape(x, [8, 6]), labels.read_value()
+
+        return tf.data.Dataset.range(7).map(example)
+
+    offer_python_function("only_here", only_here)
+    trainer = kdist.Trainer(models.mlp, "2ps2w", run_dir=run_dir)
+    with pytest.warns(UserWarning, match="the workers cannot read the data, so this process reads it for them: .*only"):
+        trainer.fit(function, epochs=2, verbose=0)
+    assert trainer.result.global_step == 14
+
+
+OP = """
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+using namespace tensorflow;
+REGISTER_OP("KdistDouble").Input("x: float").Output("y: float");
+struct Double : OpKernel {
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* context) override {
+    Tensor* y;
+    OP_REQUIRES_OK(context, context->allocate_output(0, context->input(0).shape(), &y));
+    y->flat<float>() = 2.0f * context->input(0).flat<float>();
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("KdistDouble").Device(DEVICE_CPU), Double);
+"""
+PROGRAM = """
+import sys
+import numpy as np, tensorflow as tf
+import kdist, models
+if sys.argv[1] == "module":
+    from doubling import ops
+else:
+    ops = tf.load_op_library("./libdoubling.so")
+
+def function(context):
+    return tf.data.Dataset.from_tensors((np.ones((8, 6), np.float32), np.zeros(8))).repeat(7).map(
+        lambda x, y: (tf.ensure_shape(ops.kdist_double(x=x), [8, 6]), y))
+
+for cluster in sys.argv[2:]:
+    for x in function(None), function:
+        trainer = kdist.Trainer(models.mlp, cluster)
+        trainer.fit(x, steps=14, verbose=0)
+        print(trainer.result.global_step, "steps")
+"""
+
+
+@pytest.mark.long
+def test_ops_of_a_library_are_loaded_by_the_tasks_or_used_here(tmp_path: Path) -> None:
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("there is no compiler")
+    (tmp_path / "doubling.cc").write_text(OP)
+    flags = [*tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "doubling.cc", "-o", "libdoubling.so", *flags]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    (tmp_path / "doubling.py").write_text('import tensorflow as tf\nops = tf.load_op_library("./libdoubling.so")\n')
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for loaded_by, clusters in (("module", ["2ps2w", "2w"]), ("program", ["1ps1w"])):
+        arguments = [sys.executable, "program.py", loaded_by, *clusters]
+        done = subprocess.run(
+            arguments, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.stdout.count("14 steps") == 2 * len(clusters), done.stderr
+        assert ("the workers cannot read the data" in done.stderr) == (loaded_by == "program")

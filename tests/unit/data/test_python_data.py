@@ -39,6 +39,21 @@ def torch_loader() -> Any:
     return torch.utils.data.DataLoader(data, batch_size=BATCH)
 
 
+def grain_data(kind: str) -> Callable[[], Any]:
+    def make() -> Any:
+        grain = pytest.importorskip("grain")
+        rows = grain.MapDataset.source(list(zip(X, Y)))
+        if kind == "DataLoader":
+            sampler = grain.samplers.SequentialSampler(len(X))
+            return grain.DataLoader(
+                data_source=list(zip(X, Y)), sampler=sampler, operations=[grain.transforms.Batch(8)]
+            )
+        batches = rows.batch(BATCH)
+        return batches if kind == "MapDataset" else batches.to_iter_dataset()
+
+    return make
+
+
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "PyDataset": (Batches, {"epochs": 3}),
     "PyDataset with threads": (lambda: Batches(workers=2, max_queue_size=2), {"epochs": 2}),
@@ -48,6 +63,9 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "generator with weights": (lambda: python_data.weighted(2), {"epochs": 2, "steps_per_epoch": 7}),
     "generator and steps": (lambda: python_data.generator(10), {"epochs": 3, "steps_per_epoch": 5}),
     "DataLoader": (torch_loader, {"epochs": 2}),
+    "Grain MapDataset": (grain_data("MapDataset"), {"epochs": 2}),
+    "Grain IterDataset": (grain_data("IterDataset"), {"epochs": 2}),
+    "Grain DataLoader": (grain_data("DataLoader"), {"epochs": 2}),
     "filtered dataset": (python_data.filtered, {"epochs": 3}),
     "dataset with a Python function": (python_data.with_python_function, {"epochs": 2}),
     "dataset from a generator": (python_data.from_generator, {"epochs": 2}),

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from kdist.recipes.mnist import load_data
 
-from kdist.data.base import DataContext, Readers
+from kdist.data.base import DataContext, Readers, TrainingData
 from kdist.data.sources import split_validation, training_data
 from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
@@ -136,6 +136,59 @@ def test_a_dataset_that_cannot_travel_is_refused_where_it_must_with_the_reason()
     variable = tf.Variable(2)
     with pytest.raises(ConfigError, match="cannot travel"):
         training_data(tf.data.Dataset.range(4).map(lambda i: i * tf.cast(variable, tf.int64)).batch(2), readers=readers)
+
+
+def is_read_here(data: TrainingData) -> bool:
+    return data.splits is not None and data.splits.pass_through_chief
+
+
+@pytest.mark.parametrize("method", ["cache", "snapshot"])
+def test_one_process_reads_what_several_would_write_to_one_file(method: str, tmp_path: Path) -> None:
+    plain = tf.data.Dataset.from_tensor_slices((numbers(8), numbers(8))).batch(2)
+    dataset = getattr(plain, method)(str(tmp_path / "file"))
+    two = Readers(number=2, serve=True)
+    assert not is_read_here(training_data(dataset, readers=Readers(serve=True)))
+    assert not is_read_here(training_data(plain.cache(), readers=two))
+    assert is_read_here(training_data(dataset, readers=two))
+    assert is_read_here(training_data(lambda context: getattr(plain, method)(str(tmp_path / "f")), readers=two))
+    assert is_read_here(training_data(dataset, readers=Readers(at_once=2)))
+    with pytest.raises(
+        ConfigError, match=rf"the dataset uses {method}\('.*file'\), and 2 workers cannot write the same"
+    ):
+        training_data(dataset, readers=Readers(number=2, run_the_program=True))
+
+
+def test_a_file_of_each_worker_is_its_own(tmp_path: Path) -> None:
+    def function(context: DataContext) -> tf.data.Dataset:
+        name = tf.strings.join([f"{tmp_path}/cache-", tf.strings.as_string(context.worker_index)])
+        return tf.data.Dataset.from_tensor_slices((numbers(8), numbers(8))).batch(2).cache(name)
+
+    data = training_data(function, readers=Readers(number=2, serve=True))
+    assert not is_read_here(data)
+    assert not data.is_untried
+
+
+def test_a_function_that_uses_what_is_in_this_process_is_read_here_or_tried_first() -> None:
+    made = tf.data.Dataset.from_tensor_slices((numbers(8), numbers(8))).batch(2)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(np.arange(2), np.arange(2)), 0)
+    signature = (tf.TensorSpec([2]), tf.TensorSpec([2]))
+    pairs = [(numbers(2), numbers(2))]
+    served = Readers(serve=True)
+    assert is_read_here(training_data(lambda context: made, readers=served))
+    assert is_read_here(
+        training_data(
+            lambda _: tf.data.Dataset.from_generator(lambda: pairs, output_signature=signature), readers=served
+        )
+    )
+
+    def looked_up(context: DataContext) -> tf.data.Dataset:
+        slices = tf.data.Dataset.from_tensor_slices((numbers(8), numbers(8))).batch(2)
+        return slices.map(lambda x, y: (table.lookup(tf.cast(x, tf.int64)), y))
+
+    data = training_data(looked_up, readers=served)
+    assert not is_read_here(data)
+    assert data.is_untried
+    assert not training_data(looked_up).is_untried
 
 
 def test_a_dataset_function_is_told_worker_count_and_batch_size() -> None:
