@@ -9,6 +9,8 @@ import re
 import traceback
 from typing import Any
 
+from kdist.console.log import plain_text
+
 # Lines that say where in a graph an error happened; the reason comes before or after them.
 _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+File "|\s+\[\[')
 # The first of several errors of one call.
@@ -16,8 +18,6 @@ _FIRST_ROOT = re.compile(r"root error\(s\) found\.\s*\(0\) \w+:\s*(.*?)\s*(?:\(1
 _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
 # Where in a dataset an error happened, and how TensorFlow shows the message of an assertion.
 _DATASET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
-# How Keras makes the message of a layer bold.
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _ASSERTION = re.compile(r"assertion failed: \[(.*)\]")
 
 
@@ -101,11 +101,6 @@ def reason(error: BaseException, limit: int = 600) -> str:
     text = _ASSERTION.sub(r"\1", _DATASET.sub("", text))
     lines = [_FUNCTION_NODE.sub("", line) for line in text.splitlines() if line.strip() and not _TRACE.match(line)]
     return "\n".join(lines)[:limit] or "(no message)"
-
-
-def plain_text(text: str) -> str:
-    """A text without what makes a terminal show it bold or in color."""
-    return _STYLE.sub("", text)
 
 
 def traceback_of(error: BaseException) -> str:

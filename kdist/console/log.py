@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +18,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from kdist.errors import plain_text
-
 logger = logging.getLogger("kdist")
 logger.setLevel(logging.INFO)
 
 #: Takes the lines of a process whose output another one shows; None if this process shows them itself.
 relay: Callable[[Line], None] | None = None
 _is_json = False
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Line(str):
@@ -57,6 +57,11 @@ class Line(str):
         """Undoes `to_json`."""
         content = json.loads(text)
         return cls(content["message"], content["event"], content["step"], content["values"])
+
+
+def plain_text(text: str) -> str:
+    """A text without what makes a terminal show it bold or in color, as Keras makes messages of layers."""
+    return _STYLE.sub("", text)
 
 
 def say(text: str, level: int = logging.INFO, stream: TextIO | None = None) -> None:

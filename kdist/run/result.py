@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kdist.errors import ConfigError, plain_text
+from kdist.console.log import plain_text
+from kdist.errors import ConfigError
 from kdist.model.logs import Logs, scalars
 from kdist.run.origin import now
 from kdist.strategies.gradient_counts import GradientCounts
