@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test short drills hosts slurm long lint matrix bench docs
+.PHONY: help mnist test short drills hosts slurm programs long lint matrix bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
@@ -12,6 +12,7 @@ help:
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 16 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; prints a table"
 	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
+	@echo "make programs  programs of docs/compatibility.md, by Keras and by kdist, 40 minutes; writes its table"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, an hour"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, about 15 minutes"
@@ -45,8 +46,16 @@ slurm: $(READY)
 		apt-get install -y -qq slurm-wlm munge >/dev/null || echo "slurm-wlm and munge cannot be installed"
 	$(BIN)/python -m pytest tests/slurm
 
+programs: $(VENV)/ready-for-programs
+	$(BIN)/python -m pytest tests/programs --numprocesses 2 --dist loadgroup --record-programs
+	PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py
+
+$(VENV)/ready-for-programs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[programs]'
+	@touch $@
+
 # An image takes minutes to build.
-long: $(READY) hosts
+long: $(VENV)/ready-for-programs hosts
 	$(BIN)/python -m pytest --numprocesses 2 -m long -o faulthandler_timeout=900 \
 		--ignore tests/drills --ignore tests/hosts --ignore tests/slurm
 

@@ -10,8 +10,8 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import drilling
 import pytest
-from drilling import table
 from helpers import tasks_running, wait_until
 
 from kdist.cluster.local import prepared
@@ -65,14 +65,28 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the table of the drills that ran."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-programs", action="store_true", help="write the numbers of tests/programs for the docs")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints the tables of the drills and of the programs that ran."""
     # A drill reports when it has passed, and pytest tells of that when the test is torn down.
     ended = [report for report in terminalreporter.getreports("") if getattr(report, "when", "") == "teardown"]
-    rows = [value for report in ended for name, value in report.user_properties if name == "drill"]
-    if rows:
-        terminalreporter.section("drills")
-        for line in table(rows):
+    reported = [entry for report in ended for entry in report.user_properties]
+    tables = {}
+    if rows := [value for name, value in reported if name == "drill"]:
+        tables["drills"] = drilling.table(rows)
+    if found := [value for name, value in reported if name == "program"]:
+        from programs import results
+
+        numbers = results.collected(found)
+        tables["programs"] = results.table(numbers)
+        if config.getoption("--record-programs"):
+            results.record(numbers)
+    for title, lines in tables.items():
+        terminalreporter.section(title)
+        for line in lines:
             terminalreporter.write_line(line)
 
 

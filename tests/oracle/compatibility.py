@@ -20,6 +20,7 @@ import numpy as np
 from compatible_layers import BATCH, FAMILIES, STEPS
 from keras import callbacks, layers, losses, metrics, optimizers
 from keras.optimizers import schedules
+from programs import results
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _EXAMPLES = BATCH * STEPS
@@ -357,6 +358,8 @@ def _page() -> Iterator[str]:
         order = [result.value for result in Result]
         for (result, note), names in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
             yield f"| {result} | {', '.join(sorted(names))} | {note} |\n"
+    yield PROGRAMS
+    yield from (f"{line}\n" for line in results.table(results.recorded()))
 
 
 HEAD = """\
@@ -375,6 +378,29 @@ A class that a new version of Keras adds fails the tests until it has its place 
 - **refused**: kdist says so, and what to do instead, before training starts.
 - **fails in Keras**: Keras itself cannot train with it on TensorFlow alone.
 - **not trained with**: nothing that a model is trained with by itself.
+"""
+
+
+PROGRAMS = """
+## Programs
+
+Programs in the manner of those that keras.io, keras-rs and keras-hub show, small, on data that is made up
+(`tests/programs`). Only `fit` of a `Trainer` stands in the place of `model.fit`. The table has the last value of the
+history of each: with plain Keras, and with kdist in one process, on parameter servers with one and with two workers,
+with `strategy=sync_replicas` (`sync`, on 2ps2w), and with all-reduce between two workers. Where two replicas share a
+step, each gets half of a batch, or a whole one if the loss compares the examples of a batch.
+
+`make long` trains all of them again, and fails if
+
+- `local` or `1ps1w` has other numbers than Keras in any epoch, except for programs that draw random numbers while they
+  train (\\*): no two runs of these are alike;
+- one of the others ends far from Keras, or with a number that is not finite. Of a GAN the losses say nothing else;
+- a queue of embeddings, a ring buffer or a probability has a value that no worker has computed.
+
+With plain Keras, TensorFlow's `dependency_optimization` is off, as [here](howto/model.md#override-train_step). Where a
+step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub and
+keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
+
 """
 
 
