@@ -45,6 +45,20 @@ def parse(columns: Any) -> Any:
     return tf.one_hot(columns["number"], NUM_RECORDS), columns["label"]
 
 
+def with_deadly(number: int) -> Any:
+    """As `parse`; a batch with that record kills the process that reads it."""
+
+    def parse_or_die(columns: Any) -> Any:
+        def die() -> tf.Tensor:
+            with tf.control_dependencies([tf.raw_ops.Abort(error_msg="deadly")]):
+                return tf.constant(0.0)
+
+        x, y = parse(columns)
+        return x + tf.cond(tf.reduce_any(columns["number"] == number), die, lambda: tf.constant(0.0)), y
+
+    return parse_or_die
+
+
 def parse_record(serialized: Any) -> Any:
     features = {"number": tf.io.FixedLenFeature([], tf.int64), "label": tf.io.FixedLenFeature([], tf.float32)}
     return parse(tf.io.parse_example(serialized, features))

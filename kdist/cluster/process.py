@@ -27,6 +27,7 @@ _PARENT_CHECK_SECS = 1.0
 #: A killed process exits long before that; one that the kernel cannot end is not waited for any longer.
 KILLED_SECS = 10.0
 _LOG_LINES = 12
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -178,6 +179,11 @@ def how_it_ended(code: int) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
+
+
+def ended_by_itself(how: str) -> bool:
+    """Whether a process exited, or crashed, rather than being killed by another one: from what `how_it_ended` says."""
+    return "exit code" in how or any(number.name in how for number in _CRASHES)
 
 
 def last_lines(log: Path, start: int = 0) -> str:

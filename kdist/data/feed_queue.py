@@ -55,6 +55,7 @@ class FeedQueue(Splits):
     pass_through_chief = True
 
     def __init__(self, source: BatchSource, readers: Readers, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.place = source.name
         self._interrupted: Callable[[], bool] = lambda: False
         self._source = source

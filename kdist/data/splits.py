@@ -19,6 +19,9 @@ from typing import Any, ClassVar, Protocol
 from kdist.console.warn import warn
 from kdist.errors import DataSourceError
 
+#: A dataset prefetches two, and what a user's `parse` does may prefetch more.
+_BATCHES_READ_AHEAD = 10
+
 
 class NothingToRead(Exception):
     """All splits that were found are read, or being read."""
@@ -58,6 +61,12 @@ class Splits(abc.ABC):
     place: str
     arrive: ClassVar[bool] = False
     pass_through_chief: ClassVar[bool] = False
+    #: Records within which readers were lost at the same place: they are read ahead of those that train.
+    _read_ahead: int = 0
+
+    def __init__(self) -> None:
+        #: For splits that lost readers: the place of the last one, and how many in a row were lost there.
+        self._lost: dict[str, tuple[int, int]] = {}
 
     def begin(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027 - not all of them let a worker wait
         """A session begins; when `interrupted` returns True, no worker is to wait for a split any more."""
@@ -99,7 +108,14 @@ class Splits(abc.ABC):
 
     @abc.abstractmethod
     def give_back(self, worker: int) -> None:
-        """A worker was lost: another one continues with its split."""
+        """A worker was lost, or does not continue: another one continues with its split."""
+
+    def count_loss(self, split: Split) -> int:
+        """A worker was lost while it read a split. Returns how many in a row were lost at that place of it."""
+        place, in_a_row = self._lost.get(split.name, (split.num_read, 0))
+        in_a_row = in_a_row + 1 if split.num_read - place <= self._read_ahead else 1
+        self._lost[split.name] = split.num_read, in_a_row
+        return in_a_row
 
     @abc.abstractmethod
     def wait(self) -> str | None:
@@ -197,7 +213,9 @@ class SplitQueue(Splits):
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
+        super().__init__()
         self.place = enumerator.place
+        self._read_ahead = _BATCHES_READ_AHEAD * batch_size
         self.idle_secs = enumerator.idle_secs
         self._enumerator = enumerator
         self._batch_size = batch_size

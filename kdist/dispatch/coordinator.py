@@ -276,10 +276,11 @@ class Coordinator:
                 # A task that responds may run a long step, or prepare its first one.
                 tries = 0 if self._replace_silent() else tries + 1
                 if tries == _TRIES:
-                    raise ClusterError(
-                        f"no task returned anything for {_TRIES} times {self._timeout:g} s (cluster.step_timeout); "
-                        "every task is there and answers"
-                    )
+                    lost = [Task("worker", worker) for worker in self._workers if worker not in self._calls.connected]
+                    late = f"no result for {_TRIES} x {self._timeout:g} s (cluster.step_timeout)"
+                    names = ", ".join(map(str, lost))
+                    every = f"{names} lost; every other task" if lost else "every task"
+                    raise ClusterError(f"{late}: {every} responds")
                 started = time.monotonic()
         # If results arrive all the time, nothing waits here; tasks are watched all the same.
         if time.monotonic() - self._last_check > _CHECK_SECS:

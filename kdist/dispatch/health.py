@@ -39,6 +39,8 @@ class Supervisor:
         self._lost_since: dict[Task, float] = {}
         #: Lost workers that return only if others start them.
         self._given_up: set[Task] = set()
+        #: How tasks that do not serve yet were lost.
+        self._how: dict[Task, str] = {}
         self.restarts = 0
 
     @property
@@ -103,8 +105,13 @@ class Supervisor:
             time.sleep(_POLL_SECS)
         return lost
 
+    def how_lost(self, task: Task) -> str:
+        """How a task was lost that does not serve."""
+        return self._how.get(task) or self.lost_soon().get(task, "is lost")
+
     def _is_back(self, task: Task) -> None:
         self.restarts += 1
+        self._how.pop(task, None)
         self._given_up.discard(task)
         seconds = time.monotonic() - self._lost_since.pop(task)
         warn(f"{task} is back after {seconds:.1f} s")
@@ -112,6 +119,7 @@ class Supervisor:
     def _start_again(self, task: Task, how: str) -> None:
         """Restarts a lost worker, if that is allowed; reports once what happens to it."""
         self._lost_since.setdefault(task, time.monotonic())
+        self._how[task] = how
         number = self._restarts_of[task] + 1
         if number <= self._max_restarts and self._cluster.restart(task):
             self._restarts_of[task] = number

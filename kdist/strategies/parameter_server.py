@@ -144,11 +144,10 @@ class ParameterServer(PsStrategy):
 
     def _dataset(self, worker: int) -> Any:
         # A worker that returns continues to read where training is.
-        num_steps = sum(size * number for size, number in self._ended.items())
+        step = self._num_applied
         if self._splits is not None:
             # More calls may have ended than this process has noticed; no two batches may have the same seeds.
-            num_steps = self._splits.num_batches(worker)
-        step = (self._first_step or 0) + num_steps
+            step = (self._first_step or 0) + self._splits.num_batches(worker)
         return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
 
     @property
@@ -169,6 +168,8 @@ class ParameterServer(PsStrategy):
             else:
                 break
         size = finished.tag
+        if error is None:
+            self._losses.pop(finished.worker, None)
         self._in_flight[size] -= 1
         # The first call of a size is prepared on each worker, which takes longer than tracing it.
         self._warming_up |= self._num_prepared[size] < self._shape.num_workers
@@ -205,6 +206,13 @@ class ParameterServer(PsStrategy):
             # Nobody would take them.
             for size in coordinator.withdraw():
                 self._in_flight[size] -= 1
+
+    def _has_more_to_read(self) -> None:
+        self._end_idleness()
+
+    @property
+    def _num_applied(self) -> int:
+        return (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
 
     def _end_idleness(self) -> None:
         for worker in self._idle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.base import Cluster
+from kdist.cluster.local import log_path
+from kdist.cluster.process import ended_by_itself, log_tail
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.console.warn import warn
@@ -36,6 +39,9 @@ from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
+
+#: Losses of workers in a row at the same place, after which it is named, and after which training ends.
+_NAMED_AFTER, _ENDS_AFTER = 2, 3
 
 #: Strategies, with their coordinators, whose tasks do not respond, and which this process may not kill: to delete a
 #: handle to an object on a task, TensorFlow waits for the task.
@@ -87,6 +93,8 @@ class PsStrategy(StoreBackedStrategy):
         self._evaluations: dict[WorkerEvaluation, _Traced] = {}
         self._is_training = False
         self._save_begun: Future[None] | None = None
+        #: How often in a row each worker was lost in a call, since it last returned a result.
+        self._losses: Counter[int] = Counter()
 
     def start(self, spec: TrainingSpec) -> None:
         # The chief builds the model while the tasks start, unless its own step may be refused.
@@ -327,8 +335,48 @@ class PsStrategy(StoreBackedStrategy):
         self._worker_is_back(worker)
 
     def _is_lost(self, worker: int) -> None:
-        if self._is_training and self._splits is not None:
-            self._splits.give_back(worker)
+        """Another worker continues with what a lost one was reading, unless that kills one after the other.
+
+        Raises:
+            TaskError: a batch, or the data of a worker, has killed three in a row.
+        """
+        if not self._is_training:
+            return
+        splits, in_a_row, place = self._splits, 0, "its data"
+        if self._in_call:
+            self._losses[worker] += 1
+            in_a_row = self._losses[worker]
+        if splits is not None and (split := splits.split_of(worker)) is not None:
+            in_a_row, place = splits.count_loss(split), split.place
+            # One loss says nothing about what was read.
+            may_skip = in_a_row >= max(_NAMED_AFTER, self._max_worker_restarts)
+            if may_skip and splits.skip(worker, f"{in_a_row} workers in a row were lost while they read it"):
+                in_a_row = 0
+            else:
+                splits.give_back(worker)
+        self._has_more_to_read()
+        if in_a_row >= _NAMED_AFTER:
+            self._name_repeated_loss(worker, in_a_row, place)
+
+    def _name_repeated_loss(self, worker: int, in_a_row: int, place: str) -> None:
+        task, splits = Task("worker", worker), self._splits
+        how = self._supervisor.how_lost(task) if self._supervisor is not None else "is lost"
+        where = f"{place}, in the call after step {self._num_applied}"
+        # Whoever kills workers from outside does not care what they read, unless they die at one batch.
+        is_of_data = splits is not None or ended_by_itself(how)
+        if in_a_row >= _ENDS_AFTER and is_of_data and not (splits is not None and splits.arrive):
+            raise TaskError(str(task), RuntimeError(f"{how}; {in_a_row} losses in a row at this place"), where)
+        log = log_path(self._prepared.spec.log_dir, task)
+        tail = log_tail(log) if self.pids else ""
+        warn(f"{task} {how}; {in_a_row} losses in a row at the same place: {where}{tail}")
+
+    def _has_more_to_read(self) -> None:
+        """Ends the idleness of workers for which there was nothing to read."""
+
+    @property
+    def _num_applied(self) -> int:
+        """The global step, as far as this process knows it without asking."""
+        return self._prepared.spec.first_step
 
     def _set_calls_aside(self) -> None:
         """Waits for calls in flight whose results are no longer needed."""

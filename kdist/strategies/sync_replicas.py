@@ -173,6 +173,7 @@ class SyncReplicas(PsStrategy):
             return None
         self._in_lockstep = False
         self._failures = 0
+        self._losses.clear()
         self._step = step + size
         logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
         shares = {worker: GradientCounts(accepted=self._quorum.share(worker)) for worker in workers}
@@ -199,7 +200,6 @@ class SyncReplicas(PsStrategy):
             ClusterError: a server is lost.
             tf.errors.OpError: no task is lost, and such calls fail repeatedly.
         """
-        self._in_lockstep = False
         # TensorFlow caches, for each such function, what it found on each task.
         self._lockstep = None
         self._iterators.clear()
@@ -207,6 +207,7 @@ class SyncReplicas(PsStrategy):
         # A worker whose host does not respond is soon lost, or continues: then all of them try again.
         coordinator.wait_for_silent()
         coordinator.examine()
+        self._in_lockstep = False
         if coordinator.num_lost == self._num_lost_before:
             self._failures += 1
             if self._failures > _TRIES:
@@ -319,7 +320,9 @@ class SyncReplicas(PsStrategy):
         if finished.is_lost:
             return None
         try:
-            return finished.outcome.result()
+            gradient: Gradient = finished.outcome.result()
+            self._losses.pop(finished.worker, None)
+            return gradient
         except NothingToRead:
             self._finished.add(finished.worker)
             return None
@@ -346,6 +349,14 @@ class SyncReplicas(PsStrategy):
             if self._gradient_of(finished) is not None:
                 late = self._late.get(finished.worker, GradientCounts())
                 self._late[finished.worker] = late + GradientCounts(dropped=1, stale=1)
+
+    def _has_more_to_read(self) -> None:
+        if self._splits is not None:
+            self._finished.clear()
+
+    @property
+    def _num_applied(self) -> int:
+        return self._step or 0
 
     def _worker_is_back(self, worker: int) -> None:
         # Its data starts over.

@@ -24,8 +24,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "incoming"
 
 
-def arriving(folder: Path) -> Any:
-    return kdist.arriving_files(folder, "*.parquet", counted.parse, columns=counted.COLUMNS, poll_secs=0.1)
+def arriving(folder: Path, parse: Any = counted.parse) -> Any:
+    return kdist.arriving_files(folder, "*.parquet", parse, columns=counted.COLUMNS, poll_secs=0.1)
 
 
 class AtStep(Hook):
@@ -76,6 +76,41 @@ def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path,
     assert trainer.result.stopped_by == str(folder / "_END")
     by_worker = trainer.result.gradients.by_worker
     assert set(by_worker) == {"worker:0", "worker:1"}
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("ignore:.*worker.[01] ")
+def test_a_file_that_kills_its_readers_is_set_aside(folder: Path, run_dir: Path, strategy: str) -> None:
+    for number in range(3):
+        counted.write_file(folder / f"{number}.parquet", range(100 * number, 100 * number + 100))
+    (folder / "_END").touch()
+    trainer = kdist.Trainer(counted.counting_model, "1ps2w", strategy, run_dir=run_dir, max_worker_restarts=2)
+    with pytest.warns(UserWarning, match=r"1.parquet: .*is skipped: 2 workers in a row were lost while they read it"):
+        trainer.fit(arriving(folder, counted.with_deadly(175)), batch_size=10, verbose=0)
+    counts = counted.counts(trainer.model)
+    assert counts[[*range(100), *range(200, 300)]].tolist() == [1.0] * 200
+    assert counts[170:200].max() == 0
+    assert trainer.result.stopped_by == str(folder / "_END")
+
+
+def test_the_file_of_a_worker_that_is_lost_for_good_goes_to_one_with_nothing_to_read(
+    folder: Path, run_dir: Path
+) -> None:
+    counted.write_file(folder / "0.parquet", range(100))
+    (folder / "_END").touch()
+
+    def kill_the_reader(session: Any) -> None:
+        (reader,) = [worker for worker in range(2) if session.spec.data.splits.split_of(worker)]
+        os.kill(session.strategy.pids[Task("worker", reader)], signal.SIGKILL)
+
+    hooks = [AtStep(3, kill_the_reader)]
+    trainer = kdist.Trainer(
+        counted.counting_model, "1ps2w", run_dir=run_dir, hooks=hooks, max_worker_restarts=0, step_timeout=60.0
+    )
+    with pytest.warns(UserWarning, match="training continues without it"):
+        trainer.fit(arriving(folder), batch_size=10, verbose=0)
+    assert counted.counts(trainer.model)[:100].min() == 1
+    assert trainer.result.seconds < 60
 
 
 @pytest.mark.long

@@ -146,6 +146,36 @@ def test_a_cluster_that_is_restarted_continues_where_its_checkpoint_was(strategy
     assert counts.sum() > 100
 
 
+class Deadly(keras.layers.Layer):
+    """Kills the process that computes it for record 75, as a bug in an op does."""
+
+    def call(self, x: Any) -> Any:
+        def die() -> tf.Tensor:
+            with tf.control_dependencies([tf.raw_ops.Abort(error_msg="deadly")]):
+                return tf.constant(0.0)
+
+        return x + tf.cond(tf.reduce_any(x[:, 75] > 0), die, lambda: tf.constant(0.0))
+
+
+def deadly_model() -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((counted.NUM_RECORDS,)), Deadly(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("ignore:.*(is read in this process|worker.[01] (is back|died .*restarting)|connecting)")
+def test_a_batch_that_kills_workers_is_named_and_ends_training(strategy: str, run_dir: Path) -> None:
+    trainer = kdist.Trainer(deadly_model, "1ps2w", strategy, run_dir=run_dir)
+    place = r"batch 7 of the PyDataset Numbered, in the call after step \d+"
+    with (
+        pytest.warns(UserWarning, match=rf"died \(signal 6, SIGABRT\); 2 losses in a row at the same place: {place}\n"),
+        pytest.raises(TaskError, match=rf"^worker:[01]: {place}: .*died \(signal 6, SIGABRT\); 3 losses in a row at"),
+    ):
+        trainer.fit(Numbered(), shuffle=False, verbose=0)
+    assert trainer.result.status == "failed"
+
+
 def test_an_error_of_the_users_code_ends_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.hooks.data_position._warned_of", set())
     trainer = kdist.Trainer(models.mlp, "1ps2w", run_dir=run_dir)

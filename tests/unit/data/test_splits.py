@@ -93,6 +93,12 @@ def test_the_split_of_a_lost_worker_is_the_next_from_where_it_was() -> None:
     assert queue.num_batches(0) == 2
 
 
+def test_losses_of_readers_count_in_a_row_at_about_the_same_place() -> None:
+    queue = SplitQueue(Listed("a", "b"), 10)
+    assert [queue.count_loss(Split("a", place)) for place in (40, 40, 140, 250, 250)] == [1, 2, 3, 1, 2]
+    assert queue.count_loss(Split("b", 250)) == 1
+
+
 def test_a_restored_queue_continues_with_what_was_not_read() -> None:
     queue, _, _ = queue_of("a", "b", "c")
     queue.assign(0)
