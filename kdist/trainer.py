@@ -28,9 +28,9 @@ from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConfig
 from kdist.config.strategy_options import strategy_config
 from kdist.console import live, log
-from kdist.data.sources import read_locally, split_validation
+from kdist.data.sources import split_validation
 from kdist.errors import ConfigError
-from kdist.evaluation.evaluate import WorkerPool, evaluate
+from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
 from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults
 from kdist.hooks.keras_callbacks import (
@@ -464,9 +464,7 @@ class Trainer:
             outputs = workers.predict(self.model, x, batch_size, listed)
             if outputs is not None:
                 return outputs
-        return self.model.predict(
-            read_locally(x, batch_size), batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed
-        )
+        return predict(self.model, x, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
 
     def _workers(self) -> WorkerPool | None:
         left = self._left_on_servers

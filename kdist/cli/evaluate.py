@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.cli.process import end_process
 from kdist.cli.trained import parser_for, run_command, trained
@@ -12,6 +13,7 @@ from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kdist.config.schema import Config
+    from kdist.data.base import TrainingData
     from kdist.evaluation.evaluate import ValidationArguments
 
 _DESCRIPTION = """\
@@ -44,7 +46,10 @@ def _evaluate(given: Namespace) -> str:
             found.append(_validation(config, or_training=has_other))
         return found[0]
 
-    with trained(given, needs_data=True, data=lambda config: data(config).training_data()) as (run, config):
+    def to_build(config: Config, preprocess: Callable[..., Any] | None) -> TrainingData:
+        return data(config).training_data(preprocess)
+
+    with trained(given, needs_data=True, data=to_build) as (run, config):
         logs = run.evaluate(data(config))
         step = run.step
     if given.json:

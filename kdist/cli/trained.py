@@ -10,6 +10,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,14 +73,15 @@ def run_command(arguments: list[str], parser: ArgumentParser, command: Callable[
 
 @contextmanager
 def trained(
-    given: Namespace, *, needs_data: bool, data: Callable[[Config], Any] | None = None
+    given: Namespace, *, needs_data: bool, data: Callable[[Config, Callable[..., Any] | None], Any] | None = None
 ) -> Iterator[tuple[TrainedRun, Config]]:
     """Yields the run that a command names, and its config.
 
     Args:
         given: what the command was given.
         needs_data: whether the command cannot do without the data of the config.
-        data: the data that a model is built for, if it needs some; None: that which the run was trained on.
+        data: the data that a model is built for, if it needs some, with the preprocessing of the model; None: that
+            which the run was trained on.
 
     Raises:
         ConfigError: there is no such run dir or checkpoint, or its record cannot be used.
@@ -107,7 +109,7 @@ def trained(
                         "data=..., or data._target_=package.function"
                     )
                 check_targets(config if needs_data else replace(config, data=None))
-                found = TrainedRun(config, run, given.step, logs, lambda: (data or _training_data)(config))
+                found = TrainedRun(config, run, given.step, logs, partial(data or _training_data, config))
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
                     if (line := isolate.network_line(config.cluster.bind)) is not None:
@@ -133,7 +135,7 @@ def _logs() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _training_data(config: Config) -> Any:
+def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any:
     from kdist.config.build import data_arguments
     from kdist.data.sources import training_data
 
@@ -142,5 +144,11 @@ def _training_data(config: Config) -> Any:
     data = data_arguments(config)
     x, y, sample_weight = (data.get(name) for name in ("x", "y", "sample_weight"))
     return training_data(
-        x, y, sample_weight, batch_size=config.train.batch_size, class_weight=data.get("class_weight"), seed=0
+        x,
+        y,
+        sample_weight,
+        batch_size=config.train.batch_size,
+        class_weight=data.get("class_weight"),
+        seed=0,
+        preprocess=preprocess,
     )

@@ -180,6 +180,7 @@ def training_data(
     class_weight: Mapping[int, float] | None = None,
     seed: int | None = None,
     readers: Readers = Readers(),  # noqa: B008 - frozen
+    preprocess: Callable[..., Any] | None = None,
 ) -> TrainingData:
     """Makes `TrainingData` of the data that was passed to `fit`.
 
@@ -193,6 +194,7 @@ def training_data(
         class_weight: class index -> weight of its examples.
         seed: makes shuffling repeatable; random if None.
         readers: who reads it.
+        preprocess: prepares each batch, see `preprocessed`.
 
     Raises:
         ConfigError: data that these workers cannot get, or an `x` of another type.
@@ -202,6 +204,8 @@ def training_data(
     data: TrainingData
     if isinstance(x, TrainingData):
         return x
+    if preprocess is not None:
+        x, y, sample_weight = preprocessed(preprocess, x, y, sample_weight, batch_size), None, None
     if isinstance(x, SplitSource):
         if y is not None or sample_weight is not None or class_weight is not None:
             raise ConfigError(
@@ -327,11 +331,10 @@ class _ClassWeighted(TrainingData):
 def _check_is_arrays(x: Any) -> None:
     """Refuses what is neither arrays nor any other data."""
     is_array = hasattr(x, "__array__") or is_scipy_sparse(x) or isinstance(x, (list, tuple, Mapping))
-    if x is None or hasattr(x, "__next__") or (hasattr(x, "__iter__") and not is_array):
+    if hasattr(x, "__next__") or (hasattr(x, "__iter__") and not is_array):
         raise ConfigError(
-            f"x is {'None' if x is None else f'a {type(x).__name__}'}; give arrays, a tf.data.Dataset, a "
-            "keras.utils.PyDataset, a generator, a torch.utils.data.DataLoader, data of Grain or a function (context) "
-            "-> tf.data.Dataset"
+            f"x is a {type(x).__name__}; give arrays, a tf.data.Dataset, a keras.utils.PyDataset, a generator, a "
+            "torch.utils.data.DataLoader, data of Grain or a function (context) -> tf.data.Dataset"
         )
 
 
@@ -345,25 +348,64 @@ def has_labels(x: Any) -> bool:
     return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
 
 
+def preprocessed(
+    preprocess: Callable[..., Any], x: Any, y: Any = None, sample_weight: Any = None, batch_size: int | None = None
+) -> Any:
+    """The data as a dataset of batches, or a function of one, each prepared by `preprocess(x, y, sample_weight)`.
+
+    Arrays stay in their order, as in the `fit` of KerasHub, and a list of strings is an array.
+
+    Raises:
+        ConfigError: an `x` of another type.
+        ValueError: arrays of different lengths, or no data.
+    """
+    if is_dataset_function(x):
+        return lambda context: x(context).map(preprocess)
+    if not isinstance(x, tf.data.Dataset):
+        if has_labels(x) or isinstance(x, SplitSource):
+            raise ConfigError(
+                f"x is a {type(x).__name__}, and the model prepares its data itself (preprocess_samples): give arrays, "
+                "a tf.data.Dataset or a function (context) -> tf.data.Dataset; or prepare the data and build the model "
+                "with preprocessor=None"
+            )
+        arrays = keras.utils.pack_x_y_sample_weight(*map(_lists_as_arrays, (x, y, sample_weight)))
+        x = tf.data.Dataset.from_tensor_slices(arrays_for_keras(arrays)).batch(batch_size or 32)
+    elif y is not None or sample_weight is not None:
+        raise ValueError("with data that is no array, y and sample_weight are part of its elements")
+    return x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _lists_as_arrays(tree: Any) -> Any:
+    """Lists of numbers or strings as arrays; others as tuples."""
+    tree = as_tuples(tree)
+    if isinstance(tree, Mapping):
+        return {key: _lists_as_arrays(item) for key, item in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(map(_lists_as_arrays, tree))
+    return np.asarray(tree) if isinstance(tree, list) else tree
+
+
 def read_locally(x: Any, batch_size: int | None) -> Any:
     """`x` for a local Keras model: a dataset function is called for the only reader.
 
     Raises:
-        ConfigError: data that keeps arriving, or an `x` of another type.
-        ValueError: a list of numbers or strings.
+        ConfigError: data that keeps arriving.
     """
     if isinstance(x, SplitSource):
         raise ConfigError(f"{type(x).__name__}: is read once, by fit; give other data to validate, evaluate or predict")
-    if is_dataset_function(x):
-        return x(DataContext(tf.constant(0, tf.int64), 1, batch_size))
-    if has_labels(x):
-        return x
-    _check_is_arrays(x)
-    return arrays_for_keras(x)
+    return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
 
 
 def arrays_for_keras(tree: Any) -> Any:
-    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors."""
+    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors; other data as it is.
+
+    Raises:
+        ConfigError: data of another type.
+        ValueError: a list of numbers or strings.
+    """
+    if tree is None or has_labels(tree):
+        return tree
+    _check_is_arrays(tree)
 
     def for_keras(values: Any) -> Any:
         if values is None or isinstance(values, (tf.RaggedTensor, tf.SparseTensor)) or is_scipy_sparse(values):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdist.evaluation.evaluate import ValidationArguments, Validator
+from kdist.model.model_checks import preprocessing_of
 from kdist.model.source import ModelSource
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.base import TrainingSpec
@@ -34,7 +35,8 @@ class CheckpointEvaluator:
         self, source: ModelSource, arguments: ValidationArguments, checkpoints: Checkpoints, after: int = -1
     ) -> None:
         # Builds the model.
-        prepare(TrainingSpec(source.model, arguments.training_data(), arguments.batch_size, None, 0, Path()), 1)
+        data = arguments.training_data(preprocessing_of(source.model))
+        prepare(TrainingSpec(source.model, data, arguments.batch_size, None, 0, Path()), 1)
         self._validator = Validator(source.model, arguments)
         self._checkpoints = checkpoints
         self._after = after

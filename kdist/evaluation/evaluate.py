@@ -23,9 +23,11 @@ from kdist.evaluation.on_workers import (
     OutputsOnWorkers,
     can_evaluate,
     can_predict,
+    parts_for,
     parts_of,
 )
 from kdist.model.logs import Logs, as_logs
+from kdist.model.model_checks import overrides_of
 from kdist.model.state import finalize_ema, read_from_model, rows_cannot_be_sent, write_to_model
 
 if TYPE_CHECKING:
@@ -46,18 +48,37 @@ def evaluate(
     callbacks: object = None,
 ) -> Logs:
     """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
+    x = read_locally(x, batch_size)
+    if not overrides_of(model, "evaluate"):
+        x, y, sample_weight = map(arrays_for_keras, (x, y, sample_weight))
     logs = model.evaluate(
-        read_locally(x, batch_size),
-        arrays_for_keras(y),
+        x=x,
+        y=y,
         batch_size=batch_size,
         verbose=verbose,
-        sample_weight=arrays_for_keras(sample_weight),
+        sample_weight=sample_weight,
         steps=steps,
         callbacks=callbacks,
         return_dict=True,
     )
     # A `test_step` of the user's may report no loss.
     return as_logs({**({"loss": logs["loss"]} if "loss" in logs else {}), **logs})
+
+
+def predict(
+    model: keras.Model,
+    x: object,
+    *,
+    batch_size: int | None = None,
+    verbose: int | str = 0,
+    steps: int | None = None,
+    callbacks: object = None,
+) -> Any:
+    """`keras.Model.predict`; `x` may also be a dataset function."""
+    x = read_locally(x, batch_size)
+    if not overrides_of(model, "predict"):
+        x = arrays_for_keras(x)
+    return model.predict(x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,7 @@ class WorkerPool:
         """The same as `evaluate`; None if the workers cannot do it. Callbacks see the begin and the end."""
         parts = None
         if can_evaluate(model) and self._can_give(model):
-            parts = parts_of(x, y, sample_weight, batch_size, self.num_workers)
+            parts = parts_for(model, (x, y, sample_weight), batch_size, self.num_workers)
         if parts is None:
             return None
         evaluation = MetricsOnWorkers(model, parts, self.num_workers)
@@ -168,10 +189,12 @@ class ValidationArguments:
         """The data as x, y and sample_weight."""
         return (self.data, None, None) if has_labels(self.data) else keras.utils.unpack_x_y_sample_weight(self.data)
 
-    def training_data(self) -> TrainingData:
+    def training_data(self, preprocess: Callable[..., Any] | None) -> TrainingData:
         """The same data as something to train on: a model is built for its batches."""
         x, y, sample_weight = self.parts
-        return training_data(x, y, sample_weight, batch_size=self.batch_size, shuffle=False, seed=0)
+        return training_data(
+            x, y, sample_weight, batch_size=self.batch_size, shuffle=False, seed=0, preprocess=preprocess
+        )
 
 
 class Validator:
@@ -303,5 +326,5 @@ class Validator:
         at_least = 1 if self._stays_on_servers() else 2
         if num_parts < at_least or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
             return None
-        parts = parts_of(*arguments.parts, arguments.batch_size, num_parts)
+        parts = parts_for(self._model, arguments.parts, arguments.batch_size, num_parts)
         return None if parts is None else MetricsOnWorkers(self._model, parts, num_parts)

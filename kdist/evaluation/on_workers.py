@@ -23,7 +23,7 @@ from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import Share, received, without_copies
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
-from kdist.data.sources import as_tuples, has_labels
+from kdist.data.sources import as_tuples, has_labels, preprocessed
 from kdist.data.worker_dataset import call_with
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
@@ -32,6 +32,7 @@ from kdist.model.logs import Logs
 from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
+from kdist.model.model_checks import overrides_of, preprocessing_of
 from kdist.model.names import is_seed
 from kdist.model.state import parameter_names, stateful_layers, variables_of
 from kdist.strategies.base import PresentValues
@@ -121,6 +122,14 @@ def parts_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, num_par
     # At least one batch per worker.
     is_enough = len(lengths) == 1 and min(lengths) >= num_parts * (batch_size or 32)
     return _ArrayParts(arrays, batch_size or 32, num_parts) if is_enough else None
+
+
+def parts_for(model: keras.Model, data: tuple[Any, Any, Any], batch_size: int | None, num_parts: int) -> Parts | None:
+    """The same, of x, y and sample_weight as a model's own `evaluate` prepares them, if it has one."""
+    if (preprocess := preprocessing_of(model)) is None:
+        return parts_of(*data, batch_size, num_parts)
+    x = preprocessed(preprocess, *data, batch_size)
+    return parts_of(x, None, None, None, num_parts)
 
 
 class NeedsWholeTable(Exception):
@@ -320,17 +329,17 @@ class OutputsOnWorkers(_OnWorkers):
 
 
 def can_evaluate(model: keras.Model) -> bool:
-    """Whether workers can: the model is built, has neither a stateful layer nor a `test_step` or `compute_metrics` of
-    its own, and its metrics need no order.
+    """Whether workers can: the model is built, has no stateful layer, nothing of its own that evaluates or counts, but
+    preprocessing, and its metrics need no order.
     """
     if not model.built or not metrics_are_built(model) or stateful_layers(model):
         return False
     is_in_order = not {"mean", "last"} & set(rules_of(model.metrics, metric_variables(model)))
-    kind, own = keras.Model, type(model)
-    is_keras_own = own.test_step is kind.test_step and own.compute_metrics is kind.compute_metrics
-    return is_keras_own and is_in_order
+    own = overrides_of(model, "test_step", "compute_metrics", "make_test_function", "evaluate")
+    return own in ([], ["evaluate"] if preprocessing_of(model) is not None else []) and is_in_order
 
 
 def can_predict(model: keras.Model) -> bool:
-    """Whether workers can predict: the model is built, stateless, and does not override `predict_step`."""
-    return model.built and not stateful_layers(model) and type(model).predict_step is keras.Model.predict_step
+    """Whether workers can predict: the model is built, stateless, and has nothing of its own that predicts."""
+    own = overrides_of(model, "predict_step", "make_predict_function", "predict")
+    return model.built and not stateful_layers(model) and not own

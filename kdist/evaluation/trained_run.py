@@ -18,10 +18,10 @@ from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.console.warn import warn
 from kdist.data.base import TrainingData
-from kdist.data.sources import read_locally
 from kdist.errors import CheckpointError, ConfigError
-from kdist.evaluation.evaluate import ValidationArguments, WorkerPool, evaluate
+from kdist.evaluation.evaluate import ValidationArguments, WorkerPool, evaluate, predict
 from kdist.model.logs import Logs
+from kdist.model.model_checks import preprocessing_of
 from kdist.model.names import AVERAGE
 from kdist.model.source import ModelSource
 from kdist.model.state import (
@@ -52,7 +52,8 @@ class TrainedRun:
         step: of the checkpoint; None for the newest undamaged one, or without any for the values of `model.keras`,
             which is then the model of the config.
         log_dir: folder for the logs of tasks.
-        data: makes the data that the model is built for, where it needs some: it is not built, or workers pull values.
+        data: makes the data that the model is built for, where it needs some: it is not built, or workers pull values;
+            takes the preprocessing of the model.
 
     Attributes:
         step: the global step of the values.
@@ -63,7 +64,12 @@ class TrainedRun:
     """
 
     def __init__(
-        self, config: Config, run: ObservedRun, step: int | None, log_dir: Path, data: Callable[[], TrainingData]
+        self,
+        config: Config,
+        run: ObservedRun,
+        step: int | None,
+        log_dir: Path,
+        data: Callable[[Callable[..., Any] | None], TrainingData],
     ) -> None:
         self._config, self._run, self._log_dir, self._data = config, run, log_dir, data
         if membership_of(config.cluster, os.environ) is not None:
@@ -140,7 +146,7 @@ class TrainedRun:
             if outputs is not None:
                 return outputs
             warn("the workers cannot predict with this model or data; this process does")
-        return self.load().predict(read_locally(x, batch_size), batch_size=batch_size, verbose=0)
+        return predict(self.load(), x, batch_size=batch_size)
 
     @property
     def _is_of_file(self) -> bool:
@@ -224,7 +230,7 @@ class TrainedRun:
         config = self._config
         return TrainingSpec(
             model,
-            self._data(),
+            self._data(preprocessing_of(model)),
             config.train.batch_size,
             None,
             0,

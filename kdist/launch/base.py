@@ -31,6 +31,7 @@ from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import WorkerPool
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.launch.fit_arguments import FitArguments
+from kdist.model.model_checks import preprocessing_of
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
 from kdist.parameters.placement import PlacementPlan, PlacementPolicy
@@ -271,7 +272,7 @@ class FitRequest:
         if self.num_fits:
             # Otherwise every fit would shuffle in the same way.
             seed = int(np.random.SeedSequence([seed, self.num_fits]).generate_state(1)[0])
-        data = self.arguments.training_data(seed, readers)
+        data = self.arguments.training_data(seed, readers, preprocessing_of(self.source.model))
         if data.splits is not None:
             self._check_takes_splits(arrive=data.splits.arrive)
         return data

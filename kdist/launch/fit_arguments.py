@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,10 @@ class FitArguments:
         """Whether training ends after epochs that are as long as the data."""
         return self.steps is None and self.epochs is not None and self.steps_per_epoch is None
 
-    def training_data(self, seed: int | None, readers: Readers) -> TrainingData:
-        """The data that the workers read.
+    def training_data(
+        self, seed: int | None, readers: Readers, preprocess: Callable[..., Any] | None = None
+    ) -> TrainingData:
+        """The data that the workers read, its batches prepared by `preprocess`.
 
         Raises:
             ConfigError: data that these workers cannot get, or that is not supported.
@@ -108,4 +110,5 @@ class FitArguments:
             class_weight=self.class_weight,
             seed=seed,
             readers=readers,
+            preprocess=preprocess,
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 
 from kdist._compat.keras import layers_of, optimizers_of
@@ -20,6 +23,12 @@ def check_model(model: keras.Model, strategy: str) -> None:
         raise ConfigError(
             f"model {model.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function that "
             "builds it, or give optimizer, loss and metrics in the config"
+        )
+    if overrides_of(model, "make_train_function") or (overrides_of(model, "fit") and preprocessing_of(model) is None):
+        raise ConfigError(
+            f"model {model.name}: class {type(model).__name__} has a `fit` or `make_train_function` of its own, which "
+            "is not called here: prepare the data before (dataset.map(...)), put what belongs to a step into "
+            "`train_step`, and give a model without it, as keras.Model(model.inputs, model.outputs), compiled"
         )
     if model.optimizer is None:
         raise ConfigError(
@@ -54,3 +63,17 @@ def check_has_values(model: keras.Model) -> None:
             f"model {model.name}: the values of {', '.join(names)} were on parameter servers only; give the function "
             "that builds the model, and the run dir that has its checkpoints"
         )
+
+
+def overrides_of(model: keras.Model, *methods: str) -> list[str]:
+    """The names of those of these methods of a model that are not Keras's own."""
+    return [name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)]
+
+
+def preprocessing_of(model: keras.Model) -> Callable[..., Any] | None:
+    """The function `(x, y, sample_weight) -> batch` by which a model's own `fit` prepares batches; None without one.
+
+    It is the `preprocess_samples` of the class that has the `fit`, as in every task of KerasHub.
+    """
+    owner = next(kind for kind in type(model).__mro__ if "fit" in vars(kind))
+    return model.preprocess_samples if "preprocess_samples" in vars(owner) else None
