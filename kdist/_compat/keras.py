@@ -115,14 +115,46 @@ def layers_of(model: keras.Model, *, include_self: bool = True) -> list[keras.la
 
 def custom_objects_of(model: keras.Model) -> dict[str, Any]:
     """The classes and functions of a model that are not Keras's, by the names under which Keras looks for them."""
-    owners = [*layers_of(model), *_items(compile_arguments(model))]
-    parts = [part for owner in owners if hasattr(owner, "__dict__") for part in _items(vars(owner))]
     found = {}
-    for item in (*owners, *parts):
+    for item in _parts_of(model):
         custom = item if isinstance(item, FunctionType) else type(item)
         if hasattr(item, "get_config") or custom is item:
             found[keras.saving.get_registered_name(custom)] = custom
     return {name: item for name, item in found.items() if not (item.__module__ or "").startswith("keras.")}
+
+
+@contextmanager
+def functions_named_apart(model: keras.Model) -> Iterator[dict[str, Any]]:
+    """Gives each function of a model a name of its own while the model is saved, and yields them by these names.
+
+    Several may have the same name, as those that one function returns, and Keras saves the code of a lambda without
+    what it reads.
+    """
+    functions = {id(part): part for part in _parts_of(model) if isinstance(part, FunctionType)}
+    own = [f for f in functions.values() if not (f.__module__ or "").startswith("keras.")]
+    names = {f"{function.__name__.strip('<>')}_{i}_of_kdist": function for i, function in enumerate(own)}
+    before = [(function, function.__name__) for function in own]
+    try:
+        for name, function in names.items():
+            function.__name__ = name
+        yield names
+    finally:
+        for function, name in before:
+            function.__name__ = name
+
+
+def _parts_of(model: keras.Model) -> list[Any]:
+    """The layers of a model, what it was compiled with, and what these consist of, as far as Keras saves it."""
+    found: dict[int, Any] = {}
+    waiting = [*layers_of(model), *_items(compile_arguments(model))]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in found:
+            continue
+        found[id(item)] = item
+        if hasattr(item, "get_config") and hasattr(item, "__dict__"):
+            waiting.extend(part for value in vars(item).values() for part in _items(value))
+    return list(found.values())
 
 
 def _items(value: Any) -> Iterator[Any]:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kdist._compat.keras_state import as_in_this_thread
+
 T = TypeVar("T")
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Calls `function` in a daemon thread; the future gets its result or error."""
+    """Calls `function` in a daemon thread, with Keras's settings of this one; the future gets its result or error."""
     outcome: Future[T] = Future()
+    call = as_in_this_thread(function)
 
     def work() -> None:
         try:
-            outcome.set_result(function())
+            outcome.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
             outcome.set_exception(error)
 

@@ -1,13 +1,19 @@
 """Sends Python objects of the user to other processes of this machine, by cloudpickle.
 
-Datasets travel as their graph, and memory-mapped arrays as the places of their files.
+Datasets travel as their graph, and memory-mapped arrays as the places of their files. Functions know where their source
+is, which AutoGraph and Keras read.
 """
 
 from __future__ import annotations
 
 import io
+import linecache
+import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -28,7 +34,7 @@ class _Pickler(cloudpickle.Pickler):
         import keras
         import tensorflow as tf
 
-        from kdist._compat.keras import custom_objects_of
+        from kdist._compat.keras import custom_objects_of, functions_named_apart
         from kdist.data.array_files import file_of
 
         if isinstance(obj, tf.data.Dataset):
@@ -38,9 +44,16 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, np.ndarray) and (file := file_of(obj)) is not None:
             return np.memmap, (file.path, file.dtype, "r", file.offset, file.shape)
         if isinstance(obj, keras.Model):
-            # Keras saves a class by its name, which another process does not know if it is of the user's own script.
-            check_lambdas(obj)
-            return _model, (custom_objects_of(obj), *obj.__reduce__())
+            # Keras saves classes and functions by their names, which another process does not know if they are of the
+            # user's own script.
+            with functions_named_apart(obj) as functions:
+                saved = obj.__reduce__()
+            return _model, ({**custom_objects_of(obj), **functions}, *saved)
+        if isinstance(obj, CodeType):
+            make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](obj)
+            # Cells of a notebook have no file.
+            lines = None if os.path.exists(obj.co_filename) else linecache.getlines(obj.co_filename)
+            return _code, (obj.co_filename, lines, make, arguments)
         return super().reducer_override(obj)
 
 
@@ -59,26 +72,11 @@ def _model(custom_objects: dict[str, Any], load: Callable[..., Any], arguments: 
         return load(*arguments)
 
 
-def check_lambdas(model: Any) -> None:
-    """Refuses a model, rather than the function that builds it, with lambdas that read names of the user's program.
-
-    Keras saves the code of a lambda, and nothing that it reads.
-
-    Raises:
-        ConfigError: names the layer.
-    """
-    import keras
-
-    from kdist._compat.keras import layers_of
-
-    for layer in layers_of(model):
-        if isinstance(layer, keras.layers.Lambda) and layer.function.__name__ == "<lambda>":
-            code = layer.function.__code__
-            if unknown := [name for name in code.co_names if name in layer.function.__globals__] + [*code.co_freevars]:
-                raise ConfigError(
-                    f"model {model.name}: the lambda of layer {layer.name} reads {', '.join(unknown)}, which a saved "
-                    "model does not contain; give the function that builds the model"
-                )
+def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> Any:
+    """Code that still says where it is from: cloudpickle leaves that out."""
+    if lines:
+        linecache.cache.setdefault(filename, (sum(map(len, lines)), None, list(lines), filename))
+    return make(*arguments).replace(co_filename=filename)
 
 
 def pickled(program: Any, name_of: Callable[[Any], str | None] = lambda _: None) -> bytes:
@@ -118,3 +116,31 @@ def unpickled(packed: bytes, objects: Mapping[str, Any] | None = None) -> Any:
         objects: those of this process, by the names that `name_of` gave them there.
     """
     return _Unpickler(io.BytesIO(packed), objects or {}).load()
+
+
+def packed_program(program: Any) -> bytes:
+    """The object as bytes, with the settings of Keras that the program has changed.
+
+    Raises:
+        ConfigError: something in it cannot be sent to another process.
+    """
+    from kdist._compat.keras_state import ProgramSettings
+
+    settings, objects = ProgramSettings.here(), {}
+    for name, item in settings.objects.items():
+        # One that cannot travel may not be needed; if it is, Keras says that it does not know it.
+        with suppress(ConfigError):
+            objects[name] = pickled(item)
+    return pickle.dumps((pickled(replace(settings, objects={})), objects, pickled(program)))
+
+
+def unpacked_program(packed: bytes) -> Any:
+    """Undoes `packed_program`, and makes the settings those of this process. Runs code, as `unpickled`."""
+    settings, packed_objects, program = pickle.loads(packed)
+    objects = {}
+    for name, item in packed_objects.items():
+        # Of a module that only the program knows how to import.
+        with suppress(ImportError, AttributeError):
+            objects[name] = unpickled(item)
+    replace(unpickled(settings), objects=objects).set()
+    return unpickled(program)

@@ -19,7 +19,7 @@ from kdist.cluster.process import end_children, how_it_ended, start_child, task_
 from kdist.cluster.spec import EVALUATOR
 from kdist.console import lines
 from kdist.console.warn import warn
-from kdist.data.pickling import pickled
+from kdist.data.pickling import packed_program
 from kdist.evaluation.checkpoint_evaluator import Evaluation
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -63,7 +63,7 @@ class Evaluator(Hook):
         self._last_step = -1
 
     def begin(self, session: Session) -> None:
-        self._packed = pickled(self._request)
+        self._packed = packed_program(self._request)
 
     def after_create_session(self, session: Session) -> None:
         if self._process is None:

@@ -1,8 +1,8 @@
 """The evaluator's process: reads each new checkpoint, evaluates it, and reports the result.
 
 `python -m kdist.evaluation.evaluator_main '<options as JSON>'`; the option `request` is the descriptor of an open file
-with what `kdist.data.pickling.pickled` made. It writes a line of JSON for each checkpoint to standard output, and exits
-when its standard input closes.
+with what `kdist.data.pickling.packed_program` made. It writes a line of JSON for each checkpoint to standard output,
+and exits when its standard input closes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kdist import forks
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import EVALUATOR
-from kdist.data.pickling import unpickled
+from kdist.data.pickling import unpacked_program
 from kdist.errors import traceback_of
 
 _POLL_SECS = 0.5
@@ -57,7 +57,7 @@ def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
     # The cores belong to the workers.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    evaluator = CheckpointEvaluator(**unpickled(packed), checkpoints=Checkpoints(folder), after=after)
+    evaluator = CheckpointEvaluator(**unpacked_program(packed), checkpoints=Checkpoints(folder), after=after)
     while True:
         found = evaluator.evaluate_newest()
         if found is None:

@@ -34,6 +34,7 @@ from kdist.model.metric_merging import rules_of
 from kdist.model.metrics import MetricReader, metric_variables
 from kdist.model.model_checks import overrides_of, preprocessing_of
 from kdist.model.names import is_seed
+from kdist.model.seeded_scope import SeededScope
 from kdist.model.state import parameter_names, stateful_layers, variables_of
 from kdist.strategies.base import PresentValues
 
@@ -148,7 +149,7 @@ class _Given:
     values: Sequence[tf.Tensor]
 
     def run(self, body: _Body, arguments: Sequence[Any]) -> Any:
-        with keras.StatelessScope(zip(self.variables, self.values), collect_losses=True) as scope:
+        with SeededScope(zip(self.variables, self.values), collect_losses=True) as scope:
             return body(scope, *arguments)
 
 
@@ -177,7 +178,7 @@ class _Pulled:
     def _with_rows(self, body: _Body, arguments: Sequence[Any]) -> tuple[Any, RowLookups]:
         training = self._training
         pairs = [pair for pair in zip(training.variables, self._values) if pair[1] is not None]
-        with keras.StatelessScope(pairs, collect_losses=True) as scope:
+        with SeededScope(pairs, collect_losses=True) as scope:
             empty = {i: tf.zeros([0, layer.output_dim]) for i, layer in training.tables.items()}
             scope.state_mapping |= {id(training.variables[i]): table for i, table in empty.items()}
             lookups = RowLookups(training.tables, training.table_groups)

@@ -39,7 +39,7 @@ from kdist.cluster.spec import ClusterShape, Task
 from kdist.console import lines, live, log
 from kdist.console.log import Line
 from kdist.console.warn import warn
-from kdist.data.pickling import pickled, unpickled
+from kdist.data.pickling import packed_program, unpickled
 from kdist.errors import ClusterError
 from kdist.hooks.keras_callbacks import as_hooks
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
@@ -206,7 +206,7 @@ class WorkerProcesses:
             ConfigError: something in the request cannot be sent to another process.
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
-            (Path(folder) / "request").write_bytes(pickled(request))
+            (Path(folder) / "request").write_bytes(packed_program(request))
             with ExitStack() as at_end:
                 live_pipe = at_end.enter_context(live.LivePipe())
                 here, there = (at_end.enter_context(end) for end in Pipe())

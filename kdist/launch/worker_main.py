@@ -27,7 +27,7 @@ from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.console import live, log
-from kdist.data.pickling import unpickled
+from kdist.data.pickling import unpacked_program
 from kdist.errors import KdistError, TaskError, traceback_of
 from kdist.launch import signals
 from kdist.launch.worker_messages import (
@@ -111,7 +111,7 @@ def _run(options: WorkerOptions, folder: Path) -> WorkerOutcome:
         join(membership, options.start_timeout, options.bind)
     (folder / f"started-{options.index}").touch()
     op_libraries.load(options.op_libraries)
-    request: WorkerRequest = unpickled(packed)
+    request: WorkerRequest = unpacked_program(packed)
     del packed
     signals.exit_at_once = os._exit
     fit = replace(request.fit, strategy=replace(request.fit.strategy, membership=membership))

@@ -33,6 +33,7 @@ from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
+from kdist.model.seeded_scope import SeededScope
 from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
 from kdist.model.table_groups import TableGroup, group_tables, single_groups
 from kdist.model.train_step import Clock, ClockKind, OwnTrainStep, overrides_train_step
@@ -269,7 +270,7 @@ class ReplicaStep:
         model = self.model
         whole = [i for i in range(len(trainable)) if i not in tables]
         mapping = [*((self.trainable[i], trainable[i]) for i in whole), *self._others(state, metrics, seeds, clock)]
-        with tf.GradientTape() as tape, keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with tf.GradientTape() as tape, SeededScope(mapping, collect_losses=True) as scope:
             # Only its layer reads a table: `_find_tables` checks that, by passing the whole tables.
             tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
             scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
@@ -369,6 +370,7 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWei
         What the step returns beside metrics; the weights of replicas' gradients; whether a layer assigns trainable
         variables when it is called.
     """
+    names: list[str] = []
     others: list[str] = []
     weights: list[LossWeights] = []
 
@@ -378,6 +380,8 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWei
             y_pred, loss = forward(model, x, y, sample_weight, training=True)
         weights.append(loss_weights(reductions, has_other_losses=bool(model.losses)))
         logs = update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
+        # A model may leave a metric out in training. The loss is always reported.
+        names.extend(dict.fromkeys(["loss", *logs]))
         others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
 
     graph = tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph
@@ -389,7 +393,8 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWei
     )
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return ReturnedValues({name: keras.metrics.Mean(name=name) for name in sorted(others)}), weights[-1], assigns
+    means = {name: keras.metrics.Mean(name=name) for name in sorted(others)}
+    return ReturnedValues(means, names), weights[-1], assigns
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:

@@ -34,14 +34,15 @@ from kdist.errors import ConfigError
 from kdist.model.logs import flat
 from kdist.model.loss_weights import LossWeights, loss_weights
 from kdist.model.metrics import ReturnedValues
+from kdist.model.seeded_scope import SeededScope
 from kdist.model.updates import OptimizerGroup, Update, first_iteration
 
 #: Variables with their values.
 Pairs = list[tuple[keras.Variable, Any]]
 
 
-class StandIns(keras.StatelessScope):
-    """A stateless scope in which tapes watch the tensors of trainable variables, as they watch variables.
+class StandIns(SeededScope):
+    """A scope in which tapes watch the tensors of trainable variables, as they watch variables.
 
     Args:
         trainable: the variables with their values.

@@ -1,0 +1,108 @@
+"""The settings of Keras and TensorFlow that a program has changed, for threads and processes that run its functions.
+
+Read in Keras 3.12 to 3.15. `keras.config` has no way to read them all, and keeps most of them for each thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Settings that Keras keeps for the process, each with a function to read and one to set it.
+_OF_PROCESS = ("floatx", "epsilon", "image_data_format", "max_epochs", "max_steps_per_epoch")
+#: Those that it keeps for each thread, by its own names.
+_OF_THREAD = ("dtype_policy", "flash_attention", "interactive_logging", "traceback_filtering", "safe_mode_saving")
+_SEEDS = "global_seed_generator"
+_SCOPE = "custom_objects_scope_dict"
+
+
+@dataclass(frozen=True)
+class ProgramSettings:
+    """What a program has set before it trains.
+
+    Attributes:
+        of_process, of_thread: of Keras.
+        objects: those that are registered with Keras, and those of a scope that is entered.
+        of_tensorflow: see `_set_tensorflow`.
+    """
+
+    of_process: Mapping[str, Any]
+    of_thread: Mapping[str, Any]
+    objects: Mapping[str, Any]
+    of_tensorflow: Mapping[str, Any]
+
+    @classmethod
+    def here(cls) -> ProgramSettings:
+        """Those of this thread."""
+        import keras
+        from keras.src.saving.object_registration import GLOBAL_CUSTOM_OBJECTS
+
+        of_process = {name: getattr(keras.config, name)() for name in _OF_PROCESS if hasattr(keras.config, name)}
+        objects = {**GLOBAL_CUSTOM_OBJECTS, **(_present().get(_SCOPE) or {})}
+        of_thread = {name: value for name, value in _present().items() if name in _OF_THREAD}
+        return cls(of_process, of_thread, objects, _of_tensorflow())
+
+    def set(self) -> None:
+        """Makes them those of this thread, and of this process."""
+        import keras
+        from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES, GLOBAL_CUSTOM_OBJECTS
+
+        for name, value in self.of_process.items():
+            getattr(keras.config, f"set_{name}")(value)
+        _present().update(self.of_thread)
+        _set_tensorflow(self.of_tensorflow)
+        for name, item in self.objects.items():
+            GLOBAL_CUSTOM_OBJECTS[name] = item
+            GLOBAL_CUSTOM_NAMES[item] = name
+
+
+def as_in_this_thread(function: Callable[[], T]) -> Callable[[], T]:
+    """The function, which sees Keras's settings and its generator of seeds as this thread does, in any other."""
+    if "keras" not in sys.modules:
+        return function
+    wanted = {name: value for name, value in _present().items() if name in (*_OF_THREAD, _SEEDS, _SCOPE)}
+
+    def with_settings() -> T:
+        _present().update(wanted)
+        return function()
+
+    return with_settings
+
+
+def _present() -> dict[str, Any]:
+    """Keras's state of this thread; what changes in it, changes there."""
+    from keras.src.backend.common import global_state
+
+    # `clear_session` replaces it.
+    return vars(global_state.GLOBAL_STATE_TRACKER)
+
+
+def _of_tensorflow() -> dict[str, Any]:
+    import tensorflow as tf
+    from tensorflow.python.framework import config
+
+    return {
+        "jit": tf.config.optimizer.get_jit(),
+        "options": tf.config.optimizer.get_experimental_options(),
+        "tensor_float_32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "deterministic": config.is_op_determinism_enabled(),
+    }
+
+
+def _set_tensorflow(wanted: Mapping[str, Any]) -> None:
+    """Sets what differs from `wanted`: compilation by XLA, Grappler's options, TensorFloat-32 and determinism."""
+    import tensorflow as tf
+
+    present = _of_tensorflow()
+    if wanted["jit"] != present["jit"]:
+        tf.config.optimizer.set_jit(wanted["jit"] or False)
+    if wanted["options"] != present["options"]:
+        tf.config.optimizer.set_experimental_options(wanted["options"])
+    if wanted["tensor_float_32"] != present["tensor_float_32"]:
+        tf.config.experimental.enable_tensor_float_32_execution(wanted["tensor_float_32"])
+    if wanted["deterministic"]:
+        tf.config.experimental.enable_op_determinism()
