@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._compat import quiet_import
 from kdist._compat.quick_import import quick_import
+from kdist.config.keras_backend import require_tensorflow
 from kdist.config.targets import trust
 from kdist.errors import (
     CheckpointError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kdist.trainer import Trainer
 
 # Before anything imports TensorFlow and Keras.
+require_tensorflow()
 quiet_import.install()
 
 _MODULES = ("hooks", "layers")
