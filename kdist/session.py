@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
 
+_RUNS_TO_FORGET = 100
 #: Why a session ends that its caller leaves.
 _CALLER = "the caller"
 
@@ -99,6 +100,7 @@ class TrainSession:
         self._saves = Saves(checkpoints, self._has_saved)
         self._run_length = RunLength()
         self._went_on_since: float | None = None
+        self._num_runs = 0
         #: Whether a caller further out recovers from a failure of the cluster.
         self._is_recovering = False
 
@@ -148,6 +150,12 @@ class TrainSession:
         Raises:
             ClusterError: the cluster failed too often, or there is no checkpoint.
         """
+        self._num_runs += 1
+        if not self._num_runs % _RUNS_TO_FORGET:
+            # Not above: `--help` imports this module, and needs no TensorFlow.
+            from kdist._compat.tensorflow import forget_numbers
+
+            forget_numbers()
         try:
             with self._recovery_is_ours():
                 return self._run()

@@ -213,6 +213,11 @@ def forget_server_def(present: tf.train.ServerDef | None) -> None:
     context.context()._server_def = present
 
 
+def forget_numbers() -> None:
+    """Frees the numbers of Python that were made tensors, as for summaries: TensorFlow keeps 750 bytes for each."""
+    pywrap_tfe.TFE_ClearScalarCache()
+
+
 def initialize() -> None:
     """Makes the devices of this process, and of connected tasks, known."""
     context.ensure_initialized()

@@ -1,9 +1,11 @@
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from fakes import CountingStrategy, FakeCheckpoints, FakeClock, Recorder, make_session, run_all
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
@@ -346,3 +348,28 @@ def test_every_hook_can_serve_two_sessions_and_be_closed_twice(make: Any) -> Non
     for _ in range(2):
         run_all(make_session([hook, StopAtStep(last_step=3)], last_step=3))
         hook.close()
+
+
+class WritesNumbers(Hook):
+    """Makes numbers tensors, as summaries do; notes the memory after some runs."""
+
+    def __init__(self) -> None:
+        self.kilobytes: list[int] = []
+
+    def due_in(self, step: int) -> int:
+        return 1
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        for i in range(100):
+            tf.constant(values.global_step * 1000 + i)
+        if values.global_step % 250 == 0:
+            rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            self.kilobytes.append(next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:")))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_numbers_that_become_tensors_are_not_kept() -> None:
+    hook = WritesNumbers()
+    run_all(make_session([hook, StopAtStep(last_step=500)]))
+    # 25,000 of them would be 18 MB.
+    assert hook.kilobytes[1] - hook.kilobytes[0] < 6_000
