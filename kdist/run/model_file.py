@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,8 @@ def write_model_file(model: keras.Model, path: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         try:
-            save_model(model, literal_path(folder), zipped=False)
+            with lambdas_need_source():
+                save_model(model, literal_path(folder), zipped=False)
         except RuntimeError as error:
             # What HDF5 raises if it cannot write what is left when it closes a file.
             if (number := _ERRNO.search(str(error))) is None:
@@ -50,6 +53,20 @@ def write_model_file(model: keras.Model, path: Path) -> None:
                     file.unlink()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def lambdas_need_source() -> Iterator[None]:
+    """Raises ValueError if Keras cannot save a lambda: it shows its source, and one of an interactive session has none.
+
+    Enclose what saves a model, or its config.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None and "source code" in str(error):
+            raise ValueError(f"a lambda: {error}") from error
+        raise
 
 
 def _name_layers_as_keras_does(config: Path) -> None:

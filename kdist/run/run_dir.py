@@ -23,7 +23,7 @@ from kdist.run.files import OWNER_ONLY, make_private, write_whole
 from kdist.run.metrics_file import MetricsFile
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
-from kdist.run.model_file import write_model_file
+from kdist.run.model_file import lambdas_need_source, write_model_file
 from kdist.run.object_storage import ObjectStorage, is_url
 from kdist.run.result import Result, check_format, content_of
 from kdist.run.run_lock import RunLock, check_not_taken_over
@@ -142,7 +142,8 @@ class RunDir:
         if picture.exists():
             summaries.picture("train", "placement/picture", picture, step)
         try:
-            layers = model.to_json()
+            with lambdas_need_source():
+                layers = model.to_json()
         except (NotImplementedError, TypeError, ValueError):
             # A model without get_config has no graph of layers.
             return

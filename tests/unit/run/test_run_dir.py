@@ -104,3 +104,11 @@ def test_a_chief_that_was_replaced_writes_nothing_over_what_its_successor_wrote(
         folder.write_model(models.mlp())
     assert (run_dir / "result.json").read_text() == before
     assert {path.name for path in run_dir.iterdir()} == {".lock", "result.json"}
+
+
+def test_a_model_with_a_lambda_of_an_interactive_session_is_left_to_the_checkpoint(run_dir: Path) -> None:
+    loss = eval(compile("lambda y, p: (y - p) ** 2", "<stdin>", "eval"))
+    model = models.mlp(loss=loss)
+    folder = RunDir(run_dir, "x")
+    with pytest.warns(UserWarning, match=r"model\.keras could not be written \(a lambda: could not get source code\)"):
+        folder.write_model(model)
