@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, get_type_hints
 
 from kdist.cli.help import unknown_key
-from kdist.config import targets
+from kdist.config.hydra_checks import check_hydra, check_searchpath
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from kdist._compat.hydra import CheckedLoader
+
 #: The version whose behaviour Hydra keeps.
 HYDRA_VERSION = "1.3"
 
 
-def composed(parsed: Namespace, name: str = "config") -> DictConfig:
-    """The config as Hydra will compose it, with Hydra's own part checked before Hydra uses it.
+def composed(
+    parsed: Namespace, name: str = "config", overrides: Sequence[str] = ()
+) -> tuple[DictConfig, CheckedLoader]:
+    """The config of a command line, whose Hydra's part is checked, and what composes it again for trials.
 
     Args:
         parsed: the command line.
         name: of the primary config, if the command line names none.
+        overrides: after those of the command line.
 
     Raises:
         ConfigError: see `explained`.
@@ -34,15 +41,36 @@ def composed(parsed: Namespace, name: str = "config") -> DictConfig:
     from hydra.core.utils import setup_globals
     from hydra.version import setbase
 
-    from kdist._compat.hydra import load_config
+    from kdist._compat.hydra import load_config, loader_for
+    from kdist.cluster.spec import ClusterShape
 
     setup_globals()
     setbase(HYDRA_VERSION)
+    for override in parsed.overrides:
+        group, _, value = override.partition("=")
+        if group == "cluster" and value.isdecimal():
+            # Hydra parses it as a number where it needs a name, and its message does not help.
+            ClusterShape.parse(value)
     with explained(ValueError):
-        config = load_config(parsed, "pkg://kdist.conf", name)
+        loader = loader_for(
+            parsed,
+            "pkg://kdist.conf",
+            partial(check_hydra, overrides=parsed.overrides),
+            partial(check_searchpath, overrides=parsed.overrides),
+        )
+        config = load_config(loader, parsed, name, overrides)
         HydraConfig.instance().set_config(config)
-        targets.check_hydra(config, parsed.overrides)
-    return config
+    return config, loader
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """A copy of a config without Hydra's own part, as a job gets it."""
+    from omegaconf import open_dict
+
+    copied = copy.deepcopy(config)
+    with open_dict(copied):
+        del copied["hydra"]
+    return copied
 
 
 def check_keys(config: DictConfig, schema: type, prefix: str = "") -> None:

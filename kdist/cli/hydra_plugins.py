@@ -1,9 +1,8 @@
-"""kdist's plugins for Hydra: the schemas, `cluster=2ps2w` as a config without a file, private run dirs."""
+"""kdist's plugins for Hydra: the schemas, `cluster=2ps2w` as a config without a file; and what Hydra knows of a job."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.experimental.callback import Callback
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from kdist.cluster.slurm import num_tasks
 from kdist.cluster.spec import ClusterShape
 from kdist.config.scheduler import folder_of_step
-from kdist.config.schema import Config
-from kdist.run.files import OWNER_ONLY, make_private
+from kdist.config.schema import Config, RunConfig
+from kdist.run.files import make_private, write_whole
 from kdist.run.object_storage import folder_of
 
 _SCHEME = "kdist"
@@ -62,27 +59,6 @@ class ClusterShapesSearchPath(SearchPathPlugin):
         search_path.append(provider="kdist-cluster", path=f"{_SCHEME}://")
 
 
-class PrivateRunDirs(Callback):
-    """Creates the folder of a run or of a sweep before Hydra does, which would make it readable for everyone."""
-
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        self._make(config.hydra.run.dir)
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        self._make(config.hydra.sweep.dir)
-
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        path = Path(config.hydra.runtime.output_dir)
-        # The folder of a trial: Hydra has just created it, if there is nothing else in it.
-        if config.hydra.mode == RunMode.MULTIRUN and [entry.name for entry in path.iterdir()] == [".hydra"]:
-            path.chmod(OWNER_ONLY)
-
-    def _make(self, path: str) -> None:
-        # Hydra reports what is wrong with a path.
-        with suppress(OSError):
-            make_private(Path(path))
-
-
 def register() -> None:
     """Registers kdist's schemas and cluster shapes with Hydra. May be called repeatedly."""
     plugins: Any = Plugins.instance()
@@ -103,10 +79,30 @@ def overrides_of_job() -> list[str]:
     return list(overrides)
 
 
-def _run_folder(now: str, *, _root_: DictConfig) -> str:
-    cluster = _root_.cluster
+def write_record(run_dir: Path, config: DictConfig) -> None:
+    """Writes `.hydra` into a run dir, which this process has locked: Hydra would do so before."""
+    folder = run_dir / ".hydra"
+    make_private(folder)
+    hydra = OmegaConf.create({"hydra": HydraConfig.get()})
+    parts = {"config": config, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
+    for name, part in parts.items():
+        write_whole(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
+
+
+def has_own_run_dir(config: DictConfig) -> bool:
+    """Whether the run dir is the default: that of the present second, and not of a Slurm job."""
+    written: Any = OmegaConf.to_container(config, resolve=False)
+    return written.get("run", {}).get("dir") == RunConfig.dir and _folder_of_job(config) is None
+
+
+def _folder_of_job(config: DictConfig) -> str | None:
+    cluster = config.cluster
     is_joined = cluster.shape != "local" and cluster.started_by != "kdist" and num_tasks(os.environ) != 1
-    return folder_of_step(os.environ, is_joined=is_joined) or now
+    return folder_of_step(os.environ, is_joined=is_joined)
+
+
+def _run_folder(now: str, *, _root_: DictConfig) -> str:
+    return _folder_of_job(_root_) or now
 
 
 def _run_name(*, _root_: DictConfig) -> str:

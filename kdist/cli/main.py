@@ -6,15 +6,15 @@ import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist._compat import quiet_import
 from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
-from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained
+from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained, without_hydra
 from kdist.cli.help import help_text
 from kdist.cli.process import end_process, exit_code_of, print_error, start_anew
 from kdist.cluster import bind, isolate
@@ -26,9 +26,9 @@ from kdist.console.native_stderr import native_log
 from kdist.console.warn import warn
 from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.launch import signals
-from kdist.run.files import relative
+from kdist.run.files import make_new, make_private, relative
 from kdist.run.mirror import Mirror
-from kdist.run.object_storage import folder_of, is_url
+from kdist.run.object_storage import is_url
 from kdist.run.run_lock import RunLock
 from kdist.version import __version__
 
@@ -65,19 +65,41 @@ def _run_hydra(arguments: list[str]) -> None:
     register()
     arguments = as_hydra_reads(arguments)
     parsed = parse_command_line(arguments)
-    only_run = not (parsed.multirun or parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion)
-    if only_run and not (parsed.config_dir or parsed.config_path or parsed.config_name):
-        # Before Hydra creates the run dir: neither a wrong config nor a task that is not the chief may leave one.
-        config, checked, membership = _check(parsed)
-        if membership is not None and not membership.is_chief:
-            _take_part(config, checked, membership)
-            return
-        _lock_of(checked, folder_of(checked.run.dir)).check()
-    elif parsed.multirun:
-        _run_sweep(composed(parsed), parsed, arguments)
-        return
-    elif only_run:
+    if parsed.multirun:
+        _run_sweep(parsed)
+    elif parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion:
+        _show(parsed, arguments)
+    else:
+        _run_once(parsed)
+
+
+def _show(parsed: Namespace, arguments: list[str]) -> None:
+    """Lets Hydra print what it was asked for."""
+    from hydra import main as hydra_main
+
+    if parsed.cfg or parsed.info:
         composed(parsed)
+    sys.argv = [sys.argv[0], *arguments]
+    with _hydra_explained():
+        hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(_nothing)()
+
+
+def _nothing(_: DictConfig) -> None:
+    """The job of a command that only prints."""
+
+
+def _run_once(parsed: Namespace) -> None:
+    """Runs the job; a task that is not the chief takes part in it."""
+    from kdist._compat.hydra import run as run_job
+    from kdist.cli.hydra_plugins import has_own_run_dir
+
+    config, loader = composed(parsed)
+    for_job = without_hydra(config)
+    # Before there is a run dir: neither a wrong config nor a task that is not the chief may leave one.
+    checked, membership = _checked(for_job, parsed)
+    if membership is not None and not membership.is_chief:
+        _take_part(for_job, checked, membership)
+        return
     failures: list[Exception] = []
 
     def job(config: DictConfig) -> None:
@@ -87,34 +109,44 @@ def _run_hydra(arguments: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
 
-    _call_hydra(job, arguments)
+    with _hydra_explained():
+        if has_own_run_dir(config):
+            config.run.dir = str(make_new(Path(checked.run.dir)))
+        folder = Path(str(config.hydra.run.dir))
+        _lock_of(checked, folder).check()
+        make_private(folder)
+        run_job(config, loader, job)
     if failures:
         raise failures[0]
 
 
-def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> None:
+def _run_sweep(parsed: Namespace) -> None:
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
+    from kdist._compat.hydra import sweep as run_trials
+    from kdist.cli.hydra_plugins import has_own_run_dir
     from kdist.cli.sweep import Sweep, TrialRunner
     from kdist.cli.sweep_folder import sweep_folder
     from kdist.cli.sweep_plot import picture_of
     from kdist.config.schema import RunConfig
 
+    config, _ = composed(parsed)
     # Resolved here, and not only where trials run: `now` is another second there.
     with explained(ValueError):
         place = str(config.hydra.sweep.dir)
+    with _hydra_explained():
+        if has_own_run_dir(config) and place == config.run.dir:
+            place = str(make_new(Path(place)))
     # A config that is not derived from kdist's has no such keys; each of its trials reports that.
     metric, mode, timeout = (OmegaConf.select(config, k) for k in ("sweep.metric", "sweep.mode", "run.storage_timeout"))
     folder = sweep_folder(place, timeout or RunConfig.storage_timeout)
-    # After the user's overrides: the last one of a key counts.
-    end = len(arguments) - (arguments[::-1].index(parsed.overrides[-1]) if parsed.overrides else 0)
+    config, loader = composed(parsed, overrides=[f"hydra.sweep.dir={in_quotes(str(folder.local))}"])
     try:
-        with _EndOfSweep() as end_of_sweep:
-            _call_hydra(
-                TrialRunner(folder, partial(_job, parsed=parsed, end_of_sweep=end_of_sweep), print_error),
-                [*arguments[:end], f"hydra.sweep.dir={in_quotes(str(folder.local))}", *arguments[end:]],
-            )
+        with _EndOfSweep() as end_of_sweep, _hydra_explained():
+            make_private(folder.local)
+            run_trial = partial(_job, parsed=parsed, end_of_sweep=end_of_sweep)
+            run_trials(config, loader, TrialRunner(folder, run_trial, print_error))
     finally:
         sweep = Sweep(folder, metric, mode)
         if sweep.trials:
@@ -135,16 +167,14 @@ def _run_sweep(config: DictConfig, parsed: Namespace, arguments: list[str]) -> N
         raise error
 
 
-def _call_hydra(job: Callable[[DictConfig], Any], arguments: list[str]) -> None:
-    """Lets Hydra compose the config, create the folders and call `job`."""
-    from hydra import main as hydra_main
-
+@contextmanager
+def _hydra_explained() -> Iterator[None]:
+    """Turns errors of Hydra, and of folders that cannot be made, into a ConfigError."""
     # Hydra would print its errors itself and exit with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = [sys.argv[0], *arguments]
     try:
         with explained():
-            hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(job)()
+            yield
     except OSError as error:
         raise ConfigError(f"run.dir: cannot be made: {error}") from None
 
@@ -201,23 +231,6 @@ def _health_server(config: Config, membership: Membership, is_ready: Callable[[]
     return HealthServer(port, health_of_task(membership, port, is_ready), config.cluster.bind)
 
 
-def _check(parsed: Namespace) -> tuple[DictConfig, Config, Membership | None]:
-    """Composes the config and checks everything that can be checked without running it; see `_checked`."""
-    from omegaconf import open_dict
-
-    from kdist.cluster.spec import ClusterShape
-
-    for override in parsed.overrides:
-        group, _, value = override.partition("=")
-        if group == "cluster" and value.isdecimal():
-            # Hydra parses it as a number where it needs a name, and its message does not help.
-            ClusterShape.parse(value)
-    config = composed(parsed)
-    with open_dict(config):
-        del config["hydra"]
-    return config, *_checked(config, parsed)
-
-
 def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership | None]:
     """The config as dataclasses, with values and targets checked, and what it makes this process."""
     from omegaconf import OmegaConf
@@ -231,6 +244,8 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
     with explained(ValueError):
         check_keys(config, Config)
         checked: Any = OmegaConf.to_object(config)
+        if not isinstance(checked, Config):
+            raise ConfigError("the config is not one of kdist's: the first of its defaults has to be kdist_schema")
         log.use(checked.run.log_format)
         check_target("data", checked.data)
         if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
@@ -270,6 +285,8 @@ def _job(
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from kdist.cli.hydra_plugins import write_record
+
     checked, membership = _checked(config, parsed)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
@@ -283,6 +300,7 @@ def _job(
         # TensorFlow reads it on import.
         os.environ[quiet_import.LEVEL] = "0"
     with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log_file):
+        write_record(run_dir, config)
         from kdist.cluster.local import log_path, prepared
         from kdist.cluster.resolve import shape_of
 

@@ -17,6 +17,7 @@ from kdist.cli.compose import check_keys, composed, explained
 from kdist.cli.hydra_plugins import register
 from kdist.config import targets
 from kdist.config.optimizer_options import OptimizerConfig
+from kdist.config.recorded import check_record, read_record
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
 from kdist.run.model_file import MODEL_FILE
@@ -66,7 +67,7 @@ def _composed(run: ObservedRun, recorded: dict[str, Any], overrides: Sequence[st
     node = {key: value for key, value in node.items() if key not in chosen}
     ConfigStore.instance().store(_NAME, {"defaults": ["kdist_schema", *groups, "_self_"], **node})
     parsed = parse_command_line(overrides)
-    return _checked(composed(parsed, _NAME), overrides)
+    return _checked(composed(parsed, _NAME)[0], overrides)
 
 
 def _checked(config: DictConfig, overrides: Sequence[str]) -> Config:
@@ -89,14 +90,13 @@ def _recorded(run: ObservedRun) -> dict[str, Any]:
     """
     hydra, result = run.file(".hydra/config.yaml"), run.read_result()
     if hydra is None and not result and not run.checkpoints.steps():
-        sweep = "; it is the folder of a sweep: give that of a trial" if run.file("0/trial.json") else ""
+        sweep = "; it is the folder of a sweep: give that of a trial" if run.file("multirun.yaml") else ""
         raise ConfigError(f"is not the run dir of a run{sweep}")
     try:
-        config = OmegaConf.create(result.get("config") or {}) if hydra is None else OmegaConf.load(hydra)
-    except (OSError, YAMLError) as error:
+        config = OmegaConf.create(result.get("config") or {}) if hydra is None else read_record(hydra)
+    except (OSError, ValueError, YAMLError) as error:
         raise ConfigError(f".hydra/config.yaml cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(config, DictConfig):
-        raise ConfigError(".hydra/config.yaml is not the config of a run")
+    check_record(config)
     with explained(ValueError):
         kept = {group: _resolved(config, group) for group in _WHOLE}
         kept |= {group: {key: _resolved(config, f"{group}.{key}") for key in keys} for group, keys in _PARTS.items()}

@@ -11,12 +11,14 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cli.sweep_folder import SweepFolder
 from kdist.config.hparams import by_key, is_of_training
 from kdist.console import log
 from kdist.errors import ConfigError, KdistError
+from kdist.run.files import OWNER_ONLY
 from kdist.run.result import content_of
 from kdist.runs.folder import TRIAL
 from kdist.runs.groups import Group, best_first, grouped, listed, status_of, table
@@ -89,13 +91,14 @@ def begin_trial(sweep: SweepFolder, name: str, overrides: Sequence[str], job: in
         job: its number in this sweep.
 
     Raises:
-        ConfigError: another trial has this name, or the name is not that of a folder in the sweep's.
+        ConfigError: another trial has this name, or a process trains in it, or it is not a folder in the sweep's.
     """
     if name == "." or name.startswith(".."):
         raise ConfigError(
             f"hydra.sweep.subdir: {sweep}/{name} is not a folder in hydra.sweep.dir; "
             "take ${hydra:job.num} or ${hydra:job.override_dirname}"
         )
+    sweep.check_free(name)
     own = {key: text for key, text in by_key(overrides).items() if is_of_training(key)}
     trial = Trial.read(sweep, name)
     if trial is not None and trial.overrides != own:
@@ -179,6 +182,9 @@ class TrialRunner:
         overrides = overrides_of_job()
         log.say(log.Line(f"\ntrial {hydra.job.num} | {' '.join(overrides)}", "trial", values={"overrides": overrides}))
         name = os.path.relpath(hydra.runtime.output_dir, hydra.sweep.dir)
+        if not any((run_dir := Path(hydra.runtime.output_dir)).iterdir()):
+            # Hydra has just created it, for everyone.
+            run_dir.chmod(OWNER_ONLY)
         trial = begin_trial(self._sweep, name, overrides, hydra.job.num)
         if trial.status == "done":
             log.say("already done; skipped")

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from kdist.run.files import make_private, written_whole
 from kdist.run.object_storage import ObjectStorage, is_url, working_folder
+from kdist.run.run_lock import RunLock
+from kdist.run.storage_lock import StorageLock
 from kdist.runs.folder import TRIAL, OnDisk, OnStorage, RunsFolder, connected
 
 
@@ -23,6 +25,9 @@ class SweepFolder(RunsFolder, Protocol):
 
     def trials(self) -> list[str]:
         """The names of the folders of trials, with `/`."""
+
+    def check_free(self, name: str) -> None:
+        """Raises a `ConfigError` if a process trains in the folder of a trial."""
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file."""
@@ -50,6 +55,9 @@ class _OnDisk(OnDisk):
     def trials(self) -> list[str]:
         return [path.parent.relative_to(self.local).as_posix() for path in self.local.rglob(TRIAL)]
 
+    def check_free(self, name: str) -> None:
+        RunLock(self.local / name).check()
+
     def write(self, name: str, content: bytes) -> None:
         path = self.local / name
         make_private(path.parent)
@@ -69,6 +77,9 @@ class _OnStorage(OnStorage):
     def trials(self) -> list[str]:
         parts = (name.rpartition("/") for name in self._storage.sizes())
         return [folder for folder, _, name in parts if folder and name == TRIAL]
+
+    def check_free(self, name: str) -> None:
+        StorageLock(ObjectStorage(f"{self._storage.url}/{name}", self._storage.timeout)).check()
 
     def take_over(self) -> None:
         for path in self.local.glob("*"):

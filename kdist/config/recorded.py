@@ -2,14 +2,95 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from kdist.errors import ConfigError
+
 _ENVIRONMENT = "oc.env"
+#: Limits of a record that somebody else may have written: of its file and of its values, and of the depth of both.
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 50
+_INTERPOLATION = re.compile(r"\$\{[^}]*")
+_REFERENCE = re.compile(r"[^\s${}:,'\"()]+")
+
+
+def read_record(path: Path) -> DictConfig:
+    """The config in a YAML file of a run dir, as it was written.
+
+    Raises:
+        ConfigError: it is not what a run writes: no config, or one that could use up this machine.
+        OSError, yaml.YAMLError: it cannot be read.
+    """
+    if path.stat().st_size > _MAX_BYTES:
+        raise ConfigError(f"{path.name} has more than {_MAX_BYTES} bytes")
+    text, depth = path.read_text(), 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"{path.name} has an alias (*{event.anchor}), which no run writes")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{path.name} is nested more than {_MAX_DEPTH} levels deep")
+    config = OmegaConf.create(text)
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path.name} is not the config of a run")
+    return config
+
+
+def check_record(config: DictConfig) -> None:
+    """Refuses a config whose values, when it is resolved, are too many: each may stand for several others."""
+    written: Any = OmegaConf.to_container(config, resolve=False)
+    sizes: dict[tuple[str, ...], int] = {}
+
+    def size_of(place: tuple[str, ...], node: Any, depth: int) -> int:
+        if place in sizes:
+            return sizes[place]
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{'.'.join(place)}: refers to others more than {_MAX_DEPTH} times in a row")
+        sizes[place] = 0
+        if isinstance(node, (dict, list)):
+            items = node.items() if isinstance(node, dict) else enumerate(node)
+            size = 1 + sum(size_of((*place, str(key)), value, depth + 1) for key, value in items)
+        else:
+            size = len(str(node))
+            for reference in _references(node) if isinstance(node, str) else ():
+                # Of several dots, each but the first is one level up.
+                dots = len(reference) - len(reference.lstrip("."))
+                base = place[: len(place) - dots] if dots else ()
+                target = (*base, *filter(None, re.split(r"[.\[\]]", reference)))
+                if (found := _at(written, target)) is not None:
+                    size += size_of(target, found, depth + 1)
+        if size > _MAX_BYTES:
+            raise ConfigError(f"{'.'.join(place) or 'it'} stands for more than {_MAX_BYTES} values")
+        sizes[place] = size
+        return size
+
+    size_of((), written, 0)
+
+
+def _references(text: str) -> Iterator[str]:
+    """All that may be keys of the config between `${` and `}`."""
+    for found in _INTERPOLATION.finditer(text):
+        yield from _REFERENCE.findall(found[0])
+
+
+def _at(node: Any, place: tuple[str, ...]) -> Any:
+    """What stands at a place in plain containers; None if nothing does."""
+    for key in place:
+        if isinstance(node, dict):
+            node = next((value for name, value in node.items() if str(name) == key), None)
+        elif isinstance(node, list):
+            node = node[int(key)] if key.isdecimal() and int(key) < len(node) else None
+        else:
+            return None
+    return node
 
 
 def plain_values(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 # The rest of kdist runs programs, reads pickles and starts processes; no config needs to call it.
 _KDIST = ("kdist.hooks", "kdist.layers", "kdist.recipes")
@@ -33,13 +29,6 @@ _REFUSED = {
     "keras.layers.TFSMLayer": "runs the graph of a file, which may read and write other files",
     "keras.utils.get_file": "writes what it downloads to any place",
 }
-
-# In Hydra's logging configs: classes that write records, and streams.
-_LOGGING = re.compile(r"logging\.(handlers\.)?\w*(Handler|Formatter)|colorlog\.ColoredFormatter")
-_STREAM = re.compile(r"ext://sys\.std(out|err)")
-
-# In conf/config.yaml.
-_OWN_CALLBACK = {"_target_": "kdist.cli.hydra_plugins.PrivateRunDirs"}
 
 _trusted: set[str] = set()
 
@@ -72,7 +61,7 @@ def of_command_line(packages: Sequence[str], overrides: Sequence[str]) -> list[s
     Raises:
         ConfigError: some of `packages` come from a file or a variable, not from the `overrides` of the command line.
     """
-    named = _named_by(overrides, "run.trust")
+    named = values_of(overrides, "run.trust")
     if others := [package for package in packages if package not in named]:
         raise ConfigError(
             f"run.trust: {', '.join(others)} is not from the command line; "
@@ -81,7 +70,14 @@ def of_command_line(packages: Sequence[str], overrides: Sequence[str]) -> list[s
     return sorted({*packages, *_trusted})
 
 
-def _named_by(overrides: Sequence[str], key: str) -> set[str]:
+def keys_of(overrides: Sequence[str]) -> list[str]:
+    """The keys and groups that `overrides` give a value."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return [parsed.key_or_group for parsed in OverridesParser.create().parse_overrides(list(overrides))]
+
+
+def values_of(overrides: Sequence[str], key: str) -> set[str]:
     """The values, also of lists and sweeps, that `overrides` give to `key`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep, QuotedString
@@ -163,39 +159,6 @@ def called_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
     nodes = {f"{group}.{name}": node for group in ("hooks", "callbacks") for name, node in config[group].items()}
     nodes |= {"data": config["data"], "drill": config["drill"]}
     return {"model": config["model"], **{key: node for key, node in nodes.items() if node is not None}}
-
-
-def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuses what Hydra itself would do for a file: call targets that are not trusted, log with other classes than
-    Python's own, or change the environment, which may name libraries to load. `overrides`: of the command line.
-    """
-    from omegaconf import OmegaConf, open_dict, read_write
-
-    with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
-        # The names of logs are not known yet.
-        config.hydra.runtime.output_dir = "."
-    callbacks: Any = OmegaConf.to_container(config.hydra.callbacks, resolve=True)
-    for name, callback in callbacks.items():
-        if callback != _OWN_CALLBACK:
-            check(f"hydra.callbacks.{name}", callback, sorted(_named_by(overrides, "run.trust")))
-    for part in ("job_logging", "hydra_logging"):
-        _check_logging(f"hydra.{part}", OmegaConf.to_container(config.hydra[part], resolve=True))
-    for name in config.hydra.job.env_set:
-        if not _named_by(overrides, f"hydra.job.env_set.{name}"):
-            raise ConfigError(f"hydra.job.env_set.{name}: is not from the command line; no file can set a variable")
-
-
-def _check_logging(key: str, node: Any) -> None:
-    if isinstance(node, list):
-        node = dict(enumerate(node))
-    if not isinstance(node, Mapping):
-        return
-    for name, value in node.items():
-        is_class = name in ("class", "()")
-        is_reference = isinstance(value, str) and value.startswith("ext://")
-        if (is_class and not _LOGGING.fullmatch(str(value))) or (is_reference and not _STREAM.fullmatch(str(value))):
-            raise ConfigError(f"{key}.{name}={value}: is not one of Python's log handlers, formatters or streams")
-        _check_logging(f"{key}.{name}", value)
 
 
 def _check_name(key: str, target: str, packages: Sequence[str]) -> None:

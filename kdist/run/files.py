@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +20,17 @@ LEFT_BEHIND = re.compile(r"unfinished-.*|.*\.tempstate.*|.*_temp(?:-.*)?|\.check
 def make_private(path: Path) -> None:
     """Creates a folder that only its owner can enter, and its parents as usual; an existing one is not changed."""
     path.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
+
+
+def make_new(path: Path) -> Path:
+    """Creates a folder that only its owner can enter, with a number after its name if there is one of that name."""
+    name = path.name
+    for number in itertools.count(2):
+        with suppress(FileExistsError):
+            path.mkdir(OWNER_ONLY, parents=True)
+            break
+        path = path.with_name(f"{name}_{number}")
+    return path
 
 
 def relative(path: Path) -> Path:

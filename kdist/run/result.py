@@ -136,7 +136,7 @@ def content_of(file: bytes) -> dict[str, Any]:
     """What a `result.json` says; empty if that cannot be read."""
     try:
         found = json.loads(file)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

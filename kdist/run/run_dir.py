@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import sys
@@ -19,7 +18,7 @@ from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
 from kdist.parameters.placement_plot import draw_plan
 from kdist.run.checkpoint import Checkpoints
-from kdist.run.files import OWNER_ONLY, make_private, write_whole
+from kdist.run.files import make_new, make_private, write_whole
 from kdist.run.metrics_file import MetricsFile
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
@@ -86,7 +85,7 @@ class RunDir:
     def path(self) -> Path:
         """The folder; created on first use."""
         if self._given is None:
-            return _make_new(Path("runs") / self._name)
+            return make_new(Path("runs") / self._name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
         make_private(self._given)
         return self._given
 
@@ -233,14 +232,3 @@ def _numbered(path: Path) -> Path:
     """`path`, and `path-2` when it is asked for a second time: every program that is run again asks in this order."""
     _num_of_step[path] += 1
     return path if _num_of_step[path] == 1 else path.with_name(f"{path.name}-{_num_of_step[path]}")
-
-
-def _make_new(parent: Path) -> Path:
-    """Creates `<parent>/<date_time>`, with a number if another run started in the same second."""
-    base = path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(2):
-        with suppress(FileExistsError):
-            path.mkdir(OWNER_ONLY, parents=True)
-            break
-        path = base.with_name(f"{base.name}_{number}")
-    return path

@@ -10,6 +10,7 @@ from commands import kdist
 from helpers import result_of
 
 from kdist.cli.main import help_text, run
+from kdist.run.run_lock import RunLock
 
 MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
 HOSTS = ["+recipe=mnist", "cluster=hosts", "cluster.ps=[a:1,a:2]", "cluster.worker=[b:1,b:2]"]
@@ -129,7 +130,7 @@ REFUSED = [
         ["+recipe=mnist", "model._target_=user_code.build"],
         ["model._target_=user_code.build", "not trusted", "run.trust=[user_code]"],
     ),
-    (["+recipe=mnist", "loss={_target_: os.system, command: id}"], ["loss._target_=os.system", "not trusted"]),
+    (["+recipe=mnist", "loss={_target_: os.system}"], ["loss._target_=os.system", "not trusted"]),
     (["+recipe=mnist", "run.trust=[os]"], ["run.trust", "Python's own"]),
     (["+recipe=mnist", "run.trust=mine"], ["run.trust", "str"]),
     ([], ["model", "+recipe=mnist"]),
@@ -180,6 +181,18 @@ TRUSTING_FILES = {
         "hydra.job_logging.handlers.x.class=user_code.build"
     ],
     "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}": ["hydra.job.env_set.LD_PRELOAD"],
+    # What is checked and what Hydra calls could differ.
+    "hydra: {callbacks: {x: {_target_: '${oc.env:X,keras.callbacks.History}'}}}": [
+        "hydra.callbacks.x._target_=${oc.env:X,keras.callbacks.History}: has to be written out"
+    ],
+    "hydra: {launcher: {_target_: user_code.build}}": ["hydra.launcher._target_=user_code.build"],
+    "hydra: {job_logging: {handlers: {x: {class: logging.FileHandler, filename: .bashrc}}}}": [
+        "hydra.job_logging.handlers.x.filename=.bashrc: is not in the run dir"
+    ],
+    "hydra: {job: {name: ../x}}": ["hydra.job.name=../x"],
+    "hydra: {hydra_logging: {handlers: {x: {class: logging.handlers.HTTPHandler, host: h}}}}": [
+        "hydra.hydra_logging.handlers.x.class=logging.handlers.HTTPHandler"
+    ],
 }
 
 
@@ -202,6 +215,78 @@ def test_no_file_trusts_a_package_or_has_hydra_call_one(
     run_dir = tmp_path_factory.mktemp("run")
     mine = ["model=linear", "data=linear", "train.steps=2", f"run.dir={run_dir}"]
     assert_refused(["+recipe=theirs", *mine, by.format(folder)], TRUSTING_FILES[content], tmp_path, capsys)
+
+
+def test_what_hydra_does_for_a_trial_is_checked_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "theirs.yaml").write_text(
+        "# @package _global_\nhydra: {job: {env_set: {LD_PRELOAD: x.so}}}\n"
+    )
+    mine = ["model=linear", "data=linear", "train.steps=2", "run.dir=S", f"--config-dir={tmp_path}"]
+    assert run(["-m", "+recipe=theirs,linear", *mine]) == 2
+    assert "hydra.job.env_set.LD_PRELOAD: is not from the command line" in capsys.readouterr().err
+    assert not list((tmp_path / "S").glob("*/.hydra"))
+
+
+def test_packages_of_a_files_searchpath_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "lurking.py").write_text("raise SystemExit('imported')")
+    for place, said in {"pkg://kdist.conf": "mine", "pkg://lurking": "hydra.searchpath: pkg://lurking is not"}.items():
+        (tmp_path / "mine.yaml").write_text(f"defaults: [kdist_schema, _self_]\nhydra: {{searchpath: ['{place}']}}\n")
+        assert run(["--config-dir=.", "--config-name=mine", "+no_such_key=1"]) == 2
+        assert (said in capsys.readouterr().err) == (said != "mine")
+
+
+@pytest.mark.parametrize("more", [[], ["--config-dir=."], ["-m", "run.seed=1,2"]])
+def test_a_second_chief_of_a_run_dir_writes_nothing(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    folder = tmp_path / "D" / ("0" if "-m" in more else "")
+    (folder / ".hydra").mkdir(parents=True)
+    for name in ("config", "hydra", "overrides"):
+        (folder / ".hydra" / f"{name}.yaml").write_text("of the first")
+    (folder / "trial.json").write_text('{"overrides": {"recipe": "linear", "run.seed": "1"}}')
+    with RunLock(folder):
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert run([*more, "+recipe=linear", "train.steps=2", "run.dir=D"]) == 2
+        assert "D: is in use by" in capsys.readouterr().err.replace("D/0", "D")
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "{sweeper: {sampler: {_target_: os.system}}}",
+            "hydra.sweeper.sampler._target_=os.system: is not",
+        ),
+        (
+            "{sweeper: {custom_search_space: user_code.build}}",
+            "hydra.sweeper.custom_search_space=user_code.build",
+        ),
+        ("{launcher: {setup: ['touch x']}}", "hydra.launcher.setup[0]=touch x: text"),
+        ("{sweeper: {n_trials: 3, params: {model.units: 'choice(1,2)'}}, launcher: {timeout_min: 5}}", None),
+    ],
+)
+def test_a_file_chooses_plugins_and_their_numbers_only(
+    content: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugins = "override hydra/sweeper: optuna, override hydra/launcher: submitit_slurm"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [kdist_schema, _self_, {plugins}]\nhydra: {content}\n")
+    # What its user types may be anything.
+    typed = ["hydra.launcher.name=mine", "hydra.sweeper.study_name=mine", "no_such_key=1"]
+    assert run(["--config-dir=.", "--config-name=mine", *typed[:2], *typed[2 if said is None else 3 :]]) == 2
+    assert (said or "no_such_key") in capsys.readouterr().err
 
 
 def assert_refused(arguments: list[str], said: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

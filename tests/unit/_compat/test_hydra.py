@@ -1,8 +1,9 @@
 """Each private name of Hydra means what kdist takes it for."""
 
 from hydra.core.utils import setup_globals
+from omegaconf import DictConfig
 
-from kdist._compat.hydra import load_config, parse_command_line
+from kdist._compat.hydra import load_config, loader_for, parse_command_line
 from kdist.cli.hydra_plugins import register
 
 
@@ -18,7 +19,10 @@ def test_a_config_is_composed_with_hydras_own_part() -> None:
     register()
     setup_globals()
     parsed = parse_command_line(["+recipe=mnist", "cluster=2ps2w", "hydra.sweep.dir=here"])
-    config = load_config(parsed, "pkg://kdist.conf", "config")
+    checked: list[DictConfig] = []
+    loader = loader_for(parsed, "pkg://kdist.conf", checked.append, lambda searchpath: None)
+    config = load_config(loader, parsed, "config")
+    assert checked == [config]
     assert config.cluster.shape == "2ps2w"
     assert config.hydra.sweep.dir == "here"
     assert config.hydra.runtime.choices.recipe == "mnist"

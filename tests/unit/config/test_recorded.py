@@ -1,10 +1,37 @@
 """What `result.json` records of a config: everything but what comes from the environment."""
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
-from kdist.config.recorded import plain_values, recorded
+from kdist.config.recorded import check_record, plain_values, read_record, recorded
 from kdist.config.schema import Config
+from kdist.errors import ConfigError
+
+BOMBS = {
+    "aliases": "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)),
+    "depth": "model: " + "[" * 500 + "]" * 500,
+    "size": "model: " + "x" * (1 << 21),
+    "references": "model: ${a60}\na0: x\n" + "".join(f"a{i}: ${{a{i - 1}}}${{.a{i - 1}}}\n" for i in range(1, 61)),
+    "references in lists": "a0: x\nmodel: ${a30}\n"
+    + "".join(f"a{i}: ['${{a{i - 1}}}', '${{oc.select:a{i - 1}}}', '${{..a{i - 1}}}']\n" for i in range(1, 31)),
+}
+
+
+@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS.keys())
+def test_a_record_that_would_use_up_the_machine_is_refused_at_once(content: str, tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml (has|is nested)|refers to others|stands for more than"):
+        check_record(read_record(tmp_path / ".hydra" / "config.yaml"))
+
+
+def test_a_record_that_refers_to_itself_here_and_there_is_read(tmp_path: Path) -> None:
+    content = OmegaConf.to_yaml(OmegaConf.structured(Config)) + "more: {a: '${run.dir}', b: ['${.0}', '${..a}']}\n"
+    (tmp_path / "config.yaml").write_text(content)
+    check_record(config := read_record(tmp_path / "config.yaml"))
+    assert "${" in OmegaConf.to_container(config)["run"]["dir"]  # type: ignore[call-overload, index]
 
 
 def test_values_are_resolved_and_those_of_the_environment_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,181 @@
+"""What a config may have Hydra itself do, since Hydra calls targets, writes logs and sets variables, too.
+
+What Hydra uses is compared as it is written: a value that is computed (`${...}`) could be another one by then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist.config import targets
+from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+#: What a file may set of a launcher or sweeper besides numbers: the values to try, which are overrides.
+_FREE = ("params",)
+#: The parts of a logging config, what each may have, and which classes it may be of.
+_LOGGER = ("level", "handlers", "propagate")
+_LOGGING = {
+    "formatters": ("format", "datefmt", "style", "log_colors", "secondary_log_colors", "reset", "class", "()"),
+    "handlers": ("class", "formatter", "level", "stream", "filename"),
+    "loggers": _LOGGER,
+}
+_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter")
+_FACTORIES = ("colorlog.ColoredFormatter",)
+_STREAM = re.compile(r"ext://sys\.std(out|err)")
+_NAME = r"[\w-][\w.-]*"
+_LOG_FILE = re.compile(rf"\$\{{hydra[.:]runtime\.output_dir\}}/(\$\{{hydra[.:]job\.name\}}|{_NAME})\.log")
+
+
+def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuses what Hydra would do for a file, but not for its user.
+
+    Launchers, sweepers and callbacks are those of installed plugins, or callbacks of trusted packages; logs are files
+    in the run dir; variables of the environment, which may name libraries to load, and text for launchers and sweepers,
+    which some of them run, come from the command line.
+
+    Args:
+        config: composed, with Hydra's part.
+        overrides: of the command line.
+    """
+    from omegaconf import OmegaConf
+
+    given = targets.keys_of(overrides)
+    for part in ("launcher", "sweeper"):
+        key = f"hydra.{part}"
+        node = OmegaConf.to_container(config.hydra[part], resolve=False)
+        _check_plugin(key, node, {}, _registered(f"hydra/{part}"), given)
+    known = _registered("hydra/callbacks")
+    trusted = sorted(targets.values_of(overrides, "run.trust"))
+    callbacks: Any = OmegaConf.to_container(config.hydra.callbacks, resolve=False)
+    for name, callback in callbacks.items():
+        key = f"hydra.callbacks.{name}"
+        _refuse_interpolation(key, callback)
+        if callback not in known.values():
+            targets.check(key, callback, trusted)
+    for part in ("job_logging", "hydra_logging"):
+        _check_logging(f"hydra.{part}", OmegaConf.to_container(config.hydra[part], resolve=False))
+    if not re.fullmatch(_NAME, str(config.hydra.job.name)):
+        raise ConfigError(f"hydra.job.name={config.hydra.job.name}: is not a name of letters, digits and _ - .")
+    for name in config.hydra.job.env_set:
+        # `env_copy` copies what is there.
+        if f"hydra.job.env_set.{name}" not in given and name not in config.hydra.job.env_copy:
+            raise ConfigError(f"hydra.job.env_set.{name}: is not from the command line; no file can set a variable")
+
+
+def check_searchpath(searchpath: Any, overrides: Sequence[str]) -> None:
+    """Refuses packages in `hydra.searchpath` of a file, which Hydra imports, unless the command line trusts them."""
+    trusted = {"kdist.conf", *targets.values_of(overrides, "run.trust")}
+    for place in searchpath or ():
+        package = str(place).partition("pkg://")[2]
+        if package and not any(package == name or package.startswith(f"{name}.") for name in trusted):
+            raise ConfigError(
+                f"hydra.searchpath: {place} is not from the command line, and would be imported; give "
+                f"hydra.searchpath=[{place}] or run.trust=[{package.partition('.')[0]}] there"
+            )
+
+
+def _registered(group: str) -> dict[str, Any]:
+    """What installed plugins have registered in a config group, by their targets."""
+    from kdist._compat.hydra import nodes_of_plugins
+
+    return dict(nodes_of_plugins(group))
+
+
+def _check_plugin(key: str, node: Any, own: Any, known: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Refuses what differs from the node that a plugin has registered, but numbers and what the command line says.
+
+    Args:
+        own: what the plugin has registered at this place.
+        known: what plugins have registered, by their targets.
+    """
+    if any(key == name or key.startswith(f"{name}.") for name in given):
+        targets_in = [target for place, target in _targets(key, node) if target not in known]
+        if targets_in:
+            raise _not_installed(key, targets_in[0], known)
+        return
+    if isinstance(node, Mapping):
+        if (target := node.get("_target_")) is not None:
+            if target not in known:
+                raise _not_installed(key, target, known)
+            own = known[target]
+        for name, value in node.items():
+            if name in _FREE:
+                _refuse_interpolation(f"{key}.{name}", value)
+            elif name != "_target_":
+                _check_plugin(f"{key}.{name}", value, own.get(name) if isinstance(own, Mapping) else None, known, given)
+    elif isinstance(node, (list, tuple)):
+        if node != own:
+            for index, value in enumerate(node):
+                _check_plugin(f"{key}[{index}]", value, None, known, given)
+    elif isinstance(node, str) and node != own:
+        raise ConfigError(f"{key}={node}: text for a launcher or sweeper has to be on the command line: {key}={node}")
+
+
+def _targets(key: str, node: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            if name == "_target_":
+                yield key, str(value)
+            yield from _targets(f"{key}.{name}", value)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _targets(f"{key}[{index}]", value)
+
+
+def _not_installed(key: str, target: str, known: Mapping[str, Any]) -> ConfigError:
+    others = ", ".join(sorted(known))
+    return ConfigError(f"{key}._target_={target}: is not of an installed plugin of Hydra; choose one of {others}")
+
+
+def _refuse_interpolation(key: str, node: Any) -> None:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            _refuse_interpolation(f"{key}.{name}", value)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            _refuse_interpolation(f"{key}[{index}]", value)
+    elif isinstance(node, str) and "${" in node:
+        raise ConfigError(f"{key}={node}: has to be written out; Hydra could read another value than kdist has checked")
+
+
+def _check_logging(key: str, config: Any) -> None:
+    """Refuses what is no plain logging to the console or to a file in the run dir."""
+    for part, value in (config or {}).items():
+        place = f"{key}.{part}"
+        if part == "root":
+            _check_keys(place, value or {}, _LOGGER)
+        elif part in _LOGGING:
+            for name, entry in (value or {}).items():
+                _check_keys(f"{place}.{name}", entry or {}, _LOGGING[part])
+        elif part in ("version", "disable_existing_loggers", "incremental"):
+            _refuse_interpolation(place, value)
+        else:
+            raise ConfigError(f"{place}: is not allowed; a config may have formatters, handlers, loggers and root")
+
+
+def _check_keys(key: str, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    for name, value in entry.items():
+        place = f"{key}.{name}"
+        if name not in allowed:
+            raise ConfigError(f"{place}: is not allowed; choose one of {', '.join(allowed)}")
+        if name == "filename":
+            if not _LOG_FILE.fullmatch(str(value)):
+                raise ConfigError(
+                    f"{place}={value}: is not in the run dir: write ${{hydra.runtime.output_dir}}/NAME.log"
+                )
+            continue
+        _refuse_interpolation(place, value)
+        is_reference = isinstance(value, str) and value.startswith(("ext://", "cfg://"))
+        if (
+            (name == "class" and value not in _CLASSES)
+            or (name == "()" and value not in _FACTORIES)
+            or (is_reference and not _STREAM.fullmatch(value))
+        ):
+            raise ConfigError(
+                f"{place}={value}: choose one of {', '.join((*_CLASSES, *_FACTORIES))}, and ext://sys.stdout or stderr"
+            )
