@@ -23,6 +23,7 @@ from kdist.run.files import make_private, write_whole
 from kdist.run.object_storage import folder_of
 
 _SCHEME = "kdist"
+_GROUPS = "pkg://kdist.conf"
 
 
 class ClusterShapes(ConfigSource):
@@ -52,10 +53,12 @@ class ClusterShapes(ConfigSource):
         return ["NpsMw"] if config_path == "cluster" and results_filter is not ObjectType.GROUP else []
 
 
-class ClusterShapesSearchPath(SearchPathPlugin):
-    """Puts `ClusterShapes` behind the config folders."""
+class GroupsSearchPath(SearchPathPlugin):
+    """Puts kdist's groups behind the config folders of an app, and `ClusterShapes` behind them."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if all(element.path != _GROUPS for element in search_path.get_path()):
+            search_path.append(provider="kdist", path=_GROUPS)
         search_path.append(provider="kdist-cluster", path=f"{_SCHEME}://")
 
 
@@ -63,7 +66,7 @@ def register() -> None:
     """Registers kdist's schemas and cluster shapes with Hydra. May be called repeatedly."""
     plugins: Any = Plugins.instance()
     plugins.register(ClusterShapes)
-    plugins.register(ClusterShapesSearchPath)
+    plugins.register(GroupsSearchPath)
     ConfigStore.instance().store(name="kdist_schema", node=Config)
     if not OmegaConf.has_resolver("kdist.run_name"):
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)

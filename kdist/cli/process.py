@@ -61,16 +61,15 @@ def exit_code_of(command: Callable[[], None]) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Prints one message; for an error in the user's own code, also the lines of that code that led to it."""
+    """Prints one message, and the lines of the user's own code that led to it, or else the one that has failed."""
     if isinstance(error, KdistError):
         _say(f"kdist: error: {error}")
         return
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
-    ]
-    _say("".join([f"kdist: error: chief: {message}\n", *traceback.format_list(frames)]).rstrip("\n"))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
+    _say("".join([f"kdist: error: chief: {message}\n", *traceback.format_list(own or frames[-1:])]).rstrip("\n"))
 
 
 def _say(message: str) -> None:

@@ -1,5 +1,6 @@
 """A package of somebody else's adds a model, data, a hook, a strategy, a config group and a recipe."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,34 @@ from helpers import REPO, environment, result_of
 pytestmark = pytest.mark.cluster
 
 COMMAND = "hydra.searchpath=[pkg://theirs.conf] +recipe=theirs run.trust=[theirs] cluster=1ps2w"
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy"),
+    [
+        (["cluster=local"], "single"),
+        pytest.param(
+            ["cluster=1ps2w", "strategy=sync_replicas", "+strategy.backup_workers=1"],
+            "sync_replicas",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_kdists_groups_are_those_of_an_app_as_well(given: list[str], strategy: str, tmp_path: Path) -> None:
+    """The one that the documentation shows."""
+    page = (REPO / "docs" / "extending.md").read_text()
+    for name in ("conf/app.yaml", "app.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        found = re.search(rf'title="{name}"\n(.*?)```', page, re.DOTALL)
+        assert found is not None
+        (tmp_path / name).write_text(found[1])
+    done = subprocess.run(
+        [sys.executable, "app.py", *given, "steps=20", "hydra.run.dir=D"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path / "D")
+    assert (result["status"], result["global_step"], result["strategy"]) == ("done", 20, strategy)
 
 
 @pytest.mark.long
