@@ -25,6 +25,7 @@ from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
 from kdist.model.embedding_lookup import RowLookups, check_dynamic_layers, embedding_layers, why_needed_whole
 from kdist.model.forward import batch_size_of, forward, update_metrics
+from kdist.model.increments import is_increment
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import LossWeights, loss_weights
@@ -77,6 +78,8 @@ class ReplicaStep:
             self.returned, weights = self.own.returned, self.own.weights
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
+        #: State to which a step does not just add, by index; complete when the step was traced.
+        self._replaced = {i for i, v in enumerate(self.state) if not tf.as_dtype(v.dtype).is_floating}
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
         states = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
@@ -132,6 +135,11 @@ class ReplicaStep:
         """Whether a step needs nothing of other tasks, or of earlier steps, but what it is given at its beginning."""
         fetches = self.tables or self.clock or self.worker_state.variables
         return not fetches and self.updates.num_phases == 1
+
+    def replaced_state(self) -> frozenset[int]:
+        """The state that a step replaces instead of adding to it, by index: whole numbers, and all other functions."""
+        self.dense_gradients()
+        return frozenset(self._replaced)
 
     def dense_gradients(self) -> frozenset[int]:
         """The trainable variables that get a dense gradient in every step, by index."""
@@ -323,6 +331,9 @@ class ReplicaStep:
         """State, None where it is the given one, and metrics after a step that ran in `scope`."""
         new_state = [scope.get_current_value(variable) for variable in self._all_state]
         changed = [None if new is old else new for old, new in zip(state, new_state)]
+        for i, (old, new) in enumerate(zip(state, changed[: len(self.state)])):
+            if new is not None and not is_increment(old, new):
+                self._replaced.add(i)
         return changed, [scope.get_current_value(variable) for variable in self.metrics]
 
     def _find_tables(self) -> None:

@@ -63,7 +63,7 @@ class GradientAggregator:
         means: dict[int, Gradient] = {}
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
             with tf.device(self._store.device_of(layout)):
-                if _has_one_mean(layout):
+                if self._has_one_mean(layout):
                     # One operation for all variables of a server, however many workers there are.
                     means |= layout.split(_mean_of([Wire.unpack(tensor, layout.dtype) for tensor in tensors]))
                     continue
@@ -95,7 +95,7 @@ class GradientAggregator:
             # What has overflowed in one of them does so in the mean.
             return tf.reduce_max(changes)
         if not isinstance(changes[0], tf.IndexedSlices):
-            return _mean_of(changes)
+            return _together(self._aggregation(key), changes)
         values = tf.concat([change.values for change in changes], 0) / len(changes)
         rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
         return sum_duplicates(rows) if self._store.blocks[key].is_row_wise else rows
@@ -144,14 +144,16 @@ class GradientAggregator:
             square = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
         return tf.identity(square)
 
+    def _has_one_mean(self, layout: Layout) -> bool:
+        """Whether a fused tensor can be averaged without unpacking it."""
+        has_others = any(isinstance(key, Overflow) or self._aggregation(key) != "mean" for key in layout.shapes)
+        return layout.dtype.is_floating and not layout.row_shapes and not has_others
+
+    def _aggregation(self, key: int | Assigned) -> str:
+        return "mean" if isinstance(key, Assigned) else self._store.blocks[key].aggregation
+
     def _device(self, block: int) -> str:
         return self._store.devices[self._store.blocks[block].server]
-
-
-def _has_one_mean(layout: Layout) -> bool:
-    """Whether the means of what is fused are the mean of what is fused."""
-    is_overflow = any(isinstance(key, Overflow) for key in layout.shapes)
-    return layout.dtype.is_floating and not layout.row_shapes and not is_overflow
 
 
 def _scaling(squares: Sequence[tf.Tensor], limit: float) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -166,10 +168,15 @@ def _map_values(change: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) ->
     return change(gradient)
 
 
+def _together(aggregation: str, changes: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The mean, the sum or the first of changes, as `Block.aggregation` says."""
+    if aggregation == "first" or changes[0].dtype == tf.bool:
+        return changes[0]
+    return tf.add_n(list(changes)) if aggregation == "sum" else _mean_of(changes)
+
+
 def _mean_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The mean of tensors of one shape; of whole numbers the nearest one, of bools what the first says."""
-    if tensors[0].dtype == tf.bool:
-        return tensors[0]
+    """The mean of tensors of one shape; of whole numbers the nearest one."""
     if tensors[0].dtype.is_floating:
         return tf.add_n(list(tensors)) / len(tensors)
     return tf.cast(tf.round(tf.add_n([tf.cast(t, tf.float64) for t in tensors]) / len(tensors)), tensors[0].dtype)

@@ -39,6 +39,7 @@ class ModelVariables:
         dense: indices of the parameters that get a dense gradient in every step.
         loss_scaling: what scales the loss of the model, built.
         num_worker_states: how many states of layers stay on each worker.
+        replaced: indices of the state whose new value does not add to the old one.
     """
 
     parameters: Sequence[keras.Variable]
@@ -47,6 +48,7 @@ class ModelVariables:
     dense: frozenset[int] = frozenset()
     loss_scaling: keras.optimizers.LossScaleOptimizer | None = None
     num_worker_states: int = 0
+    replaced: frozenset[int] = frozenset()
 
     @property
     def all(self) -> list[keras.Variable]:
@@ -82,6 +84,8 @@ class Block:
         is_parameter: whether they belong to trainable variables rather than to state.
         is_table, is_row_wise: whether they are of tables that are looked up by rows; that are also updated so.
         is_dynamic: whether they are of dynamic tables; the variable is that of `DynamicTable.vectors`.
+        is_replaced: whether a change is the new value, and not what is added to the old one.
+        aggregation: what synchronous replicas make of their changes: `mean`, `sum` or `first`.
     """
 
     server: int
@@ -91,6 +95,8 @@ class Block:
     is_table: bool
     is_row_wise: bool
     is_dynamic: bool
+    is_replaced: bool = False
+    aggregation: str = "mean"
 
     @property
     def is_joint(self) -> bool:
@@ -129,7 +135,8 @@ class Blocks(Sequence[Block]):
                 # Of state, neither has any.
                 in_updates = tuple(u for u, update in enumerate(updates.updates) if self._is_in(update, shard.variable))
                 decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]
-                key = ("flat", shard.server, original.dtype, in_updates, tuple(decayed_by))
+                aggregation = self._aggregation(shard.variable)
+                key = ("flat", shard.server, original.dtype, in_updates, tuple(decayed_by), aggregation)
             alike[key].append(i)
         self._blocks = [
             self._block(group, is_flat=key[0] == "flat")
@@ -290,17 +297,25 @@ class Blocks(Sequence[Block]):
             is_table=variables.table_group(first.variable) is not None,
             is_row_wise=variables.is_row_wise(first.variable),
             is_dynamic=variables.is_dynamic(first.variable),
+            is_replaced=first.variable in variables.replaced,
+            aggregation=self._aggregation(first.variable),
         )
+
+    def _aggregation(self, variable: int) -> str:
+        """By the variable's own `aggregation`; without one, a mean of values that do not add up makes no sense."""
+        if self._variables.is_parameter(variable):
+            return "mean"
+        default = "first" if variable in self._variables.replaced else "mean"
+        own = self._all_variables[variable].aggregation
+        return {"mean": "mean", "sum": "sum", "only_first_replica": "first"}.get(own, default)
 
     def _is_in(self, update: Update, variable: int) -> bool:
         return self._variables.is_parameter(variable) and variable in update.variables
 
     def _can_be_flat(self, variable: int, updates: StepUpdates) -> bool:
         original, variables = self._all_variables[variable], self._variables
-        if original.dtype == "bool":
-            return False
         if not variables.is_parameter(variable):
-            return True
+            return variable not in variables.replaced
         has_own_rule = original.constraint is not None or original.overwrite_with_gradient
         # What gets no gradient must not be touched, neither by weight decay nor by anything else.
         if variable in updates.assigned:

@@ -65,9 +65,9 @@ class ParameterStore:
         marks_changes: bool = False,
         is_replicated: bool = False,
     ) -> None:
-        self.devices = list(devices)
-        self.shards = plan.shards
+        self.devices, self.shards = list(devices), plan.shards
         self.is_remote = any("/job:ps" in device for device in devices)
+        self._has_several_writers = self.is_remote or is_replicated
         self.wire = wire or Wire()
         self._originals = model_variables.all
         self._num_trainable = len(model_variables.parameters)
@@ -83,7 +83,7 @@ class ParameterStore:
             model_variables,
             self.shards,
             updates,
-            flat_parameters=self.is_remote or is_replicated,
+            flat_parameters=self._has_several_writers,
             flat_state=self.is_remote,
         )
         self._variables = [
@@ -273,7 +273,11 @@ class ParameterStore:
         gradients, state = output.gradients, output.state
         by_shard: Changes = {}
         of_tables: dict[int, tf.IndexedSlices] = {}
-        for index, change in enumerate([*gradients, *map(self._state_change, state, pulled.state)]):
+        of_state = [
+            self._state_change(index, new, old)
+            for index, (new, old) in enumerate(zip(state, pulled.state), self._num_trainable)
+        ]
+        for index, change in enumerate([*gradients, *of_state]):
             shards = self._shards_of[index]
             if change is None:
                 continue
@@ -361,21 +365,22 @@ class ParameterStore:
             for b in blocks:
                 if not self.blocks[b].is_parameter and b in arrived:
                     variable = self._variables[b].value
-                    change = variable.assign_add if self._adds(variable.dtype) else variable.assign
+                    change = variable.assign_add if self._adds(b) else variable.assign
                     change(arrived[b], read_value=False)
             begun = graph.get_operations()[num_operations:]
             with tf.control_dependencies([operation for operation in begun if operation.op_def.is_stateful]):
                 self.counters.applied[server].assign_add(1, read_value=False)
         return step
 
-    def _adds(self, dtype: tf.DType) -> bool:
+    def _adds(self, block: int) -> bool:
         """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""
-        return self.is_remote and dtype != tf.bool
+        return self._has_several_writers and not self.blocks[block].is_replaced
 
-    def _state_change(self, new: Change, old: tf.Tensor) -> Change:
+    def _state_change(self, index: int, new: Change, old: tf.Tensor) -> Change:
         if new is None:
             return None
-        return tf.cast(new, old.dtype) - old if self._adds(old.dtype) else tf.cast(new, old.dtype)
+        new = tf.cast(new, old.dtype)
+        return new - old if self._adds(self.blocks.of_shard[self._shards_of[index][0]]) else new
 
     def _device(self, key: int | Assigned | Overflow) -> str:
         if isinstance(key, Overflow):

@@ -134,12 +134,18 @@ class AllReduce(StoreBackedStrategy):
         first = each[0]
         sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
         own = [key for key in first if isinstance(key, Overflow)]
-        dense = [key for key in first if key not in sparse + own and first[key].dtype.is_floating]
-        if dense:
+        taken = [key for key in first if key not in sparse + own and self._is_of_first(key, first[key].dtype)]
+        dense = [key for key in first if key not in sparse + own + taken]
+        for keys in _by_dtype(dense, first):
             # All at once, so that TensorFlow packs them into one message.
-            means = self._in_each_replica(partial(_mean_of, [[changes[key] for key in dense] for changes in each]))
+            means = self._in_each_replica(partial(_mean_of, [[changes[key] for key in keys] for changes in each]))
             for changes, reduced in zip(each, means):
-                changes |= {key: tf.ensure_shape(mean, changes[key].shape) for key, mean in zip(dense, reduced)}
+                for key, mean in zip(keys, reduced):
+                    changes[key] = tf.ensure_shape(self._added(key, mean), changes[key].shape)
+        for keys in _by_dtype(taken, first):
+            firsts = self._in_each_replica(partial(_first_of, [[changes[key] for key in keys] for changes in each]))
+            for changes, of_first in zip(each, firsts):
+                changes |= {key: tf.cast(value, changes[key].dtype) for key, value in zip(keys, of_first)}
         for b in sparse:
             shape = tf.constant(self._store.blocks.shape_of_block(b), tf.int64)
             slices = [tf.IndexedSlices(changes[b].values, changes[b].indices, shape) for changes in each]
@@ -151,6 +157,15 @@ class AllReduce(StoreBackedStrategy):
             with tf.device(store.devices[0]):
                 exchanged.append(clipped(store, changes, self._factor(changes.pop(_WEIGHT, None)), output.phase))
         return exchanged
+
+    def _is_of_first(self, key: Any, dtype: tf.DType) -> bool:
+        """Whether a change is that of the first replica: of state that does not add up."""
+        return isinstance(key, int) and (self._store.blocks[key].aggregation == "first" or not dtype.is_floating)
+
+    def _added(self, key: Any, mean: tf.Tensor) -> tf.Tensor:
+        """What is applied of a mean."""
+        is_sum = isinstance(key, int) and self._store.blocks[key].aggregation == "sum"
+        return mean * self.num_replicas if is_sum else mean
 
     def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:
         """The overflow of all replicas together, for each of this process; None if the loss is not scaled."""
@@ -198,8 +213,24 @@ def clipped(store: ParameterStore, changes: Changes, factor: tf.Tensor | None, p
     return changes | gradients
 
 
+def _by_dtype(keys: Sequence[Any], changes: Changes) -> list[list[Any]]:
+    """The keys of changes in groups of one dtype: only these are packed into one message."""
+    groups: dict[tf.DType, list[Any]] = {}
+    for key in keys:
+        groups.setdefault(changes[key].dtype, []).append(key)
+    return list(groups.values())
+
+
 def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:
     return context.all_reduce(tf.distribute.ReduceOp.MEAN, here(values[local]))
+
+
+def _first_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:
+    """Those of the first replica: the sum of its own and of zeros. Truth values are whole numbers on the way."""
+    is_first = context.replica_id_in_sync_group == 0
+    numbers = [tf.cast(v, tf.int32) if v.dtype == tf.bool else v for v in values[local]]
+    own = [tf.where(is_first, number, tf.zeros_like(number)) for number in numbers]
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, here(own))
 
 
 def here(values: Any) -> Any:

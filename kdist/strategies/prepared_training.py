@@ -129,6 +129,7 @@ class PreparedTraining:
             dense,
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
+            frozenset(len(step.trainable) + i for i in step.replaced_state()),
         )
         store = ParameterStore(
             variables,
