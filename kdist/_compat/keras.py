@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.variables import Variable as BaseVariable
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
@@ -84,6 +85,22 @@ def recorded_reductions() -> Iterator[list[Reduction]]:
 def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Loss and metrics as `evaluate` returns them: a list in the order of the model's metrics; a number if alone."""
     return model._flatten_metrics_in_order(logs)
+
+
+@contextmanager
+def recorded_assignments() -> Iterator[dict[int, keras.Variable]]:
+    """In this context, the variables of Keras that are assigned are recorded, by `id`."""
+    original, found = BaseVariable.assign, dict[int, keras.Variable]()
+
+    def assign(variable: keras.Variable, value: Any) -> Any:
+        found[id(variable)] = variable
+        return original(variable, value)
+
+    BaseVariable.assign = assign
+    try:
+        yield found
+    finally:
+        BaseVariable.assign = original
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:

@@ -18,6 +18,7 @@ from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.eager.executor import Executor
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.function import Defun
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
@@ -28,6 +29,7 @@ __all__ = [
     "QuietExecutor",
     "UninitializedVariable",
     "allow_many_next",
+    "assigned_variables",
     "copy_for_tasks",
     "dataset_as_graph",
     "executor_scope",
@@ -91,6 +93,17 @@ def function_for_tasks(
 def _may_be_sent(captured: Any) -> bool:
     """Whether what a function captures travels to the tasks that call it: a tensor, or the handle of a table, here."""
     return isinstance(captured, tf.Tensor) and captured.dtype != tf.variant and "/job:localhost/" in captured.device
+
+
+def assigned_variables(graph: Any) -> list[tf.Variable]:
+    """The variables that a traced function assigns, also in functions that it calls, in branches and in loops."""
+    captures = [(outside, inside) for outside, inside in graph.captures if inside.dtype == tf.resource]
+    assigned = {
+        id(outside)
+        for outside, inside in captures
+        if any(inside in get_read_write_resource_inputs(user)[1] for user in inside.consumers())
+    }
+    return [variable for variable in graph.variables if id(variable.handle) in assigned]
 
 
 def copy_for_tasks(tensor: tf.Tensor) -> tf.Tensor:

@@ -6,7 +6,7 @@ Where the values come from and where the gradients go is the strategy's business
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +18,12 @@ from kdist._compat.keras import (
     compile_arguments,
     global_seed,
     loss_scaling,
+    loss_tracker,
     main_optimizer,
+    recorded_assignments,
     recorded_reductions,
 )
+from kdist._compat.tensorflow import assigned_variables
 from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
 from kdist.model.embedding_lookup import RowLookups, check_dynamic_layers, embedding_layers, why_needed_whole
@@ -54,6 +57,7 @@ class ReplicaStep:
         updates: what it updates, and in how many phases.
         worker_state: the states of stateful layers.
         clock: what the step reads of its optimizers.
+        assigned_outside: names of the `tf.Variable`s that the step assigns; they stay where they are, in this process.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
         table_groups: those tables in groups that are looked up and updated as one.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
@@ -67,13 +71,17 @@ class ReplicaStep:
     ) -> None:
         self.model = model
         #: The model's own `train_step`, if it has one.
-        self.own = OwnTrainStep(model, batch_spec) if overrides_train_step(model) else None
-        if self.own is None:
-            self.returned, weights, assigns = _build(model, batch_spec)
-            check_metrics(model, batch_spec)
-            if assigns:
-                # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
+        self.own: OwnTrainStep | None = None
+        with recorded_assignments() as assigned:
+            if overrides_train_step(model):
                 self.own = OwnTrainStep(model, batch_spec)
+            else:
+                self.returned, weights, written = _build(model, batch_spec)
+                check_metrics(model, batch_spec)
+                self.assigned_outside = _names_of_others(written, assigned.values())
+                if {id(v) for v in written} & {id(v.value) for v in model.trainable_variables}:
+                    # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
+                    self.own = OwnTrainStep(model, batch_spec)
         if self.own is not None:
             self.returned, weights = self.own.returned, self.own.weights
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
@@ -81,7 +89,7 @@ class ReplicaStep:
         #: State to which a step does not just add, by index; complete when the step was traced.
         self._replaced = {i for i, v in enumerate(self.state) if not tf.as_dtype(v.dtype).is_floating}
         # The last one is the state that keras.random uses without a seed.
-        self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
+        self.seeds = [*(v for v in others if is_seed(v)), *_untracked_seeds(model, assigned), global_seed()]
         states = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
         self.worker_state = WorkerState(states, steps_per_epoch, begins_at)
         self.metrics = metric_variables(model, self.returned)
@@ -109,6 +117,7 @@ class ReplicaStep:
             self.clock = self.own.find_clock(traced.function)
             self.updates = traced.updates
             self._has_dense = traced.dense_gradients
+            self.assigned_outside = _names_of_others(assigned_variables(traced.function.graph), assigned.values())
         remember_groups(model, self.updates.groups)
 
     @property
@@ -374,12 +383,34 @@ class ReplicaStep:
         self.table_groups = group_tables(self.tables, row_wise, self.updates, frozenset(with_gradient))
 
 
-def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, bool]:
+def _names_of_others(variables: Sequence[tf.Variable], known: Iterable[keras.Variable]) -> list[str]:
+    """The names of the variables that are not those of Keras's variables."""
+    values = {id(variable.value) for variable in known}
+    return sorted(variable.name for variable in variables if id(variable) not in values)
+
+
+def _untracked_seeds(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> list[keras.Variable]:
+    """The states of random seeds that a step draws from, and that the model does not know: a loss may have one.
+
+    Raises:
+        ConfigError: it assigns another variable that the model does not know.
+    """
+    states = (variable for layer in stateful_layers(model) for variable in layer_states(layer))
+    known = {id(v) for v in (*model.variables, *model.metrics_variables, *loss_tracker(model).variables, *states)}
+    unknown = [v for key, v in assigned.items() if key not in known and v is not global_seed()]
+    if others := [variable.path for variable in unknown if not is_seed(variable)]:
+        raise ConfigError(
+            f"model {model.name}: a step assigns {', '.join(others)}, which the model does not have; make it with "
+            "self.add_weight(..., trainable=False) of the model or a layer, or assign its owner to an attribute of them"
+        )
+    return [variable for variable in unknown if is_seed(variable)]
+
+
+def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, list[tf.Variable]]:
     """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out.
 
     Returns:
-        What the step returns beside metrics; the weights of replicas' gradients; whether a layer assigns trainable
-        variables when it is called.
+        What the step returns beside metrics; the weights of replicas' gradients; the variables that it assigns.
     """
     names: list[str] = []
     others: list[str] = []
@@ -395,17 +426,11 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWei
         names.extend(dict.fromkeys(["loss", *logs]))
         others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
 
-    graph = tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph
-    trainable = {id(variable.value.handle) for variable in model.trainable_variables}
-    handles = {inside.name for outside, inside in graph.captures if id(outside) in trainable}
-    assigns = any(
-        operation.type.startswith("Assign") and operation.inputs[0].name in handles
-        for operation in graph.get_operations()
-    )
+    written = assigned_variables(tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     means = {name: keras.metrics.Mean(name=name) for name in sorted(others)}
-    return ReturnedValues(means, names), weights[-1], assigns
+    return ReturnedValues(means, names), weights[-1], written
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:

@@ -307,7 +307,7 @@ class OwnTrainStep:
         """Sets and returns `clock`, from what the traced step uses as it is on this machine.
 
         Raises:
-            ConfigError: it uses other variables, which no worker has.
+            ConfigError: it uses other variables of its optimizers, which no worker has.
         """
         used = {id(variable): variable.name for variable in traced.variables}
         self.clock = []
@@ -320,10 +320,11 @@ class OwnTrainStep:
             for variable, kind in read:
                 if used.pop(id(variable.value), None) or kind is ClockKind.LOSS_SCALE:
                     self.clock.append(Clock(variable, g, kind))
-        if used:
+        slots = {id(v.value) for optimizer in self._optimizers.values() for v in optimizer.variables}
+        if unknown := sorted(name for key, name in used.items() if key in slots):
             raise self._refusal(
-                f"uses {', '.join(sorted(used.values()))}, which other tasks do not have; the model's own weights and "
-                "metrics travel with the step: create it with self.add_weight(..., trainable=False)"
+                f"uses {', '.join(unknown)} of its optimizers, which other tasks do not have; a step can read their "
+                "iterations and learning_rate"
             )
         return self.clock
 

@@ -51,6 +51,8 @@ class AllReduce(StoreBackedStrategy):
         devices = distribution.extended.worker_devices
         self._prepared = prepare(spec, self.num_replicas)
         self._prepared.check_fixed_tables(self.name)
+        if self.num_replicas > 1:
+            self._prepared.check_assigned(self.name)
         self._prepared.warn_of_unknown_weights()
         plan = self._prepared.plan_for_one()
         self._stores = [self._prepared.store([device], plan, is_replicated=True) for device in devices]

@@ -79,6 +79,14 @@ class PreparedTraining:
                 "their examples would compute"
             )
 
+    def check_assigned(self, strategy: str) -> None:
+        """Refuses, with a `ConfigError`, a `tf.Variable` that each of several synchronous replicas would assign."""
+        if names := self.replica_step.assigned_outside:
+            raise ConfigError(
+                f"strategy={strategy}: a step of model {self.spec.model.name} assigns {', '.join(names)}, and each "
+                "replica would do so; make it with self.add_weight(..., trainable=False), which travels with the step"
+            )
+
     def check_fixed_tables(self, strategy: str) -> None:
         """Refuses, with a `ConfigError`, dynamic tables where each replica would have rows of its own."""
         for index in self.replica_step.dynamic:

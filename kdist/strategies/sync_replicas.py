@@ -101,6 +101,8 @@ class SyncReplicas(PsStrategy):
         super()._check(prepared)
         prepared.warn_of_unknown_weights()
         num_workers = self._shape.num_workers
+        if num_workers > 1:
+            prepared.check_assigned(self.name)
         self._has_phases = prepared.replica_step.updates.num_phases > 1
         if self._has_phases and prepared.spec.data.splits is not None:
             raise ConfigError(

@@ -233,7 +233,6 @@ class Steps(keras.Model):
         super().__init__()
         self.net, self.other = dense(8, 3), keras.optimizers.SGD()
         self.body = body
-        self.plain = tf.Variable(0.0, name="plain")
 
     def call(self, inputs: Any) -> Any:
         return self.net(inputs)
@@ -317,8 +316,9 @@ def test_it_is_as_in_keras(name: str, cluster: str, run_dir: Path) -> None:
     assert_same_as_keras(build, *data(), run_dir, cluster, epochs=2, compare_iterations=not several)
 
 
-def read_a_tf_variable(model: Any, loss: Any, gradients: Any) -> Any:
-    return {**applied(model, loss, gradients), "plain": model.plain + 1.0}
+def read_a_slot(model: Any, loss: Any, gradients: Any) -> Any:
+    # Before its slots are built, the last one is the learning rate.
+    return {**applied(model, loss, gradients), "slot": ops.sum(model.optimizer.variables[-1])}
 
 
 def apply_in_a_branch(model: Any, loss: Any, gradients: Any) -> Any:
@@ -345,7 +345,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     apply_in_a_branch: "applies gradients inside tf.cond, a loop, or a function of its own",
     apply_nothing: "applies no gradients",
     apply_another_at_first: "calls other optimizers when it is traced again",
-    read_a_tf_variable: "uses plain:0, which other tasks do not have",
+    read_a_slot: "uses .* of its optimizers, which other tasks do not have",
     return_the_loss: "returns SymbolicTensor; return a dict",
 }
 
