@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kdist._compat import op_libraries
 from kdist.cluster.agreement import Agreement
 from kdist.cluster.description import Description
 from kdist.cluster.done_queue import chief_server, tell_tasks
@@ -85,7 +86,17 @@ class ExternalCluster:
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
-        options = ServerOptions(jobs, task.job, task.index, 0, 0, patience=self._patience, bind=self.bind)
+        options = ServerOptions(
+            jobs,
+            task.job,
+            task.index,
+            0,
+            0,
+            patience=self._patience,
+            bind=self.bind,
+            op_libraries=op_libraries.loaded_by(),
+            path=sys.path,
+        )
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._log = self._log_dir / f"{task.job}-{task.index}-server.log"
         with self._log.open("wb") as log:
