@@ -35,6 +35,7 @@ from kdist.version import __version__
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from kdist._compat.hydra import CheckedLoader
     from kdist.cluster.spec import Membership
     from kdist.config.schema import Config
 
@@ -93,10 +94,8 @@ def _run_once(parsed: Namespace) -> None:
     from kdist._compat.hydra import run as run_job
     from kdist.cli.hydra_plugins import has_own_run_dir
 
-    config, loader = composed(parsed)
-    for_job = without_hydra(config)
     # Before there is a run dir: neither a wrong config nor a task that is not the chief may leave one.
-    checked, membership = _checked(for_job, parsed)
+    config, loader, for_job, checked, membership = _check(parsed)
     if membership is not None and not membership.is_chief:
         _take_part(for_job, checked, membership)
         return
@@ -229,6 +228,13 @@ def _health_server(config: Config, membership: Membership, is_ready: Callable[[]
     if port is None:
         return nullcontext()
     return HealthServer(port, health_of_task(membership, port, is_ready), config.cluster.bind)
+
+
+def _check(parsed: Namespace) -> tuple[DictConfig, CheckedLoader, DictConfig, Config, Membership | None]:
+    """Composes the config and checks everything that can be checked without running it; see `composed`, `_checked`."""
+    config, loader = composed(parsed)
+    for_job = without_hydra(config)
+    return config, loader, for_job, *_checked(for_job, parsed)
 
 
 def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership | None]:
