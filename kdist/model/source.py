@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import keras
 
+from kdist._compat.keras import layers_of
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.model_checks import check_has_values, check_model
@@ -38,6 +39,7 @@ class ModelSource:
         self._strategy = strategy
         self._on_servers = on_servers
         self._withheld: dict[str, _Withheld] = {}
+        self._as_built: _Settings | None = None
         if isinstance(build_model, keras.Model):
             check_has_values(build_model)
             check_model(build_model, strategy)
@@ -64,6 +66,7 @@ class ModelSource:
         if not isinstance(model, keras.Model):
             raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
         check_model(model, self._strategy)
+        self._as_built = _Settings(model)
         return model
 
     def _mark(self, model: keras.Model) -> None:
@@ -72,8 +75,24 @@ class ModelSource:
         vars(model).update(self._withheld)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process builds its own.
-        return {name: value for name, value in vars(self).items() if name != "model"}
+        # Another process builds its own, unless this one was compiled again or has other layers frozen since.
+        state = {name: value for name, value in vars(self).items() if name != "model"}
+        if self._as_built is not None and self._as_built.differ_from(self.model):
+            state["_build_model"] = self.model
+        return {**state, "_as_built": None}
+
+
+class _Settings:
+    """What a user may change of a model between two fits: what `compile` was given, and which layers are trained."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._compiled = (model.optimizer, model.loss)
+        self._layers = [(layer, layer.trainable) for layer in layers_of(model)]
+
+    def differ_from(self, model: keras.Model) -> bool:
+        """Whether they are others by now; layers that the model has made since do not count."""
+        compiled = any(new is not old for new, old in zip((model.optimizer, model.loss), self._compiled))
+        return compiled or any(layer.trainable != trainable for layer, trainable in self._layers)
 
 
 class _Withheld:

@@ -397,9 +397,8 @@ step, each gets half of a batch, or a whole one if the loss compares the example
 - one of the others ends far from Keras, or with a number that is not finite. Of a GAN the losses say nothing else;
 - a queue of embeddings, a ring buffer or a probability has a value that no worker has computed.
 
-With plain Keras, TensorFlow's `dependency_optimization` is off, as [here](howto/model.md#override-train_step). Where a
-step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub and
-keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
+Where a step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub
+and keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
 
 """
 

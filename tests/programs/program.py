@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import kdist
 
@@ -49,17 +47,6 @@ class MeansOfBatches(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for name in self.batches[0]:
             self.of_epochs.setdefault(name, []).append(sum(values[name] for values in self.batches) / len(self.batches))
-
-
-@contextmanager
-def _in_the_order_of_the_program() -> Iterator[None]:
-    """Keeps TensorFlow from reading, now and then, a variable too early or too late; see docs/howto/model.md."""
-    before = tf.config.optimizer.get_experimental_options().get("dependency_optimization", True)
-    tf.config.optimizer.set_experimental_options({"dependency_optimization": False})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"dependency_optimization": before})
 
 
 @dataclass(frozen=True)
@@ -106,11 +93,10 @@ class Program:
     def train(self, place: str, run_dir: Path) -> Values:
         """The history of the last fit, by plain Keras or at one of `PLACES`."""
         if place == KERAS:
-            with _in_the_order_of_the_program():
-                model = self.built()
-                means = MeansOfBatches()
-                history = self._fit(model.fit, lambda: model, BATCH, callbacks=[means] * self.of_batches)
-                return means.of_epochs if self.of_batches else history
+            model = self.built()
+            means = MeansOfBatches()
+            history = self._fit(model.fit, lambda: model, BATCH, callbacks=[means] * self.of_batches)
+            return means.of_epochs if self.of_batches else history
         options, replicas = PLACES[place]
         # The same number of steps, each with as many examples as with Keras, or at least as many.
         batch_size, epochs = (BATCH, self.epochs * replicas) if self.compares else (BATCH // replicas, self.epochs)
