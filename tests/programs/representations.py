@@ -236,7 +236,7 @@ class Siamese(OwnLoss):
 
 def siamese() -> keras.Model:
     model = Siamese()
-    model.compile(keras.optimizers.Adam(1e-3), weighted_metrics=[])
+    model.compile(keras.optimizers.Adam(1e-4), weighted_metrics=[])
     return model
 
 
