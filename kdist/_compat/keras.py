@@ -170,7 +170,9 @@ def _parts_of(model: keras.Model) -> list[Any]:
             continue
         found[id(item)] = item
         if hasattr(item, "get_config") and hasattr(item, "__dict__"):
-            waiting.extend(part for value in vars(item).values() for part in _items(value))
+            # Keras wraps methods of layers in functions that hold the layer.
+            values = (v for key, v in vars(item).items() if not callable(getattr(type(item), key, None)))
+            waiting.extend(part for value in values for part in _items(value))
     return list(found.values())
 
 

@@ -189,3 +189,15 @@ def test_custom_objects_are_found_by_the_names_that_keras_looks_for() -> None:
     made = keras.Sequential([Own(), keras.layers.Dense(1, kernel_initializer=own_loss)])
     made.compile("sgd", own_loss, metrics=["mae"])
     assert compat.custom_objects_of(made) == {"Own": Own, "own_loss": own_loss}
+
+
+def test_methods_that_keras_wraps_are_no_functions_of_a_model() -> None:
+    class Scale(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(shape=())
+
+    own = keras.layers.Lambda(lambda values: values + 1)
+    model = keras.Sequential([keras.layers.Input((2,)), Scale(), own])
+    model.compile("sgd", "mse")
+    with compat.functions_named_apart(model) as functions:
+        assert list(functions.values()) == [own.function]
