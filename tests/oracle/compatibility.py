@@ -394,9 +394,10 @@ step, each gets half of a batch, or a whole one if the loss compares the example
 
 - `local` or `1ps1w` has other numbers than Keras in any epoch, except for programs that draw random numbers while they
   train (\\*): no two runs of these are alike;
-- one of the others ends far from Keras, or with a number that is not finite. Of a GAN the losses say nothing else;
+- one of the others ends far above Keras, or with a number that is not finite. Of a GAN the losses say nothing else;
 - a queue of embeddings, a ring buffer or a probability has a value that no worker has computed.
 
+The tokenizer of GPT-2 keeps a table in this process that changes, which `2w` refuses; give it data that is tokenized.
 Where a step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub
 and keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
 

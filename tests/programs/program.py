@@ -59,7 +59,7 @@ class Program:
         data: makes `x` and `y` (and weights of the examples), or a dataset of batches, of the given size.
         draws: it draws random numbers while it trains, so that no two runs are alike.
         shows: the value of the history that the documentation shows.
-        near: how far the last of these values may be from Keras's, in parts of the way that Keras's went; None: it says
+        near: how far the last of these values may be above Keras's, in parts of the way that Keras's went; None: it says
             nothing about how good the model is, as with adversaries, and is only finite.
         epochs: of each fit.
         then: changes the trained model before a second fit, whose history is the one that counts.
@@ -68,6 +68,7 @@ class Program:
         check: raises if the trained model has state that no step of a worker has computed.
         validates: the data is the data for validation, too.
         options: more arguments of `fit`.
+        refused: where kdist says that it cannot train it, before it starts.
         needs: a package, beside Keras and TensorFlow.
     """
 
@@ -84,6 +85,7 @@ class Program:
     check: Callable[[keras.Model], None] | None = None
     validates: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
     needs: str | None = None
 
     def can_run(self) -> bool:
@@ -138,4 +140,4 @@ class Program:
                 np.testing.assert_allclose(values[name], expected, rtol=2e-3, atol=2e-4, err_msg=name)
         if self.near is not None:
             first, *_, last = with_keras[self.shows]
-            assert abs(values[self.shows][-1] - last) <= self.near * abs(first - last) + 0.05 * abs(last)
+            assert values[self.shows][-1] - last <= self.near * abs(first - last) + 0.05 * abs(last)

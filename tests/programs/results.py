@@ -42,6 +42,7 @@ def table(numbers: Numbers) -> Iterator[str]:
     yield "| --- | --- |" + " --- |" * len(places)
     for program in PROGRAMS:
         if found := numbers.get(program.title):
-            cells = [f"{found[place]:.4g}" if place in found else "" for place in places]
+            numbers_there = {place: f"{number:.4g}" for place, number in found.items()}
+            cells = [numbers_there.get(place, "refused" if place in program.refused else "") for place in places]
             mark = " \\*" if program.draws else ""
             yield f"| {program.title}{mark} | {program.shows.replace('_', ' ')} | {' | '.join(cells)} |"
