@@ -59,8 +59,8 @@ class Program:
         data: makes `x` and `y` (and weights of the examples), or a dataset of batches, of the given size.
         draws: it draws random numbers while it trains, so that no two runs are alike.
         shows: the value of the history that the documentation shows.
-        near: how far the last of these values may be above Keras's, in parts of the way that Keras's went; None: it says
-            nothing about how good the model is, as with adversaries, and is only finite.
+        near: how far the last of these values may be above Keras's, in parts of the way that Keras's went; None: it
+            says nothing about how good the model is, as with adversaries, and is only finite.
         epochs: of each fit.
         then: changes the trained model before a second fit, whose history is the one that counts.
         compares: its loss compares the examples of a batch, so that every replica needs a whole one.
