@@ -238,10 +238,36 @@ def initialize() -> None:
 
 def session_config() -> tf.compat.v1.ConfigProto:
     """The config that this process runs with; with another one, TensorFlow replaces its local devices."""
-    config = context.context().config
+    config = tf.compat.v1.ConfigProto()
+    config.CopyFrom(_configs[0] if _configs else context.context().config)
     # TensorFlow sets this when it makes its context, and does not tell Python.
     config.experimental.disable_optimize_for_static_graph = True
     return config
+
+
+#: The config with which TensorFlow has made its context.
+_configs: list[Any] = []
+
+
+def _remember_config() -> None:
+    """Remembers the config of TensorFlow's context when it is made: what the program sets later is not in effect there,
+    and TensorFlow returns the config as it is set now. If it was made before kdist is used, that of now has to do.
+    """
+    own = context.context()
+    if own._initialized:
+        _configs.append(own.config)
+        return
+    original = own.ensure_initialized
+
+    def ensure_initialized() -> None:
+        if not own._initialized and not _configs:
+            _configs.append(own.config)
+        original()
+
+    own.ensure_initialized = ensure_initialized
+
+
+_remember_config()
 
 
 def filters_as_proto(filters: tf.config.experimental.ClusterDeviceFilters) -> Any:

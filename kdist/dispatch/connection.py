@@ -21,7 +21,6 @@ import tensorflow as tf
 from kdist._compat import tensorflow as tf_compat
 from kdist.cluster import bind
 from kdist.cluster.spec import Task
-from kdist.console.warn import warn
 from kdist.errors import ClusterError, ConfigError
 
 _JOB = "localhost"
@@ -102,9 +101,12 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, interface: str | None 
     tf_compat.initialize()
     probe.assign(1)
     if int(probe) != 1:
-        warn(
-            "connecting replaced TensorFlow's local devices; assigning to variables made before has no effect "
-            "any more in this process (make models and variables after fit instead)"
+        # Training would go on with other values than those of the program's variables.
+        disconnect()
+        raise ConfigError(
+            "tf.config was changed after TensorFlow's first operation and before kdist was used, so connecting to the "
+            "tasks has replaced the devices of this process, with all variables on them; change tf.config at the top "
+            "of the program"
         )
 
 
