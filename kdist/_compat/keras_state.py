@@ -61,14 +61,20 @@ class ProgramSettings:
 
 
 def as_in_this_thread(function: Callable[[], T]) -> Callable[[], T]:
-    """The function, which sees Keras's settings and its generator of seeds as this thread does, in any other."""
+    """The function, which sees Keras's settings and its generator of seeds as this thread does, in any other.
+
+    Nothing that Keras keeps for that other thread outlasts the call.
+    """
     if "keras" not in sys.modules:
         return function
     wanted = {name: value for name, value in _present().items() if name in (*_OF_THREAD, _SEEDS, _SCOPE)}
 
     def with_settings() -> T:
         _present().update(wanted)
-        return function()
+        try:
+            return function()
+        finally:
+            _present().clear()
 
     return with_settings
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -10,6 +13,12 @@ from typing import TypeVar
 from kdist._compat.keras_state import as_in_this_thread
 
 T = TypeVar("T")
+
+#: Where each thread that has nothing to do takes its next call from. They are kept: TensorFlow never frees what it
+#: remembers for a thread, some 400 bytes, and a step may be such a call.
+_idle: deque[queue.SimpleQueue[Callable[[], None]]] = deque()
+# The threads are not forked along.
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
@@ -23,5 +32,19 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - raised by `outcome.result`
             outcome.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = queue.SimpleQueue()
+        threading.Thread(target=_work, args=[calls], daemon=True).start()
+    calls.put(work)
     return outcome
+
+
+def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        work = calls.get()
+        work()
+        # Handles to objects on the tasks must not survive in this frame.
+        del work
+        _idle.append(calls)
