@@ -43,5 +43,8 @@ def _modules_in(module: object) -> list[ModuleType]:
 
 
 def _attributes(module: object) -> dict[str, Any]:
-    """What a module has, without loading a lazy one."""
-    return object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+    """What a module has, without loading a lazy one; what only looks like a module, as a library of cffi, has none."""
+    try:
+        return object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+    except AttributeError:
+        return {}

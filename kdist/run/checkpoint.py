@@ -273,9 +273,11 @@ class Checkpoints:
 
     def read(self, step: int) -> dict[str, np.ndarray] | None:
         """The values of the checkpoint, or delta, of a step; None if it, or one before it, is missing or damaged."""
-        chain = next((chain for chain in reversed(self._chains()) if step in (chain.full, *chain.deltas)), None)
-        if chain is None:
-            return None
+        # A full checkpoint may have a delta of its step beside it, which counts if it is damaged.
+        chains = (chain for chain in reversed(self._chains()) if step in (chain.full, *chain.deltas))
+        return next((values for chain in chains if (values := self._read(chain, step)) is not None), None)
+
+    def _read(self, chain: Chain, step: int) -> dict[str, np.ndarray] | None:
         self._fetch(self.path(chain.full))
         with suppress(*content.DAMAGE_ERRORS):
             values = content.values_of(self.path(chain.full))

@@ -285,7 +285,7 @@ def test_a_run_dir_at_a_url(folder: Path, mine: Path, done: Callable[..., str], 
 
 
 BROKEN = {
-    "sweep": {"0/trial.json": "{}"},
+    "sweep": {"multirun.yaml": "", "lr=1/trial.json": "{}"},
     "broken": {".hydra/config.yaml": "{model: [}"},
     "newer": {
         ".hydra/config.yaml": "{model: {_target_: keras.Model}, optimizer: {warmth: 3}}",

@@ -52,3 +52,16 @@ def test_what_only_the_program_has_loaded_cannot_be_imported(monkeypatch: pytest
 def test_a_module_that_is_missing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     op_libraries.load(["no_such_module_of_ops"])
     assert "no_such_module_of_ops: its ops cannot be loaded" in capsys.readouterr().err
+
+
+def test_what_only_looks_like_a_module_has_no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        """A library of cffi, as OpenSSL's, says that it is a module, and has no `__dict__`."""
+
+        __slots__ = ()
+        __class__ = ModuleType  # type: ignore[assignment]
+
+    module = ModuleType("with_a_library")
+    module.lib = Library()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "with_a_library", module)
+    assert "with_a_library" not in op_libraries.loaded_by()
