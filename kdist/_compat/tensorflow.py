@@ -35,6 +35,7 @@ __all__ = [
     "executor_scope",
     "filters_as_proto",
     "forget_copies_for_tasks",
+    "forget_numbers",
     "forget_server_def",
     "forget_traced_functions",
     "function_for_tasks",
