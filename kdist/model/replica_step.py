@@ -84,12 +84,13 @@ class ReplicaStep:
                     self.own = OwnTrainStep(model, batch_spec)
         if self.own is not None:
             self.returned, weights = self.own.returned, self.own.weights
+        _check_assigned(model, assigned)
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
         self.state = [v for v in others if not is_seed(v)]
         #: State to which a step does not just add, by index; complete when the step was traced.
         self._replaced = {i for i, v in enumerate(self.state) if not tf.as_dtype(v.dtype).is_floating}
         # The last one is the state that keras.random uses without a seed.
-        self.seeds = [*(v for v in others if is_seed(v)), *_untracked_seeds(model, assigned), global_seed()]
+        self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
         states = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
         self.worker_state = WorkerState(states, steps_per_epoch, begins_at)
         self.metrics = metric_variables(model, self.returned)
@@ -389,21 +390,18 @@ def _names_of_others(variables: Sequence[tf.Variable], known: Iterable[keras.Var
     return sorted(variable.name for variable in variables if id(variable) not in values)
 
 
-def _untracked_seeds(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> list[keras.Variable]:
-    """The states of random seeds that a step draws from, and that the model does not know: a loss may have one.
+def _check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> None:
+    """Refuses, with a `ConfigError`, a step that assigns a variable of Keras that the model does not know.
 
-    Raises:
-        ConfigError: it assigns another variable that the model does not know.
+    The states of random seeds have a place in the step's scope.
     """
     states = (variable for layer in stateful_layers(model) for variable in layer_states(layer))
     known = {id(v) for v in (*model.variables, *model.metrics_variables, *loss_tracker(model).variables, *states)}
-    unknown = [v for key, v in assigned.items() if key not in known and v is not global_seed()]
-    if others := [variable.path for variable in unknown if not is_seed(variable)]:
+    if others := [v.path for key, v in assigned.items() if key not in known and not is_seed(v)]:
         raise ConfigError(
             f"model {model.name}: a step assigns {', '.join(others)}, which the model does not have; make it with "
             "self.add_weight(..., trainable=False) of the model or a layer, or assign its owner to an attribute of them"
         )
-    return [variable for variable in unknown if is_seed(variable)]
 
 
 def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, list[tf.Variable]]:
