@@ -117,7 +117,7 @@ class AllReduce(StoreBackedStrategy):
                 parts = zip(self._stores, iterators, devices)
                 replicas = [Replica(store, iterator, compute, device) for store, iterator, device in parts]
                 packed = run_steps(replicas, num_steps, self._logs, self._exchange)
-                return self._in_each_replica(lambda context, local: context.all_gather(here(packed[local][None]), 0))[0]
+                return self._in_each_replica(partial(_all_rows, packed))[0]
 
             spec = [iterator_spec(self._make_dataset)] * len(self._stores)
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(spec)
@@ -174,7 +174,7 @@ class AllReduce(StoreBackedStrategy):
         of_each = [output.overflow for output in outputs if output.overflow is not None]
         if not of_each:
             return [None] * len(outputs)
-        gathered = self._in_each_replica(lambda context, local: context.all_gather(here(of_each[local][None]), 0))
+        gathered = self._in_each_replica(partial(_all_rows, of_each))
         return [tf.reduce_max(of_all) for of_all in gathered]
 
     def _factor(self, mean_weight: tf.Tensor | None) -> tf.Tensor | None:
@@ -233,6 +233,18 @@ def _first_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, loca
     numbers = [tf.cast(v, tf.int32) if v.dtype == tf.bool else v for v in values[local]]
     own = [tf.where(is_first, number, tf.zeros_like(number)) for number in numbers]
     return context.all_reduce(tf.distribute.ReduceOp.SUM, here(own))
+
+
+def _all_rows(rows: Sequence[tf.Tensor], context: tf.distribute.ReplicaContext, local: int) -> tf.Tensor:
+    """The rows of all replicas, `[replicas, ...]`: the sum of a replica's own, among zeros. All have the same shape.
+
+    `all_gather` lets the shapes differ, and so takes two messages.
+    """
+    row, replicas = rows[local], context.num_replicas_in_sync
+    index = int(tf.get_static_value(context.replica_id_in_sync_group))
+    zeros = tf.zeros_like(row)
+    among_zeros = tf.stack([row if i == index else zeros for i in range(replicas)])
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, here(among_zeros))
 
 
 def here(values: Any) -> Any:

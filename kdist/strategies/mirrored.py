@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import NumberedMirroredStrategy
+from kdist._compat.tensorflow import NumberedMirroredStrategy, number_collectives_when_traced
 from kdist.config.schema import MirroredOptions
 from kdist.errors import ConfigError
 from kdist.strategies.all_reduce import AllReduce
@@ -32,6 +32,7 @@ class Mirrored(AllReduce):
         self.batches_per_step = options.devices or len(tf.config.list_physical_devices("GPU"))
 
     def start(self, spec: TrainingSpec) -> None:
+        number_collectives_when_traced()
         self._start(spec, NumberedMirroredStrategy(self._devices()))
 
     def _devices(self) -> list[str]:

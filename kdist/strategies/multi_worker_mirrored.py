@@ -18,6 +18,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.tensorflow import number_collectives_when_traced
 from kdist.cluster import bind
 from kdist.cluster.bounded import in_thread
 from kdist.cluster.description import Description, compare
@@ -50,6 +51,7 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
         ConfigError: it has run one already.
         ClusterError: a worker did not join within `start_timeout` seconds.
     """
+    number_collectives_when_traced()
     if membership not in _distributions:
         meet(membership.spec.worker, membership.task.index, start_timeout, interface)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(

@@ -103,6 +103,36 @@ def test_two_mirrored_strategies_of_one_process_reduce_different_shapes() -> Non
         assert np.allclose(summed, np.ones(size))
 
 
+COLLECTIVES = """
+import tensorflow as tf
+from kdist._compat.tensorflow import NumberedMirroredStrategy, number_collectives_when_traced
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+number_collectives_when_traced()
+number_collectives_when_traced()
+strategy = NumberedMirroredStrategy(["CPU:0", "CPU:1"])
+
+def summed(values):
+    reduced = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.identity(values)))
+    return strategy.experimental_local_results(reduced)[0]
+
+for size in (3, None):
+    function = tf.function(summed, autograph=False).get_concrete_function(tf.TensorSpec([size]))
+    results = [function(tf.ones([length])).numpy().tolist() for length in ([3, 3] if size else [3, 4])]
+    print(len(function.graph.deferred_external_captures), results)
+"""
+
+
+def test_a_collective_gets_a_number_once_if_its_shape_is_static_and_otherwise_in_every_call() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, timeout=100, check=False, env=environment()
+    )
+    once, each = done.stdout.splitlines() or pytest.fail(done.stderr[-2000:])
+    assert once == "0 [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
+    assert int(each.split()[0]) > 0
+    assert each.endswith("[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]")
+
+
 def test_functions_of_the_kind_of_tf1_get_a_new_name_in_every_trace() -> None:
     def names() -> set[str]:
         labels, logits = tf.constant([[1, 2]]), tf.zeros([1, 4, 3])
