@@ -316,8 +316,19 @@ class FitRequest:
         batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
         return math.ceil(data.steps_per_epoch / batches_per_step)
 
+    def first_epoch(self, first_step: int) -> int:
+        """The number of the epoch that begins at `first_step`, that of the model, or began there in the resumed run."""
+        if self.resume in ("auto", "must") and (checkpoints := self.files.checkpoints()).newest() is not None:
+            return checkpoints.first_epoch(first_step)
+        return self.arguments.initial_epoch
+
     def training_spec(
-        self, data: TrainingData, *, last_step: int | None = None, steps_per_epoch: int | None = None
+        self,
+        data: TrainingData,
+        *,
+        last_step: int | None = None,
+        steps_per_epoch: int | None = None,
+        first_epoch: int = 0,
     ) -> TrainingSpec:
         """What a strategy is to run. What only checks the model need not know where the run and its epochs end."""
         model = self.source.model
@@ -337,6 +348,7 @@ class FitRequest:
             steps_per_epoch=steps_per_epoch,
             # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
             data_begins_at=int(step_counter(main_optimizer(model))),
+            first_epoch=first_epoch,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )
 

@@ -168,7 +168,7 @@ class LocalFit:
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
         first_step = int(step_counter(main_optimizer(model)))
-        first_epoch = 0 if resumes else arguments.initial_epoch
+        first_epoch = request.first_epoch(first_step)
         earlier = request.files.read_result().get("best") if resumes else None
         if arguments.steps is not None and 0 < arguments.steps <= first_step:
             raise ConfigError(
@@ -213,7 +213,9 @@ class LocalFit:
             prints_epochs=arguments.steps is None,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
-        spec = request.training_spec(data, last_step=last_step, steps_per_epoch=steps_per_epoch)
+        spec = request.training_spec(
+            data, last_step=last_step, steps_per_epoch=steps_per_epoch, first_epoch=first_epoch
+        )
         if request.hparams:
             # 0.1, and not 0.10000000149.
             rate = float(str(np.float32(spec.learning_rate(0))))

@@ -61,13 +61,13 @@ def _is_last(request: FitRequest, result: dict[str, Any], first_step: int, step:
         return True
     if arguments.steps is not None or arguments.epochs is None:
         return arguments.steps is not None and step >= arguments.steps
-    data = request.training_data
+    data, num_epochs = request.training_data, arguments.epochs - request.first_epoch(first_step)
     if data.passes is not None and data.splits is not None:
         state = request.files.checkpoints().data_state(step)
         data.splits.restore(state)
-        return state is not None and data.passes.pass_number >= arguments.epochs
+        return state is not None and data.passes.pass_number >= num_epochs
     steps_per_epoch = request.steps_per_epoch(data, replicas=result.get("workers"))
-    return steps_per_epoch is not None and step >= first_step + arguments.epochs * steps_per_epoch
+    return steps_per_epoch is not None and step >= first_step + num_epochs * steps_per_epoch
 
 
 def _gives_values(request: FitRequest, step: int) -> bool:

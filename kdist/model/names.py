@@ -25,8 +25,10 @@ AVERAGE = "average"
 SEED = "seed"
 #: The name of what was read of data that may end, in checkpoints: JSON.
 DATA_STATE = "data_state"
+#: The name, in checkpoints, of a global step and of the epoch that began there: the first one of the run.
+EPOCHS_BEGIN = "epochs_begin"
 #: What checkpoints have beside the values of the model.
-BESIDE = (SEED, DATA_STATE)
+BESIDE = (SEED, DATA_STATE, EPOCHS_BEGIN)
 #: The names, in deltas, of the step that a delta follows; and, before the name of a table, of its rows that have
 #: changed, and of ids that have lost their rows.
 FOLLOWS = "delta/follows"

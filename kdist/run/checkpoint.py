@@ -19,14 +19,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.console.warn import warn
 from kdist.errors import CheckpointError, NonFiniteError
-from kdist.model.names import DATA_STATE, FOLLOWS, SEED
+from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, FOLLOWS, SEED
 from kdist.parameters.changes import Since
 from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.run import checkpoint_content as content
@@ -290,12 +290,23 @@ class Checkpoints:
 
     def seed(self) -> int | None:
         """The seed of the run that saved the newest readable checkpoint; None without such a checkpoint."""
+        seed = self._in_newest(SEED)
+        return None if seed is None else int(seed)
+
+    def first_epoch(self, first_step: int) -> int:
+        """The epoch that began at the first step of the run; 0 if the newest readable checkpoint does not tell."""
+        begin = self._in_newest(EPOCHS_BEGIN)
+        return int(begin[1]) if begin is not None and begin[0] == first_step else 0
+
+    def _in_newest(self, name: str) -> Any:
+        """A value that the newest readable checkpoint has beside those of the model; None if there is none."""
         for step in reversed(self.steps()):
             path = self._path_of(step)
             self._fetch(path)
             # `restore` warns about damaged ones.
             with suppress(*content.DAMAGE_ERRORS):
-                return int(open_checkpoint(path).get_tensor(SEED))
+                reader = open_checkpoint(path)
+                return reader.get_tensor(name) if reader.has_tensor(name) else None
         return None
 
     def data_state(self, step: int) -> str | None:

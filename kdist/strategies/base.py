@@ -84,6 +84,7 @@ class TrainingSpec:
         stays_on_servers: whether the model, built, is too large for the chief.
         steps_per_epoch: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
+        first_epoch: the number of the epoch that began there.
         saves_deltas: whether it is marked which rows of tables change, so that checkpoints can be deltas.
     """
 
@@ -99,6 +100,7 @@ class TrainingSpec:
     stays_on_servers: Callable[[], bool] = lambda: False
     steps_per_epoch: int | None = None
     data_begins_at: int = 0
+    first_epoch: int = 0
     saves_deltas: bool = False
 
     @property

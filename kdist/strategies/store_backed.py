@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from kdist.cluster.bounded import in_thread
 from kdist.data.splits import Splits
-from kdist.model.names import DATA_STATE, GLOBAL_STEP, SEED
+from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, GLOBAL_STEP, SEED
 from kdist.parameters.changes import Since
 from kdist.parameters.histograms import Histograms
 from kdist.parameters.placement import PlacementPlan, wrong_id
@@ -154,7 +154,11 @@ class StoreBackedStrategy(Strategy):
     @property
     def _beside(self) -> dict[str, np.ndarray]:
         """What a checkpoint has beside the values."""
-        beside = {SEED: np.array(self._prepared.spec.seed, np.int64)}
+        spec = self._prepared.spec
+        beside = {
+            SEED: np.array(spec.seed, np.int64),
+            EPOCHS_BEGIN: np.array([spec.data_begins_at, spec.first_epoch], np.int64),
+        }
         return beside if self._splits is None else {**beside, DATA_STATE: np.array(self._splits.state(), object)}
 
     @property

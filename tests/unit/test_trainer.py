@@ -207,6 +207,25 @@ def test_epochs_are_numbered_as_by_keras_and_go_on_after_a_resume(run_dir: Path,
     assert fresh.result.global_step == 22
 
 
+def test_a_run_that_began_at_a_later_epoch_resumes_with_the_next_one(run_dir: Path, tmp_path: Path) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 2
+
+    def again(folder: Path, *callbacks: Any, **arguments: Any) -> tuple[list[int], int]:
+        trainer = kdist.Trainer(models.mlp, run_dir=folder, callbacks=callbacks)
+        return fit(trainer, **arguments).epoch, trainer.result.global_step
+
+    assert again(run_dir, Stop(), initial_epoch=2, epochs=4) == ([2], 4)
+    assert again(run_dir, initial_epoch=2, epochs=4) == ([2, 3], 8)
+    size = (run_dir / "metrics.csv").stat().st_size
+    assert again(run_dir, initial_epoch=2, epochs=4) == ([2, 3], 8)
+    assert (run_dir / "metrics.csv").stat().st_size == size
+    # A run that began at epoch 0: `initial_epoch` says, as for Keras, where to continue.
+    assert again(tmp_path / "other", epochs=2) == ([0, 1], 8)
+    assert again(tmp_path / "other", initial_epoch=2, epochs=4) == ([0, 1, 2, 3], 16)
+
+
 def test_a_fit_after_a_failed_one_goes_on_from_its_last_checkpoint(run_dir: Path) -> None:
     trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=10), FailOnce(25)])
     with pytest.raises(RuntimeError, match="the hook failed"):
