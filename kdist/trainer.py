@@ -218,7 +218,7 @@ class Trainer:
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
-        class_weight: Mapping[int, float] | None = None,
+        class_weight: Mapping[float, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,

@@ -177,7 +177,7 @@ def training_data(
     *,
     batch_size: int | None = None,
     shuffle: bool = True,
-    class_weight: Mapping[int, float] | None = None,
+    class_weight: Mapping[float, float] | None = None,
     seed: int | None = None,
     readers: Readers = Readers(),  # noqa: B008 - frozen
     preprocess: Callable[..., Any] | None = None,
@@ -191,7 +191,7 @@ def training_data(
         y, sample_weight: arrays like `x`; otherwise they are part of its elements.
         batch_size: examples per replica and step, for arrays and data that keeps arriving; 32 if None, as in Keras.
         shuffle: whether arrays are shuffled in each pass.
-        class_weight: class index -> weight of its examples.
+        class_weight: class -> weight of its examples, time steps or pixels.
         seed: makes shuffling repeatable; random if None.
         readers: who reads it.
         preprocess: prepares each batch, see `preprocessed`.
@@ -283,14 +283,26 @@ def _fed(source: BatchSource, readers: Readers) -> FedData:
 
 
 class _ClassWeighted(TrainingData):
-    """Other data with a sample weight by class, as for Keras's `class_weight`."""
+    """Other data with a sample weight by class, as for Keras's `class_weight`.
 
-    def __init__(self, data: TrainingData, class_weight: Mapping[int, float]) -> None:
+    Raises:
+        ConfigError: `class_weight` does not map numbers to numbers.
+    """
+
+    def __init__(self, data: TrainingData, class_weight: Mapping[float, float]) -> None:
         self._data = data
         self.steps_per_epoch = data.steps_per_epoch
         self.is_untried = data.is_untried
-        self._weights = np.ones(max(class_weight) + 1, dtype=np.float32)
-        self._weights[list(class_weight)] = list(class_weight.values())
+        # Labels are rounded to whole numbers: another key has no examples.
+        try:
+            given = {int(key): float(weight) for key, weight in class_weight.items() if int(key) == key}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"class_weight={class_weight!r}: must be a dict of class number -> weight, as {{0: 1.0, 1: 5.0}}"
+            ) from error
+        weights = {0: 1.0} | given
+        self._classes = np.array(sorted(weights), np.int64)
+        self._weights = np.array([weights[key] for key in sorted(weights)], np.float32)
 
     @property
     def splits(self) -> Splits | None:
@@ -314,18 +326,37 @@ class _ClassWeighted(TrainingData):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             if y is None or sample_weight is not None or tf.nest.is_nested(y):
                 raise ValueError("class_weight needs a single y, and no sample_weight beside it")
-            is_one_hot = y.shape.rank is not None and y.shape.rank > 1 and y.shape[-1] != 1
-            classes = tf.argmax(y, -1) if is_one_hot else tf.reshape(y, [-1])
-            classes = tf.cast(classes, tf.int64)
-            # Classes that class_weight does not mention have weight 1.
-            known = classes < len(self._weights)
-            weights = tf.gather(self._weights, tf.where(known, classes, 0))
-            return x, y, tf.where(known, weights, 1.0)
+            return x, y, self._weights_of(_classes_of(y))
 
         batches = self._data.dataset(context, *arguments)
         if isinstance(batches, tf.data.Dataset):
             return batches.map(add_weight)
         return add_weight(*batches) if isinstance(batches, tuple) else add_weight(batches)
+
+    def _weights_of(self, classes: tf.Tensor) -> tf.Tensor:
+        """The weight of each class; those that class_weight does not mention have weight 1."""
+        flat = tf.reshape(classes, [-1])
+        places = tf.minimum(tf.searchsorted(self._classes, flat), len(self._classes) - 1)
+        weights = tf.where(tf.gather(self._classes, places) == flat, tf.gather(self._weights, places), 1.0)
+        return tf.reshape(weights, tf.shape(classes))
+
+
+def _classes_of(y: tf.Tensor) -> tf.Tensor:
+    """The class of each label: the largest of several columns, or the nearest whole number in the only one.
+
+    The last axis has the columns, if there is more than one axis; so each time step or pixel has a class of its own.
+    """
+    if y.shape.rank is None:
+        raise ValueError("class_weight needs labels with a known number of axes; set their shape in the dataset")
+
+    def nearest(labels: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.round(labels) if labels.dtype.is_floating else labels, tf.int64)
+
+    if y.shape.rank < 2:
+        return nearest(y)
+    if y.shape[-1] is None:
+        return tf.cond(tf.shape(y)[-1] > 1, lambda: tf.argmax(y, -1), lambda: nearest(tf.squeeze(y, -1)))
+    return nearest(tf.squeeze(y, -1)) if y.shape[-1] == 1 else tf.argmax(y, -1)
 
 
 def _check_is_arrays(x: Any) -> None:

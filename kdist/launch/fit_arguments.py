@@ -33,7 +33,7 @@ class FitArguments:
     initial_epoch: int = 0
     steps_per_epoch: int | None = None
     shuffle: bool = True
-    class_weight: Mapping[int, float] | None = None
+    class_weight: Mapping[float, float] | None = None
     sample_weight: Any = None
     verbose: Any = RunConfig.verbose
     callbacks: Sequence[keras.callbacks.Callback] = ()

@@ -12,6 +12,7 @@ import keras
 import models
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import toy_data
 
 import kdist
@@ -156,6 +157,44 @@ def test_weights_of_samples_and_classes_count_as_in_keras(run_dir: Path) -> None
 
     assert_same_as_keras(build, x, y, run_dir, "local", sample_weight=weight)
     assert_same_as_keras(build, x, y, run_dir / "2", "local", class_weight={0: 0.2, 2: 3.0})
+
+
+SMOOTH = np.array([[0.9, 0.05, 0.05], [0.05, 0.05, 0.9], [0.05, 0.9, 0.05]], np.float32)
+LABELS: dict[str, tuple[str, Any, dict[float, float], bool]] = {
+    "time steps": ("sparse_categorical_crossentropy", np.arange(96).reshape(16, 6, 1) % 3, {0: 1, 2: 50}, True),
+    "smoothed, one-hot": ("categorical_crossentropy", SMOOTH[np.arange(48) % 3], {0: 1.0, 1: 5.0, 2: 9.0}, False),
+    "smoothed, of pixels": (
+        "categorical_crossentropy",
+        SMOOTH[np.arange(96).reshape(16, 6) % 3],
+        {1: 5.0, 2: 2.0},
+        True,
+    ),
+    "a column, smoothed": ("mse", np.array([[0.05], [0.95]] * 8, np.float32), {0: 0.5, 1: 4.0}, True),
+    "nearly whole": ("mse", np.array([0, 0.9999999] * 8, np.float32), {0: 0.5, 1: 4.0}, False),
+    "-1 and 1": ("hinge", np.array([[-1.0], [1.0]] * 8, np.float32), {-1: 0.5, 1: 4.0}, False),
+    "with keys of np.unique": ("mse", np.array([0, 2, 3, 1] * 4), {np.float64(k): k + 0.5 for k in range(4)}, False),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_class_weight_counts_by_the_label_of_each_place(kind: str, run_dir: Path) -> None:
+    loss, y, class_weight, from_dataset = LABELS[kind]
+    places = [6] if y.ndim == 3 else []
+    x = np.random.default_rng(0).normal(size=(len(y), *places, 4)).astype(np.float32)
+    data = (tf.data.Dataset.from_tensor_slices((x, y)).batch(8),) if from_dataset else (x, y)
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        units, activation = (3, "softmax") if loss.endswith("crossentropy") else (1, None)
+        model = keras.Sequential([keras.layers.Input(x.shape[1:]), keras.layers.Dense(units, activation=activation)])
+        model.compile("sgd", loss, weighted_metrics=["mae"])
+        return model
+
+    options: dict[str, Any] = {"class_weight": class_weight, "batch_size": None if from_dataset else 8}
+    expected = build().fit(*data, shuffle=False, verbose=0, **options).history
+    found = kdist.Trainer(build, run_dir=run_dir).fit(*data, shuffle=False, verbose=0, **options).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
 
 
 def test_weight_decay_keeps_its_exclusions(run_dir: Path) -> None:
