@@ -37,6 +37,7 @@ class Readers:
     Attributes:
         number: of workers that read.
         at_once: batches that a step takes in one process.
+        replicas: whose batches make one step.
         run_the_program: whether the readers are processes that each run the user's program.
         serve: whether they are tasks that the program calls.
         here: whether this process reads datasets for them: they cannot.
@@ -46,6 +47,7 @@ class Readers:
 
     number: int = 1
     at_once: int = 1
+    replicas: int = 1
     run_the_program: bool = False
     serve: bool = False
     here: bool = False
@@ -61,11 +63,12 @@ class Readers:
 class TrainingData(abc.ABC):
     """Data for the workers. A strategy traces `dataset` once and runs it on each worker with its `arguments`."""
 
-    #: Steps (of one batch each) in one pass over the data; None if it is not known.
-    steps_per_epoch: int | None = None
-
     #: Whether nobody knows that a task can read it before one has.
     is_untried: bool = False
+
+    def batches_per_pass(self, num_workers: int) -> int | None:
+        """Batches of all workers in one pass over the data; None if it is not known, or the data has no end."""
+        return None
 
     @property
     def splits(self) -> Splits | None:

@@ -26,9 +26,11 @@ class FedData(TrainingData):
         self.source = source
         self._readers = readers
         self._spec = source.element_spec
-        self.steps_per_epoch = source.num_batches
-        if self.steps_per_epoch is not None:
+        if source.num_batches is not None:
             self._readers = replace(readers, by_passes=False)
+
+    def batches_per_pass(self, num_workers: int) -> int | None:
+        return self.source.num_batches
 
     @cached_property
     def _queue(self) -> FeedQueue:

@@ -29,8 +29,10 @@ class PyDatasetShares(TrainingData):
         self._dataset = ShuffledBatches(dataset, seed)
         self._source = BatchSource(dataset)
         self._spec = self._source.element_spec
-        self.steps_per_epoch = len(self._dataset)
         self._pass: int | None = None
+
+    def batches_per_pass(self, num_workers: int) -> int:
+        return len(self._dataset)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         lock = threading.Lock()

@@ -59,10 +59,13 @@ class ArrayData(TrainingData):
         self._num_examples = lengths.pop()
         if self._num_examples == 0:
             raise ValueError("x holds no example")
-        self.steps_per_epoch = math.ceil(self._num_examples / batch_size)
         self._order = np.arange(self._num_examples)
         if shuffle:
             np.random.default_rng(self._seed).shuffle(self._order)
+
+    def batches_per_pass(self, num_workers: int) -> int:
+        # Of data that is not split, each worker's pass is a pass.
+        return self._batches_of_worker(num_workers) * (num_workers if self._is_split(num_workers) else 1)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [spec for column in self._columns for spec in column.specs(self._max_rows(num_workers))]
@@ -84,27 +87,56 @@ class ArrayData(TrainingData):
         """How many examples a worker gets at most."""
         return -(-self._num_examples // num_workers) if self._is_split(num_workers) else self._num_examples
 
+    def _batches_of_worker(self, num_workers: int) -> int:
+        """Batches of each worker in a pass over its examples, the same for all."""
+        return math.ceil(self._max_rows(num_workers) / self._batch_size)
+
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        shares = received(self._columns, self._max_rows(context.num_workers), arguments)
+        max_rows = self._max_rows(context.num_workers)
+        shares = received(self._columns, max_rows, arguments)
         num_examples = shares[0].num_rows
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
-        first_example = tf.cast(context.first_batch, tf.int64) * self._batch_size
-        first_pass, place = first_example // num_examples, first_example % num_examples
+        num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
+        first_pass, place = first_batch // num_batches, first_batch % num_batches
 
-        def order(number: tf.Tensor) -> tf.Tensor:
-            indices = tf.range(num_examples)
+        def batch_of(order: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
+            chosen = self._batch_of(order, batch, num_batches)
+            return tf.ensure_shape(chosen, [self._batch_size]) if self._are_full(context.num_workers) else chosen
+
+        def numbers_of(pass_number: tf.Tensor) -> tf.data.Dataset:
+            """The numbers of the examples of each batch of a pass."""
+            order = tf.range(num_examples)
             if self._shuffle:
                 # The seed determines a pass, so that a resumed run need not draw the earlier ones.
-                indices = tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, number]))
-            return indices[tf.where(number == first_pass, place, 0) :]
+                order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, pass_number]))
+            first = tf.where(pass_number == first_pass, place, 0)
+            return tf.data.Dataset.range(first, num_batches).map(lambda batch: batch_of(order, batch))
 
         # Shuffling indices and gathering whole batches is much cheaper than moving single examples.
-        passes = tf.data.Dataset.range(first_pass, tf.int64.max).map(order)
-        batches = passes.rebatch(self._batch_size, drop_remainder=True).map(
+        numbers = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(numbers_of)
+        batches = numbers.map(
             lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares])
         )
-        is_large = any(column.is_large(self._max_rows(context.num_workers)) for column in self._columns)
-        return without_copies(batches) if is_large else batches
+        return without_copies(batches) if any(column.is_large(max_rows) for column in self._columns) else batches
+
+    def _are_full(self, num_workers: int) -> bool:
+        """Whether all batches have the same size, which models for batches of one size need."""
+        workers = num_workers if self._is_split(num_workers) else 1
+        return self._num_examples % (workers * self._batch_size) == 0
+
+    def _batch_of(self, order: tf.Tensor, batch: tf.Tensor, num_batches: int) -> tf.Tensor:
+        """The examples of one batch of a pass, by their order in it. As in Keras, the last one may have fewer.
+
+        A worker with one example less than others may have none left for its last batch, where synchronous replicas
+        need one: it takes one of the batch before. If that has only one, both have it.
+        """
+        num_examples = tf.size(order, tf.int64)
+
+        def begin(batch: tf.Tensor) -> tf.Tensor:
+            return tf.maximum(tf.minimum(batch * self._batch_size, num_examples - (num_batches - batch)), 0)
+
+        first = begin(batch)
+        return order[first : tf.maximum(begin(batch + 1), first + 1)]
 
 
 class DatasetData(TrainingData):
@@ -118,10 +150,13 @@ class DatasetData(TrainingData):
         cardinality = int(dataset.cardinality().numpy())
         if cardinality == 0:
             raise ValueError("the dataset is empty")
-        self.steps_per_epoch = cardinality if cardinality > 0 else None
+        self._num_batches = cardinality if cardinality > 0 else None
         self._element_spec = dataset.element_spec
         self._graph = dataset_graph(dataset, num_iterators)
         self.is_untried = uses_libraries(self._graph)
+
+    def batches_per_pass(self, num_workers: int) -> int | None:
+        return self._num_batches
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string)]
@@ -176,6 +211,7 @@ def training_data(
     sample_weight: Any = None,
     *,
     batch_size: int | None = None,
+    steps_per_epoch: int | None = None,
     shuffle: bool = True,
     class_weight: Mapping[float, float] | None = None,
     seed: int | None = None,
@@ -189,7 +225,9 @@ def training_data(
             `(DataContext) -> tf.data.Dataset` of batches, data that keeps arriving, or what only this process can read,
             see `BatchSource`; `TrainingData` is returned as it is.
         y, sample_weight: arrays like `x`; otherwise they are part of its elements.
-        batch_size: examples per replica and step, for arrays and data that keeps arriving; 32 if None, as in Keras.
+        batch_size: examples per replica and step, for arrays and data that keeps arriving. As in Keras, if it is None,
+            arrays are read in `steps_per_epoch` steps, and without that it is 32.
+        steps_per_epoch: as given to `fit`.
         shuffle: whether arrays are shuffled in each pass.
         class_weight: class -> weight of its examples, time steps or pixels.
         seed: makes shuffling repeatable; random if None.
@@ -204,6 +242,10 @@ def training_data(
     data: TrainingData
     if isinstance(x, TrainingData):
         return x
+
+    def size_of_batches(arrays: Any) -> int:
+        return math.ceil(_num_examples(arrays) / (steps_per_epoch * readers.replicas)) if steps_per_epoch else 32
+
     if preprocess is not None:
         x, y, sample_weight = preprocessed(preprocess, x, y, sample_weight, batch_size), None, None
     if isinstance(x, SplitSource):
@@ -218,12 +260,12 @@ def training_data(
         is_function = is_dataset_function(x)
         data = _data_of_function(x, batch_size, readers) if is_function else _data_of_batches(x, shuffle, seed, readers)
     elif has_sparse_matrix(x, y, sample_weight):
-        source = BatchSource(x, y, sample_weight, batch_size=batch_size or 32, shuffle=shuffle)
+        source = BatchSource(x, y, sample_weight, batch_size=batch_size or size_of_batches(x), shuffle=shuffle)
         data = _fed(source, readers)
     else:
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
-        data = ArrayData(arrays, batch_size=batch_size or 32, shuffle=shuffle, seed=seed)
+        data = ArrayData(arrays, batch_size=batch_size or size_of_batches(x), shuffle=shuffle, seed=seed)
     return _ClassWeighted(data, class_weight) if class_weight else data
 
 
@@ -291,7 +333,6 @@ class _ClassWeighted(TrainingData):
 
     def __init__(self, data: TrainingData, class_weight: Mapping[float, float]) -> None:
         self._data = data
-        self.steps_per_epoch = data.steps_per_epoch
         self.is_untried = data.is_untried
         # Labels are rounded to whole numbers: another key has no examples.
         try:
@@ -303,6 +344,9 @@ class _ClassWeighted(TrainingData):
         weights = {0: 1.0} | given
         self._classes = np.array(sorted(weights), np.int64)
         self._weights = np.array([weights[key] for key in sorted(weights)], np.float32)
+
+    def batches_per_pass(self, num_workers: int) -> int | None:
+        return self._data.batches_per_pass(num_workers)
 
     @property
     def splits(self) -> Splits | None:
@@ -449,6 +493,11 @@ def arrays_for_keras(tree: Any) -> Any:
     return tf.nest.map_structure(for_keras, as_tuples(tree))
 
 
+def _num_examples(arrays: Any) -> int:
+    first = tf.nest.flatten(as_tuples(arrays))[0]
+    return first.shape[0] if is_scipy_sparse(first) else len(as_array(first))
+
+
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:
     """Splits off the last fraction of the arrays, before any shuffling, as Keras does.
 
@@ -460,8 +509,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     """
     if has_labels(x):
         raise ConfigError("validation_split works with arrays only; give validation_data")
-    first = tf.nest.flatten(x)[0]
-    num_examples = first.shape[0] if is_scipy_sparse(first) else len(first)
+    num_examples = _num_examples(x)
     split = math.floor(num_examples * (1.0 - validation_split))
     if not 0 < split < num_examples:
         raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")

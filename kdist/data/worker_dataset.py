@@ -1,8 +1,7 @@
 """What one worker reads: a sequence of batches, each with a fresh random seed.
 
-Every worker repeats its data and draws full batches from it, so that a step always uses `batch_size` examples and only
-the session decides when to stop. The seeds, for Dropout and the like, are derived from `seed` and the worker's index,
-so that no random state is shared through a parameter server.
+Every worker repeats its data, so that only the session decides when to stop. The seeds, for Dropout and the like, are
+derived from `seed` and the worker's index, so that no random state is shared through a parameter server.
 """
 
 from __future__ import annotations

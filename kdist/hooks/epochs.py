@@ -10,6 +10,7 @@ import keras
 
 from kdist.console import lines
 from kdist.console.warn import warn
+from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError, TaskError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.metrics_recorder import MetricsRecorder
@@ -32,7 +33,7 @@ class EpochRecorder(Hook):
     Args:
         history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
         callbacks: called at the events of training; includes the history.
-        steps_per_epoch: steps per epoch; without it, and without `passes`, the whole run is one epoch.
+        lengths: of the epochs; without it, and without `passes`, the whole run is one epoch.
         passes: each is an epoch.
         epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
@@ -53,7 +54,7 @@ class EpochRecorder(Hook):
     history: keras.callbacks.History
     callbacks: Callbacks
     _: KW_ONLY
-    steps_per_epoch: int | None
+    lengths: EpochLengths | None
     passes: Passes | None = None
     epochs: int | None = None
     first_step: int = 0
@@ -107,6 +108,7 @@ class EpochRecorder(Hook):
             self.callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
         # A run never passes the end of an epoch, but repeated steps of a lost worker may.
         if self._epoch_at(step) > self._epoch:
+            self._warn_of_end_of_data()
             self._finish_epoch(context.session, validate=self._is_validation_epoch(), is_complete=True)
             self._epoch = self._epoch_at(step)
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
@@ -150,8 +152,8 @@ class EpochRecorder(Hook):
         if self.callbacks.wants_batches:
             return 1
         due = []
-        if self.steps_per_epoch:
-            due.append(self.steps_per_epoch - (step - self.first_step) % self.steps_per_epoch)
+        if self.lengths is not None:
+            due.append(self.lengths.begin_of(self.lengths.epoch_at(step) + 1) - step)
         if self.validation_every_steps:
             due.append(self.validation_every_steps - step % self.validation_every_steps)
         return min(due, default=None)
@@ -163,7 +165,7 @@ class EpochRecorder(Hook):
     @property
     def _have_an_end(self) -> bool:
         """Whether epochs have a known length, or are passes."""
-        return self.steps_per_epoch is not None or self.passes is not None
+        return self.lengths is not None or self.passes is not None
 
     def _is_past_last(self, epoch: int) -> bool:
         return self.epochs is not None and epoch >= self.epochs
@@ -171,19 +173,29 @@ class EpochRecorder(Hook):
     def _epoch_at(self, step: int) -> int:
         if self.passes is not None:
             return self.first_epoch + self.passes.pass_number
-        if not self.steps_per_epoch:
+        if self.lengths is None:
             return self.first_epoch
-        return self.first_epoch + (step - self.first_step) // self.steps_per_epoch
+        return self.first_epoch + self.lengths.epoch_at(step)
 
     def _batch_at(self, step: int) -> int:
-        since = step - (self._pass_began if self.passes is not None else self.first_step)
-        return since % self.steps_per_epoch if self.steps_per_epoch else since
+        if self.passes is not None or self.lengths is None:
+            return step - (self._pass_began if self.passes is not None else self.first_step)
+        return self.lengths.batch_at(step)
 
     def _is_validation_epoch(self) -> bool:
         epoch = self._epoch + 1
         if isinstance(self.validation_freq, int):
             return epoch % self.validation_freq == 0
         return epoch in self.validation_freq
+
+    def _warn_of_end_of_data(self) -> None:
+        """Warns, as Keras does, of an epoch that the data has ended."""
+        lengths, epoch = self.lengths, self._epoch - self.first_epoch
+        if lengths is not None and (length := lengths.length_of(epoch)) < lengths.steps_per_epoch:
+            warn(
+                f"your input ran out of data in epoch {self._epoch + 1}, after {length} of {lengths.steps_per_epoch} "
+                "steps (steps_per_epoch); for epochs of one length, repeat it: dataset.repeat()"
+            )
 
     def _finish_epoch(self, session: Session, *, validate: bool, is_complete: bool) -> None:
         if self._totals is None:
@@ -246,8 +258,7 @@ def fill(history: keras.callbacks.History, epochs: Iterable[Epoch]) -> None:
 def last_step_of(
     steps: int | None,
     epochs: int | None,
-    steps_per_epoch: int | None,
-    first_step: int,
+    lengths: EpochLengths | None,
     first_epoch: int,
     *,
     by_passes: bool = False,
@@ -263,10 +274,10 @@ def last_step_of(
         return steps
     if epochs <= first_epoch:
         raise ConfigError(f"epochs={epochs}: must be more than initial_epoch={first_epoch}")
-    if steps_per_epoch is None:
+    if lengths is None:
         if epochs - first_epoch == 1 or by_passes:
             return None
         raise ConfigError(
             f"epochs={epochs}: the length of the data is not known; give steps (train.steps) or steps_per_epoch"
         )
-    return first_step + (epochs - first_epoch) * steps_per_epoch
+    return lengths.begin_of(epochs - first_epoch)

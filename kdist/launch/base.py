@@ -26,6 +26,7 @@ from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.data.base import Readers, TrainingData
+from kdist.data.epoch_lengths import EpochLengths
 from kdist.dispatch import connection
 from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import WorkerPool
@@ -278,11 +279,15 @@ class FitRequest:
         return data
 
     def _readers(self) -> Readers:
-        strategy = self.strategy
+        strategy, number = self.strategy, max(1, self.strategy.shape.num_workers)
+        run_the_program = strategy.name == "multi_worker_mirrored"
+        # All-reduce workers know more only when they have joined each other.
+        replicas = number if run_the_program else strategy.make().batches_per_step
         return Readers(
-            number=max(1, strategy.shape.num_workers),
-            at_once=strategy.make().batches_per_step if strategy.name == "mirrored" else 1,
-            run_the_program=strategy.name == "multi_worker_mirrored",
+            number=number,
+            at_once=replicas if strategy.name == "mirrored" else 1,
+            replicas=replicas,
+            run_the_program=run_the_program,
             serve=strategy.shape.num_ps > 0,
             by_passes=self.arguments.ends_by_epochs,
             timeout=strategy.cluster.step_timeout,
@@ -304,17 +309,30 @@ class FitRequest:
                 f"strategy.local_steps={self.strategy.config.local_steps}: with {what} a step is one batch; use 1"
             )
 
-    def steps_per_epoch(self, data: TrainingData, replicas: int | None = None) -> int | None:
-        """Global steps of an epoch; None if neither the arguments nor the data say how many.
+    def epoch_lengths(self, data: TrainingData, replicas: int | None = None) -> EpochLengths | None:
+        """Global steps of epochs; None if neither the arguments nor the data say how many.
 
         Args:
             replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
-        if self.arguments.steps_per_epoch is not None or data.steps_per_epoch is None:
-            return self.arguments.steps_per_epoch
+        steps_per_epoch = self.arguments.steps_per_epoch
+        if self.arguments.steps is not None and steps_per_epoch is not None:
+            # Training does not end with the data.
+            return EpochLengths.of(steps_per_epoch, None, self._data_begins_at)
         joins = self.strategy.name == "multi_worker_mirrored"
         batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
-        return math.ceil(data.steps_per_epoch / batches_per_step)
+        all_reduce = self.strategy.name in registry.ALL_REDUCE
+        batches = data.batches_per_pass(batches_per_step if all_reduce else max(1, self.strategy.shape.num_workers))
+        steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
+        return EpochLengths.of(steps_per_epoch, steps_per_pass, self._data_begins_at)
+
+    @property
+    def _data_begins_at(self) -> int:
+        """The global step at which the data, and the first epoch, begin.
+
+        The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
+        """
+        return int(step_counter(main_optimizer(self.source.model)))
 
     def first_epoch(self, first_step: int) -> int:
         """The number of the epoch that begins at `first_step`, that of the model, or began there in the resumed run."""
@@ -327,7 +345,7 @@ class FitRequest:
         data: TrainingData,
         *,
         last_step: int | None = None,
-        steps_per_epoch: int | None = None,
+        epoch_lengths: EpochLengths | None = None,
         first_epoch: int = 0,
     ) -> TrainingSpec:
         """What a strategy is to run. What only checks the model need not know where the run and its epochs end."""
@@ -345,9 +363,8 @@ class FitRequest:
             grace_secs=self.grace_secs,
             on_servers=self.strategy.shape.num_ps > 0,
             stays_on_servers=lambda: self.keeps_model_on_servers,
-            steps_per_epoch=steps_per_epoch,
-            # The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
-            data_begins_at=int(step_counter(main_optimizer(model))),
+            epoch_lengths=epoch_lengths,
+            data_begins_at=self._data_begins_at,
             first_epoch=first_epoch,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )

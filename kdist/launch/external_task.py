@@ -66,7 +66,7 @@ class ExternalTask(Launcher):
         strategy_request.agree()
         strategy: Any = strategy_request.make()
         data = request.training_data
-        is_at_end = strategy.follow(request.training_spec(data, steps_per_epoch=request.steps_per_epoch(data)))
+        is_at_end = strategy.follow(request.training_spec(data, epoch_lengths=request.epoch_lengths(data)))
         if strategy_request.cluster.stay and not is_at_end:
             raise ChiefStoppedError(f"{task}: the chief was told to stop")
         model = request.source.model

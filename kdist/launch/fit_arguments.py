@@ -106,6 +106,7 @@ class FitArguments:
             self.y,
             self.sample_weight,
             batch_size=self.batch_size,
+            steps_per_epoch=self.steps_per_epoch,
             shuffle=self.shuffle,
             class_weight=self.class_weight,
             seed=seed,

@@ -163,7 +163,7 @@ class LocalFit:
     def _make_session(self) -> TrainSession:
         request, arguments, model = self._request, self._request.arguments, self._model
         data, make_strategy = self._data_and_strategy()
-        steps_per_epoch = request.steps_per_epoch(data)
+        lengths = request.epoch_lengths(data)
         checkpoints = request.files.checkpoints()
         resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
@@ -178,8 +178,7 @@ class LocalFit:
         last_step = last_step_of(
             arguments.steps,
             arguments.epochs,
-            steps_per_epoch,
-            first_step,
+            lengths,
             first_epoch,
             by_passes=data.passes is not None,
         )
@@ -187,7 +186,8 @@ class LocalFit:
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         listed = [*others, self._history]
-        callbacks = self._make_callbacks(listed, model, epochs=arguments.epochs, steps=steps_per_epoch)
+        steps = lengths and lengths.steps_per_epoch
+        callbacks = self._make_callbacks(listed, model, epochs=arguments.epochs, steps=steps)
         self._validate = validate = Validator(model, arguments.validation, callbacks, self._stays_on_servers)
         has_evaluator = request.strategy.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:
@@ -198,7 +198,7 @@ class LocalFit:
         self._recorder = recorder = EpochRecorder(
             self._history,
             callbacks,
-            steps_per_epoch=steps_per_epoch,
+            lengths=lengths,
             passes=data.passes,
             epochs=arguments.epochs,
             first_step=first_step,
@@ -213,9 +213,7 @@ class LocalFit:
             prints_epochs=arguments.steps is None,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
-        spec = request.training_spec(
-            data, last_step=last_step, steps_per_epoch=steps_per_epoch, first_epoch=first_epoch
-        )
+        spec = request.training_spec(data, last_step=last_step, epoch_lengths=lengths, first_epoch=first_epoch)
         if request.hparams:
             # 0.1, and not 0.10000000149.
             rate = float(str(np.float32(spec.learning_rate(0))))

@@ -66,8 +66,8 @@ def _is_last(request: FitRequest, result: dict[str, Any], first_step: int, step:
         state = request.files.checkpoints().data_state(step)
         data.splits.restore(state)
         return state is not None and data.passes.pass_number >= num_epochs
-    steps_per_epoch = request.steps_per_epoch(data, replicas=result.get("workers"))
-    return steps_per_epoch is not None and step >= first_step + num_epochs * steps_per_epoch
+    lengths = request.epoch_lengths(data, replicas=result.get("workers"))
+    return lengths is not None and step >= lengths.begin_of(num_epochs)
 
 
 def _gives_values(request: FitRequest, step: int) -> bool:
@@ -101,7 +101,7 @@ def _history(request: FitRequest, first_step: int, step: int) -> keras.callbacks
         warn(f"{error}; the history is empty")
         rows = []
     data = request.training_data
-    has_epochs = request.arguments.steps_per_epoch is not None or data.steps_per_epoch is not None
+    has_epochs = request.arguments.steps_per_epoch is not None or data.batches_per_pass(1) is not None
     epochs = epochs_of(
         rows,
         after=first_step,

@@ -6,7 +6,7 @@ Where the values come from and where the gradients go is the strategy's business
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +51,7 @@ class ReplicaStep:
     Args:
         model: a compiled model: Sequential, Functional or subclassed. It is built if necessary.
         batch_spec: nested type specs of a batch: x alone, or a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
-        steps_per_epoch, begins_at: those of `WorkerState`.
+        epoch_at: that of `WorkerState`.
 
     Attributes:
         updates: what it updates, and in how many phases.
@@ -67,7 +67,7 @@ class ReplicaStep:
     """
 
     def __init__(
-        self, model: keras.Model, batch_spec: Any, steps_per_epoch: int | None = None, begins_at: int = 0
+        self, model: keras.Model, batch_spec: Any, epoch_at: Callable[[tf.Tensor], tf.Tensor] | None = None
     ) -> None:
         self.model = model
         #: The model's own `train_step`, if it has one.
@@ -92,7 +92,7 @@ class ReplicaStep:
         # The last one is the state that keras.random uses without a seed.
         self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
         states = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
-        self.worker_state = WorkerState(states, steps_per_epoch, begins_at)
+        self.worker_state = WorkerState(states, epoch_at)
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")

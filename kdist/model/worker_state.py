@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,19 +19,18 @@ class WorkerState:
 
     Args:
         variables: the states in the model.
-        steps_per_epoch: at the beginning of an epoch states are zeros again; None: there are no epochs.
-        begins_at: the global step at which the first epoch begins.
+        epoch_at: the number of the epoch at a global step; when one begins, states are zeros again. None: there are no
+            epochs.
 
     Attributes:
         variables: as given.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable], steps_per_epoch: int | None, begins_at: int) -> None:
+    def __init__(self, variables: Sequence[keras.Variable], epoch_at: Callable[[tf.Tensor], tf.Tensor] | None) -> None:
         self.variables = list(variables)
         self._specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
         self._specs.append(tf.TensorSpec([len(variables)], tf.int64))
-        self._steps_per_epoch = steps_per_epoch
-        self._begins_at = begins_at
+        self._epoch_at = epoch_at
         #: Each fit has its own.
         self._name = f"worker_state_{uuid.uuid4().hex}"
         #: The handles in a graph and their last values there, by device. Within a call values pass from step to step
@@ -46,7 +45,7 @@ class WorkerState:
             resets: int64 `[number of states]`: how often each was reset so far.
         """
         handles, (*values, seen) = self._find()
-        epoch = (global_step - self._begins_at) // self._steps_per_epoch if self._steps_per_epoch else 0
+        epoch = 0 if self._epoch_at is None else self._epoch_at(global_step)
         # Any other value means that a state belongs to the past; at first it is zero in any case.
         now = resets * 2**32 + tf.cast(epoch, tf.int64)
         fresh = [tf.where(same, value, tf.zeros_like(value)) for same, value in zip(tf.unstack(now == seen), values)]

@@ -16,6 +16,7 @@ from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
 from kdist.config.scheduler import GRACE_SECS
 from kdist.data.base import TrainingData
+from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup
@@ -82,7 +83,7 @@ class TrainingSpec:
         grace_secs: seconds that an interrupted run has to end.
         on_servers: whether parameter servers have the values, and make those of large tables.
         stays_on_servers: whether the model, built, is too large for the chief.
-        steps_per_epoch: of all replicas together; None if nobody knows.
+        epoch_lengths: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
         first_epoch: the number of the epoch that began there.
         saves_deltas: whether it is marked which rows of tables change, so that checkpoints can be deltas.
@@ -98,7 +99,7 @@ class TrainingSpec:
     grace_secs: float = GRACE_SECS
     on_servers: bool = False
     stays_on_servers: Callable[[], bool] = lambda: False
-    steps_per_epoch: int | None = None
+    epoch_lengths: EpochLengths | None = None
     data_begins_at: int = 0
     first_epoch: int = 0
     saves_deltas: bool = False

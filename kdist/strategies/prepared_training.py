@@ -239,5 +239,5 @@ def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
     )
     batch_spec, _ = element_spec(example)
     with made_on_servers() if spec.on_servers else nullcontext():
-        step = ReplicaStep(spec.model, batch_spec, spec.steps_per_epoch, spec.data_begins_at)
+        step = ReplicaStep(spec.model, batch_spec, spec.epoch_lengths.epoch_at if spec.epoch_lengths else None)
     return PreparedTraining(spec, step, num_workers)

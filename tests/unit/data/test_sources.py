@@ -41,11 +41,49 @@ def test_parts_of_shuffled_arrays_are_random() -> None:
         assert 60 < classes.sum() < 140
 
 
-def test_x_and_y_stay_together_and_every_batch_is_full() -> None:
-    data = training_data(numbers(30), -numbers(30), batch_size=4)
-    for (x, y), _ in batches(data, 2, 1, 10):
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_x_and_y_stay_together_and_the_last_batch_of_a_pass_has_what_is_left(shuffle: bool) -> None:
+    data = training_data(numbers(30), -numbers(30), batch_size=4, shuffle=shuffle)
+    assert data.batches_per_pass(1) == 8
+    read = batches(data, 1, 0, 16)
+    assert [len(x) for (x, _), _ in read] == [*[4] * 7, 2] * 2
+    for (x, y), _ in read:
         np.testing.assert_array_equal(x, -y)
-        assert len(x) == 4
+    for one_pass in read[:8], read[8:]:
+        assert sorted(np.concatenate([x for (x, _), _ in one_pass])) == list(range(30))
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "sizes"),
+    [(30, [[4, 4, 4, 3]] * 2), (17, [[4, 4, 1], [4, 3, 1]]), (16, [[4, 4]] * 2), (3, [[2], [1]])],
+)
+def test_all_workers_have_as_many_batches_and_together_each_example_once(
+    num_examples: int, sizes: list[list[int]]
+) -> None:
+    data = training_data(numbers(num_examples), batch_size=4)
+    number = len(sizes[0])
+    assert data.batches_per_pass(2) == 2 * number
+    read = [[x for x, _ in batches(data, 2, worker, number)] for worker in (0, 1)]
+    assert [[len(x) for x in of_worker] for of_worker in read] == sizes
+    assert sorted(np.concatenate([*read[0], *read[1]])) == list(range(num_examples))
+
+
+def test_a_worker_without_an_example_for_its_last_batch_of_one_has_one_twice() -> None:
+    data = training_data(numbers(3), batch_size=1, shuffle=False)
+    assert [[list(x) for x, _ in batches(data, 2, worker, 2)] for worker in (0, 1)] == [[[0], [2]], [[1], [1]]]
+
+
+def test_batches_have_a_static_size_if_all_are_full() -> None:
+    for num_examples, size in ((32, 4), (30, None)):
+        data = training_data(numbers(num_examples), batch_size=4)
+        spec = worker_dataset(data, num_workers=2, batch_size=4, num_seeds=0, seed=0).structured_outputs.element_spec
+        assert spec[0].shape == [size]
+
+
+def test_without_a_batch_size_arrays_are_read_in_the_steps_of_an_epoch() -> None:
+    for replicas, size in ((1, 6), (2, 3)):
+        data = training_data(numbers(30), steps_per_epoch=5, shuffle=False, readers=Readers(replicas=replicas))
+        assert len(batches(data, 1, 0, 1)[0][0]) == size
 
 
 def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:
@@ -70,7 +108,7 @@ def test_arrays_go_on_at_any_batch_as_if_they_had_been_read_from_the_beginning(
     read = [x for x, _ in batches(data, num_workers, worker, 20)]
     for first in (1, 7, 8, 15):
         resumed = [x for x, _ in batches(data, num_workers, worker, 5, first_batch=first)]
-        np.testing.assert_array_equal(resumed, read[first : first + 5])
+        assert [list(x) for x in resumed] == [list(x) for x in read[first : first + 5]]
 
 
 def test_datasets_go_on_at_their_place_in_a_pass() -> None:
@@ -120,7 +158,7 @@ def test_seeds_differ_between_workers_and_steps_and_runs() -> None:
 def test_a_dataset_object_travels_and_is_shared_out() -> None:
     dataset = tf.data.Dataset.range(12).map(lambda i: (i, -i)).batch(2)
     data = training_data(dataset)
-    assert data.steps_per_epoch == 6
+    assert data.batches_per_pass(2) == 6
     seen = [np.concatenate([x for (x, _), _ in batches(data, 2, worker, 3)]) for worker in (0, 1)]
     assert sorted(np.concatenate(seen)) == list(range(12))
 
@@ -197,7 +235,7 @@ def test_a_dataset_function_is_told_worker_count_and_batch_size() -> None:
         return tf.data.Dataset.range(9).shard(context.num_workers, context.worker_index).batch(3)
 
     data = training_data(function)
-    assert data.steps_per_epoch is None
+    assert data.batches_per_pass(1) is None
     assert [list(batches(data, 3, worker, 1)[0][0]) for worker in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 

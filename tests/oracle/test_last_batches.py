@@ -1,0 +1,94 @@
+"""Examples that do not fill the last batch, and epochs that do not end with the data: the numbers of Keras."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import models
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import toy_data
+
+import kdist
+
+X, Y = (part[:20] for part in toy_data())
+
+
+class Batches(keras.callbacks.Callback):
+    """The batches of each epoch, and what Keras says of how many there will be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.seen.append(self.params["steps"])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(f"epoch {epoch}")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(batch)
+
+
+def dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "arrays": ((X, Y), {"batch_size": 8, "epochs": 3}),
+    "arrays and fewer steps": ((X, Y), {"batch_size": 8, "epochs": 4, "steps_per_epoch": 2}),
+    "arrays and more steps": ((X, Y), {"batch_size": 8, "epochs": 2, "steps_per_epoch": 5}),
+    "arrays without a batch size": ((X, Y), {"epochs": 2, "steps_per_epoch": 3}),
+    "a dataset and fewer steps": ((dataset(),), {"epochs": 4, "steps_per_epoch": 2}),
+    "a dataset and more steps": ((dataset(),), {"epochs": 2, "steps_per_epoch": 5}),
+    "fewer examples than a batch": ((X[:3], Y[:3]), {"epochs": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(?i).*your input ran out of data")
+@pytest.mark.parametrize("name", CASES)
+def test_weights_history_and_batches_are_those_of_keras(name: str, run_dir: Path) -> None:
+    data, arguments = CASES[name]
+    keras.utils.set_random_seed(3)
+    ours, theirs = models.mlp("sgd"), models.mlp("sgd")
+    theirs.set_weights(ours.get_weights())
+    of_ours, of_theirs = Batches(), Batches()
+    expected = theirs.fit(*data, verbose=0, shuffle=False, callbacks=[of_theirs], **arguments)
+    trainer = kdist.Trainer(ours, run_dir=run_dir, callbacks=[of_ours])
+    history = trainer.fit(*data, verbose=0, shuffle=False, **arguments)
+    assert of_ours.seen == of_theirs.seen
+    assert history.history.keys() == expected.history.keys()
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(history.history[key], values, rtol=1e-5, err_msg=key)
+    for value, wanted in zip(ours.get_weights(), theirs.get_weights()):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_that_stopped_within_a_pass_goes_on_there(run_dir: Path) -> None:
+    """Epochs of 2 and 1 steps: the run stops after the fourth step, in the middle of its third epoch."""
+    keras.utils.set_random_seed(3)
+    arguments: dict[str, Any] = {"batch_size": 8, "steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+    whole, first = models.mlp("sgd"), models.mlp("sgd")
+    first.set_weights(whole.get_weights())
+    start = whole.get_weights()
+    expected = whole.fit(X, Y, epochs=4, **arguments)
+    saver = kdist.hooks.CheckpointSaver(every_steps=1)
+    hooks = [saver, kdist.hooks.StopAtStep(4)]
+    kdist.Trainer(first, run_dir=run_dir, hooks=hooks).fit(X, Y, epochs=4, **arguments)
+    again = models.mlp("sgd")
+    again.set_weights(start)
+    history = kdist.Trainer(again, run_dir=run_dir, hooks=[saver]).fit(X, Y, epochs=4, **arguments)
+    assert history.epoch == [0, 1, 2, 3]
+    np.testing.assert_allclose(history.history["loss"][-1], expected.history["loss"][-1], rtol=1e-5)
+    for value, wanted in zip(again.get_weights(), whole.get_weights()):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_steps_go_on_repeating_the_data(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    history = trainer.fit(X, Y, batch_size=8, steps=10, steps_per_epoch=5, verbose=0)
+    assert (trainer.result.global_step, history.epoch) == (10, [0, 1])

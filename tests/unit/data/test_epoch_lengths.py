@@ -1,0 +1,46 @@
+"""Epochs end where Keras ends them."""
+
+import keras
+import numpy as np
+import pytest
+
+from kdist.data.epoch_lengths import EpochLengths
+
+
+class Epochs(keras.callbacks.Callback):
+    """The batches of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[list[int]] = []
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        self.batches.append([])
+
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+        self.batches[-1].append(batch)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("steps_per_pass", [1, 4, 5])
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 3, 4, 7])
+def test_epochs_and_their_batches_are_those_of_keras(steps_per_epoch: int | None, steps_per_pass: int) -> None:
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    x = np.zeros((steps_per_pass, 1))
+    seen = Epochs()
+    model.fit(x, x, batch_size=1, epochs=5, steps_per_epoch=steps_per_epoch, verbose=0, callbacks=[seen])
+    lengths = EpochLengths.of(steps_per_epoch, steps_per_pass, first_step=100)
+    assert lengths is not None
+    steps = range(100, lengths.begin_of(5))
+    assert [(lengths.epoch_at(step), lengths.batch_at(step)) for step in steps] == [
+        (epoch, batch) for epoch, batches in enumerate(seen.batches) for batch in batches
+    ]
+    assert [lengths.length_of(epoch) for epoch in range(5)] == [len(batches) for batches in seen.batches]
+
+
+def test_data_without_an_end_counts_no_passes() -> None:
+    lengths = EpochLengths.of(3, None)
+    assert lengths is not None
+    assert [lengths.begin_of(epoch) for epoch in range(3)] == [0, 3, 6]
+    assert EpochLengths.of(None, None) is None
