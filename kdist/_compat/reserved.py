@@ -20,21 +20,27 @@ _is_building: ContextVar[bool] = ContextVar("is_building", default=False)
 
 
 class Reserved(keras.Variable):
-    """A variable with a shape, but without memory, until it is read or assigned.
+    """A variable with a shape, but without memory, until it is read or written.
 
-    If it is read before anything was assigned to it, it gets its initial values.
+    If it is read before anything was written to it, it gets its initial values.
 
     Attributes:
-        made_by: the initializer of its values; None from the moment they are here.
+        initializer_here: the initializer of its values; None once they are known to be here.
         elsewhere: why they are not to be made here, to be raised when they are read.
     """
 
-    made_by: Callable[..., Any] | None
+    initializer_here: Callable[..., Any] | None
     elsewhere: Exception | None
 
-    def _direct_assign(self, value: Any) -> None:
-        self.made_by = None
-        super()._direct_assign(value)
+    @property
+    def made_by(self) -> Callable[..., Any] | None:
+        """The initializer of its values; None from the moment they are here, however they were written."""
+        if self.initializer_here is not None:
+            # TensorFlow is asked: a checkpoint, for one, writes without Keras.
+            with tf.init_scope():
+                if self._value.is_initialized():
+                    self.initializer_here = None
+        return self.initializer_here
 
 
 class _ValueOf(UninitializedVariable):
@@ -60,12 +66,28 @@ class _ValueOf(UninitializedVariable):
         """Makes the values if they are needed: not when a model is traced to find shapes, or for other values."""
         variable = self._reserved
         is_eager = tf.executing_eagerly()
-        if variable.made_by is None or in_stateless_scope() or (_is_building.get() and not is_eager):
+        if in_stateless_scope() or (_is_building.get() and not is_eager) or (make := variable.made_by) is None:
             return
         if variable.elsewhere is not None:
             raise copy.copy(variable.elsewhere)
         if is_eager:
-            variable.assign(variable.made_by(variable.shape, variable.dtype))
+            variable.assign(make(variable.shape, variable.dtype))
+
+
+def _updating(name: str) -> Callable[..., Any]:
+    """The method of a variable of this name, which changes its values: they are made first."""
+    update = getattr(UninitializedVariable, name)
+
+    def method(self: _ValueOf, *args: Any, **kwargs: Any) -> Any:
+        self._make()
+        return update(self, *args, **kwargs)
+
+    return method
+
+
+for _name in dir(UninitializedVariable):
+    if _name.startswith(("assign_", "scatter_", "batch_scatter_")):
+        setattr(_ValueOf, _name, _updating(_name))
 
 
 @contextmanager
@@ -78,7 +100,7 @@ def reserved_above(num_bytes: int) -> Iterator[None]:
             of_tensorflow(variable, initializer)
             return
         variable.__class__ = Reserved
-        variable.made_by, variable.elsewhere = initializer, None
+        variable.initializer_here, variable.elsewhere = initializer, None
         variable._value = _ValueOf(variable)
 
     # Keras calls it also later, for variables that were made while a model was built symbolically.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -94,6 +95,37 @@ def test_it_is_as_any_other_once_it_is_assigned() -> None:
     assert made_by(variable) is None
     variable.assign_add(np.ones((3, 2)))
     np.testing.assert_array_equal(variable.numpy(), np.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda value: value.assign(np.zeros((3, 2))), [[0, 0], [0, 0], [0, 0]]),
+        (lambda value: value.assign_add(np.ones((3, 2))), [[2, 2], [2, 2], [2, 2]]),
+        (lambda value: value.scatter_nd_update([[1]], [[5.0, 6.0]]), [[1, 1], [5, 6], [1, 1]]),
+        (lambda value: value.scatter_sub(tf.IndexedSlices([[1.0, 1.0]], [2])), [[1, 1], [1, 1], [0, 0]]),
+        (tf.function(lambda value: value.assign(tf.zeros((3, 2))), autograph=False), [[0, 0], [0, 0], [0, 0]]),
+        (lambda value: tf.raw_ops.AssignVariableOp(resource=value.handle, value=tf.zeros((3, 2))), np.zeros((3, 2))),
+    ],
+)
+def test_writing_to_the_variable_of_tensorflow_counts(write: Callable[[tf.Variable], Any], expected: Any) -> None:
+    variable = reserved()
+    write(variable.value)
+    assert made_by(variable) is None
+    np.testing.assert_array_equal(variable.numpy(), expected)
+
+
+def test_a_checkpoint_that_is_restored_counts(tmp_path: Path) -> None:
+    layer = keras.layers.Embedding(3, 2, embeddings_initializer="zeros")
+    layer.build()
+    path = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    with reserved_above(8):
+        new = keras.layers.Embedding(3, 2, embeddings_initializer=ONES)
+        new.build()
+    assert made_by(new.embeddings) is not None
+    tf.train.Checkpoint(layer=new).restore(path).expect_partial()
+    assert made_by(new.embeddings) is None
+    np.testing.assert_array_equal(new.embeddings.numpy(), np.zeros((3, 2)))
 
 
 def test_a_pure_function_may_assign_it() -> None:
