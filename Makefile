@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help mnist test short drills hosts slurm programs long lint matrix bench docs
+.PHONY: help mnist test short drills hosts slurm programs keras-suite long lint matrix bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
@@ -13,6 +13,8 @@ help:
 	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; prints a table"
 	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
 	@echo "make programs  programs of docs/compatibility.md, by Keras and by kdist, 40 minutes; writes its table"
+	@echo "make keras-suite  Keras's own tests of fit, evaluate and predict, with kdist in their place, an hour;"
+	@echo "             writes its table in docs/compatibility.md"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, an hour"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, about 15 minutes"
@@ -49,6 +51,10 @@ slurm: $(READY)
 programs: $(VENV)/ready-for-programs
 	$(BIN)/python -m pytest tests/programs --numprocesses 2 --dist loadgroup --record-programs
 	PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py
+
+keras-suite: $(READY)
+	$(BIN)/python tests/keras_suite/run.py --record $(PLACES); code=$$?; \
+		PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py && exit $$code
 
 $(VENV)/ready-for-programs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[programs]'

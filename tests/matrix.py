@@ -1,4 +1,4 @@
-"""Lint's import checks, unit and oracle tests with the lowest and the highest versions; `make matrix` runs this.
+"""Lint's import checks, unit, oracle and Keras's own tests with the lowest and the highest versions: `make matrix`.
 
 The ranges are those of `pyproject.toml`; the versions are those that the package index and the interpreters of this
 machine offer. Each row has a virtual environment of its own in `build/matrix`, which later runs use again. To try one
@@ -30,6 +30,7 @@ PYTHONS = SpecifierSet(metadata.metadata("kdist")["Requires-Python"])
 CHECKS = {
     "lint": (("lint-imports", "--no-cache"), ("python", "tests/lint/rules.py")),
     "tests": (("python", "-m", "pytest", "-q", "-n", "2", "-m", "not long", "tests/unit", "tests/oracle"),),
+    "keras-suite": (("python", "tests/keras_suite/run.py", "local"),),
 }
 
 
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     """Runs the row that the arguments name, or the lowest and the highest; 1 if a check of one failed."""
     rows = [Row(*arguments)] if arguments else [_corner(min), _corner(max)]
     table = [[*row, *_run(row)] for row in rows]
-    print("\n| Python | TensorFlow | Keras | lint | tests |\n|---|---|---|---|---|")
+    print(f"\n| Python | TensorFlow | Keras | {' | '.join(CHECKS)} |\n|{'---|' * (3 + len(CHECKS))}")
     print("\n".join(f"| {' | '.join(cells)} |" for cells in table))
     return int("FAILED" in str(table))
 

@@ -20,6 +20,7 @@ import numpy as np
 from compatible_layers import BATCH, FAMILIES, STEPS
 from keras import callbacks, layers, losses, metrics, optimizers
 from keras.optimizers import schedules
+from keras_suite import results as keras_suite
 from programs import results
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -360,6 +361,8 @@ def _page() -> Iterator[str]:
             yield f"| {result} | {', '.join(sorted(names))} | {note} |\n"
     yield PROGRAMS
     yield from (f"{line}\n" for line in results.table(results.recorded()))
+    yield KERAS_SUITE
+    yield from (f"{line}\n" for line in keras_suite.table(keras_suite.recorded()))
 
 
 HEAD = """\
@@ -400,6 +403,16 @@ step, each gets half of a batch, or a whole one if the loss compares the example
 The tokenizer of GPT-2 keeps a table in this process that changes, which `2w` refuses; give it data that is tokenized.
 Where a step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub
 and keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
+
+"""
+
+KERAS_SUITE = """
+## Keras's own tests
+
+The tests of Keras's trainers, callbacks and models that call `fit`, `evaluate` or `predict`, with those of a `Trainer`
+in their place (`tests/keras_suite`): in one process, on a parameter server with one worker, with
+`strategy=sync_replicas` (`sync`), with one all-reduce worker, and under `mirrored` with one device. Where there is a
+cluster, only tests that call `fit` count. `make keras-suite` runs them, and writes this table.
 
 """
 

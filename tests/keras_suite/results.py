@@ -1,0 +1,93 @@
+"""Where Keras's own tests run, and the results of the last run that was recorded: `make keras-suite` records one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RECORD = Path(__file__).with_name("results.json")
+KERAS = "Keras"
+PLACES: dict[str, dict[str, Any]] = {
+    "local": {"cluster": "local"},
+    "1ps1w": {"cluster": "1ps1w"},
+    "sync": {"cluster": "1ps1w", "strategy": "sync_replicas"},
+    "1w": {"cluster": "1w"},
+    "mirrored": {"cluster": "local", "strategy": "mirrored", "devices": 1},
+}
+#: Tests that cannot pass, by pattern, and why.
+EXCEPTIONS = {
+    "callbacks/backup_and_restore_test.py::*": "refused: the run directory has the backup, from which a run resumes",
+    "*::test_raise_error_terminate_preserves_backup": "refused: it uses BackupAndRestore",
+}
+
+
+class Outcome(NamedTuple):
+    """What one test came to, and which of the methods it has called."""
+
+    called: list[str]
+    passed: bool
+    error: str = ""
+
+
+#: By test, as `callbacks/history_test.py::HistoryTest::test_name`.
+Outcomes = dict[str, Outcome]
+
+
+class Result(NamedTuple):
+    """The tests that plain Keras passes, in one place: how many there are, and why some fail."""
+
+    tests: int
+    failed: dict[str, str]
+
+
+#: The version of Keras, and the results by place.
+Results = tuple[str, dict[str, Result]]
+
+
+def result(outcomes: Outcomes) -> Result:
+    """The result of a place."""
+    return Result(len(outcomes), {test: _reason(test) or o.error for test, o in outcomes.items() if not o.passed})
+
+
+def unexpected(results: Mapping[str, Result]) -> list[str]:
+    """The failures that nothing explains."""
+    failures = [(place, test, why) for place, result in results.items() for test, why in result.failed.items()]
+    return [f"{place}: {test}: {why}" for place, test, why in failures if not _reason(test)]
+
+
+def _reason(test: str) -> str:
+    return next((reason for pattern, reason in EXCEPTIONS.items() if fnmatch(test, pattern)), "")
+
+
+def recorded() -> Results:
+    version, places = json.loads(RECORD.read_text())
+    return version, {place: Result(*result) for place, result in places.items()}
+
+
+def record(version: str, results: Mapping[str, Result]) -> None:
+    """Writes what a run found over what an earlier one with the same Keras did."""
+    before = recorded() if RECORD.exists() else (version, {})
+    merged = {**before[1], **results} if before[0] == version else results
+    RECORD.write_text(json.dumps([version, merged], indent=1) + "\n")
+
+
+def table(results: Results) -> Iterator[str]:
+    """Tables in Markdown: the numbers, and the tests that fail."""
+    version, places = results
+    yield f"| cluster | Keras {version} passes | kdist passes |"
+    yield "| --- | --- | --- |"
+    failures: dict[tuple[str, str], list[str]] = {}
+    for place, found in places.items():
+        yield f"| `{place}` | {found.tests} | {found.tests - len(found.failed)} |"
+        for test, reason in found.failed.items():
+            failures.setdefault((test, reason), []).append(f"`{place}`")
+    if failures:
+        yield ""
+        yield "| test | fails on | reason |"
+        yield "| --- | --- | --- |"
+        for (test, reason), where in sorted(failures.items()):
+            shown = reason[:160].replace("|", "\\|").replace("<", "\\<")
+            yield f"| `{test.rpartition('::')[2]}` | {', '.join(where)} | {shown} |"
