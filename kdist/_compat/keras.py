@@ -103,6 +103,22 @@ def recorded_assignments() -> Iterator[dict[int, keras.Variable]]:
         BaseVariable.assign = original
 
 
+@contextmanager
+def recorded_reads() -> Iterator[dict[int, keras.Variable]]:
+    """In this context, the variables of Keras that are read are recorded, by `id`."""
+    original, found = BaseVariable.value, dict[int, keras.Variable]()
+
+    def value(variable: keras.Variable) -> Any:
+        found[id(variable)] = variable
+        return original.fget(variable)
+
+    BaseVariable.value = property(value)
+    try:
+        yield found
+    finally:
+        BaseVariable.value = original
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """That metric; its variables are the total and the count."""
     return model._loss_tracker

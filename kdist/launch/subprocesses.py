@@ -85,7 +85,7 @@ class Subprocesses(Launcher):
         prepared.check_fixed_tables(request.strategy.name)
         callbacks, hooks = as_hooks(request.arguments.callbacks, request.hooks)
         metrics = MetricReader(request.source.model, prepared.replica_step.returned)
-        users_hooks = UsersHooks(hooks, callbacks, prepared.spec, metrics)
+        users_hooks = UsersHooks(hooks, callbacks, prepared.spec, metrics, prepared.replica_step.outside)
         arguments = replace(request.arguments, x=data, y=None, sample_weight=None, class_weight=None, callbacks=())
         try:
             users_hooks.before_fit(request.files.path, request.result(status="running"))

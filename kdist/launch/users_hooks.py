@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kdist.errors import ConfigError
 from kdist.forks import children_end_here
@@ -36,6 +37,7 @@ class UsersHooks:
         callbacks: all of them stay.
         spec: what is trained; its model is the one that callbacks see.
         metrics: reads the metrics of that model.
+        copied: the `tf.Variable`s of which the processes that train have copies.
 
     Attributes:
         error: what the hook or callback that was called last has raised; None if it has raised nothing.
@@ -47,7 +49,9 @@ class UsersHooks:
         callbacks: Sequence[keras.callbacks.Callback],
         spec: TrainingSpec,
         metrics: MetricReader,
+        copied: Sequence[tf.Variable] = (),
     ) -> None:
+        self._copied = [(variable, variable.numpy()) for variable in copied]
         self.error: BaseException | None = None
         self._hooks = hooks
         self._staying = [hook for hook in hooks if hook.stays_with_user]
@@ -97,6 +101,12 @@ class UsersHooks:
             event = "begin_again" if self._callbacks_have_begun else "begin"
             self._callbacks_have_begun = True
         result = getattr(self._callbacks, event)(*arguments)
+        for variable, value in self._copied:
+            if not np.array_equal(variable.numpy(), value):
+                raise ConfigError(
+                    f"callbacks: {variable.name} was assigned, which the step reads, and with this strategy the "
+                    "processes that train have copies of; make it a keras.Variable, whose values travel"
+                )
         return self._epoch_logs.logs if event == "end_epoch" else result
 
     def call_prepare(self, epochs: int | None, steps: int | None) -> dict[str, bool]:

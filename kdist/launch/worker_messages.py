@@ -67,7 +67,7 @@ class WorkerRequest:
 
     fit: FitRequest
     hooks: Sequence[Hook | UsersHook]
-    values: list[np.ndarray]
+    values: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -84,25 +84,28 @@ class WorkerOutcome:
     error: BaseException | None = None
     result: Result | None = None
     history: Mapping[str, Any] = field(default_factory=dict)
-    values: Sequence[np.ndarray] = ()
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def values_of(model: keras.Model) -> list[np.ndarray]:
-    """All values of a model and its optimizers, in an order that is the same for each model built alike."""
-    return [variable.numpy() for variable in _all_variables(model)]
-
-
-def set_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
-    """Undoes `values_of`."""
-    for variable, value in zip(_all_variables(model), values):
-        variable.assign(value)
-
-
-def _all_variables(model: keras.Model) -> list[keras.Variable]:
+def values_of(model: keras.Model) -> dict[str, np.ndarray]:
+    """All values of a model and its optimizers, by names that are the same for each model built alike."""
     # Not above: workers say how TensorFlow starts before they import it.
-    from kdist._compat.keras import loss_scaling, optimizers_of
+    from kdist.model.state import read_from_model
 
-    scaling = loss_scaling(model)
-    of_scaling = [] if scaling is None or not scaling.built else [scaling.dynamic_scale, scaling.step_counter]
-    of_optimizers = [v for optimizer in optimizers_of(model).values() for v in optimizer.variables]
-    return [*model.variables, *of_optimizers, *of_scaling]
+    return read_from_model(model) | {name: counter.numpy() for name, counter in _step_counters(model).items()}
+
+
+def set_values(model: keras.Model, values: Mapping[str, np.ndarray]) -> None:
+    """Undoes `values_of`."""
+    from kdist.model.state import write_to_model
+
+    write_to_model(model, values)
+    for name, counter in _step_counters(model).items():
+        if name in values:
+            counter.assign(values[name])
+
+
+def _step_counters(model: keras.Model) -> dict[str, keras.Variable]:
+    from kdist._compat.keras import optimizers_of, step_counter
+
+    return {f"iterations/{name}": step_counter(optimizer) for name, optimizer in optimizers_of(model).items()}

@@ -40,8 +40,10 @@ def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> l
     """Unique names such as `conv2d/kernel`, in the order of `variables`.
 
     Keras numbers automatic layer names per process, so that the second model of a process has `dense_7` where the first
-    one had `dense`. Here they are numbered per model, and the model's own name is omitted.
+    one had `dense`. Here they are numbered per model, and the model's own name is omitted. Variables
+    that the model does not have, as those of a loss, are numbered in their order.
     """
+    of_model = {id(variable) for variable in model.variables}
     layer_names = _process_independent_names(model)
     names: list[str] = []
     taken: dict[str, int] = {}
@@ -49,7 +51,8 @@ def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> l
         parts = variable.path.split("/")
         if len(parts) > 1 and parts[0] == model.name:
             parts = parts[1:]
-        name = "/".join(layer_names.get(part, part) for part in parts)
+        is_own = id(variable) in of_model
+        name = "/".join(layer_names.get(part, part) if is_own else re.sub(r"_\d+$", "", part) for part in parts)
         count = taken[name] = taken.get(name, -1) + 1
         names.append(f"{name}_{count}" if count else name)
     return names

@@ -20,7 +20,9 @@ from kdist._compat.keras import (
     loss_scaling,
     loss_tracker,
     main_optimizer,
+    optimizers_of,
     recorded_assignments,
+    recorded_reads,
     recorded_reductions,
 )
 from kdist._compat.tensorflow import assigned_variables
@@ -57,7 +59,8 @@ class ReplicaStep:
         updates: what it updates, and in how many phases.
         worker_state: the states of stateful layers.
         clock: what the step reads of its optimizers.
-        assigned_outside: names of the `tf.Variable`s that the step assigns; they stay where they are, in this process.
+        outside: the `tf.Variable`s that the step uses beside those of Keras; they stay where they are, in this process.
+        assigned_outside: the names of those that it assigns.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
         table_groups: those tables in groups that are looked up and updated as one.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
@@ -72,20 +75,22 @@ class ReplicaStep:
         self.model = model
         #: The model's own `train_step`, if it has one.
         self.own: OwnTrainStep | None = None
-        with recorded_assignments() as assigned:
+        with recorded_assignments() as assigned, recorded_reads() as read:
             if overrides_train_step(model):
                 self.own = OwnTrainStep(model, batch_spec)
             else:
-                self.returned, weights, written = _build(model, batch_spec)
+                self.returned, weights, graph = _build(model, batch_spec)
                 check_metrics(model, batch_spec)
-                self.assigned_outside = _names_of_others(written, assigned.values())
+                self.outside = _of_tensorflow(graph.variables, [*assigned.values(), *read.values()])
+                written = assigned_variables(graph)
                 if {id(v) for v in written} & {id(v.value) for v in model.trainable_variables}:
                     # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
                     self.own = OwnTrainStep(model, batch_spec)
         if self.own is not None:
             self.returned, weights = self.own.returned, self.own.weights
         _check_assigned(model, assigned)
-        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable)
+        beside = _read_beside(model, read)
+        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable, beside)
         self.state = [v for v in others if not is_seed(v)]
         #: State to which a step does not just add, by index; complete when the step was traced.
         self._replaced = {i for i, v in enumerate(self.state) if not tf.as_dtype(v.dtype).is_floating}
@@ -118,7 +123,10 @@ class ReplicaStep:
             self.clock = self.own.find_clock(traced.function)
             self.updates = traced.updates
             self._has_dense = traced.dense_gradients
-            self.assigned_outside = _names_of_others(assigned_variables(traced.function.graph), assigned.values())
+            graph = traced.function.graph
+            self.outside = _of_tensorflow(graph.variables, [*assigned.values(), *read.values()])
+            written = assigned_variables(graph)
+        self.assigned_outside = sorted(v.name for v in self.outside if any(v is one for one in written))
         remember_groups(model, self.updates.groups)
 
     @property
@@ -384,10 +392,10 @@ class ReplicaStep:
         self.table_groups = group_tables(self.tables, row_wise, self.updates, frozenset(with_gradient))
 
 
-def _names_of_others(variables: Sequence[tf.Variable], known: Iterable[keras.Variable]) -> list[str]:
-    """The names of the variables that are not those of Keras's variables."""
+def _of_tensorflow(variables: Iterable[tf.Variable], known: Iterable[keras.Variable]) -> list[tf.Variable]:
+    """The variables that are not those of Keras's variables."""
     values = {id(variable.value) for variable in known}
-    return sorted(variable.name for variable in variables if id(variable) not in values)
+    return [variable for variable in variables if id(variable) not in values]
 
 
 def _check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> None:
@@ -395,20 +403,36 @@ def _check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) 
 
     The states of random seeds have a place in the step's scope.
     """
-    states = (variable for layer in stateful_layers(model) for variable in layer_states(layer))
-    known = {id(v) for v in (*model.variables, *model.metrics_variables, *loss_tracker(model).variables, *states)}
-    if others := [v.path for key, v in assigned.items() if key not in known and not is_seed(v)]:
+    if others := [v.path for v in _of_others(model, assigned)]:
         raise ConfigError(
             f"model {model.name}: a step assigns {', '.join(others)}, which the model does not have; make it with "
             "self.add_weight(..., trainable=False) of the model or a layer, or assign its owner to an attribute of them"
         )
 
 
-def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, list[tf.Variable]]:
+def _read_beside(model: keras.Model, read: Mapping[int, keras.Variable]) -> list[keras.Variable]:
+    """The variables that a step reads beside those of the model and its optimizers: of a loss, a metric, a regularizer.
+
+    A callback may assign them, so they belong to the state of the training.
+    """
+    of_optimizers = {id(v) for optimizer in optimizers_of(model).values() for v in optimizer.variables}
+    if (scaling := loss_scaling(model)) is not None:
+        of_optimizers |= {id(v) for v in scaling.variables}
+    return [v for v in _of_others(model, read) if id(v) not in of_optimizers]
+
+
+def _of_others(model: keras.Model, variables: Mapping[int, keras.Variable]) -> list[keras.Variable]:
+    """The variables that the model does not know. Seeds are not among them: a step's scope has their states."""
+    states = (variable for layer in stateful_layers(model) for variable in layer_states(layer))
+    known = {id(v) for v in (*model.variables, *model.metrics_variables, *loss_tracker(model).variables, *states)}
+    return [v for key, v in variables.items() if key not in known and not is_seed(v)]
+
+
+def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, tf.Graph]:
     """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out.
 
     Returns:
-        What the step returns beside metrics; the weights of replicas' gradients; the variables that it assigns.
+        What the step returns beside metrics; the weights of replicas' gradients; its graph.
     """
     names: list[str] = []
     others: list[str] = []
@@ -424,11 +448,11 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWei
         names.extend(dict.fromkeys(["loss", *logs]))
         others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
 
-    written = assigned_variables(tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph)
+    graph = tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     means = {name: keras.metrics.Mean(name=name) for name in sorted(others)}
-    return ReturnedValues(means, names), weights[-1], written
+    return ReturnedValues(means, names), weights[-1], graph
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ def remember_groups(model: keras.Model, groups: tuple[OptimizerGroup, ...]) -> N
 
 
 def choose_variables(
-    model: keras.Model, trainable: list[keras.Variable] | None = None
+    model: keras.Model, trainable: list[keras.Variable] | None = None, beside: Sequence[keras.Variable] = ()
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters to train, and the other variables, as the model has them now; `variables_of` returns them from now
     on.
@@ -47,10 +47,12 @@ def choose_variables(
 
     Args:
         trainable: those that are trained if not all are.
+        beside: variables that a step reads, and the model does not have.
     """
     chosen = model.trainable_variables if trainable is None else trainable
     known = {id(variable) for variable in chosen}
-    others = [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in known]
+    all_others = (*model.trainable_variables, *model.non_trainable_variables, *beside)
+    others = [v for v in all_others if id(v) not in known]
     _variables[model] = chosen, others
     _groups.pop(model, None)
     return _variables[model]

@@ -10,6 +10,7 @@ import keras
 import models
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import tags_of, toy_batches, toy_data
 
 import kdist
@@ -251,3 +252,67 @@ def test_hooks_and_callbacks_of_the_user_run_in_the_process_of_the_user(
     assert final.final_ops_values == (os.getpid(), 32)
     assert "diary" in tags_of(tmp_path / "run" / "tb" / "train")
     assert "the diary is full" in capsys.readouterr().out
+
+
+class Anneal(callbacks.Callback):
+    """Sets a variable to the number of the epoch."""
+
+    def __init__(self, variable: Any) -> None:
+        super().__init__()
+        self.variable = variable
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.variable.assign(float(epoch))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "single",
+        "parameter_server",
+        "mirrored",
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("sync_replicas", "multi_worker_mirrored")),
+    ],
+)
+def test_a_variable_that_loss_metric_and_regularizer_read_is_what_a_callback_assigns(
+    strategy: str, tmp_path: Path
+) -> None:
+    beta, x, y = keras.Variable(0.0, trainable=False), np.ones((64, 1), np.float32), np.zeros((64, 1), np.float32)
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return beta * keras.ops.mean(y_pred, axis=-1)
+
+    def build() -> keras.Model:
+        layer = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="ones", kernel_regularizer=lambda w: beta * keras.ops.sum(w)
+        )
+        model = keras.Sequential([keras.layers.Input((1,)), layer])
+        metric = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: beta + 0 * y_pred, name="beta")
+        model.compile(keras.optimizers.SGD(0.01), loss, metrics=[metric])
+        return model
+
+    cluster, options = STRATEGIES.get(strategy, ("local", {}))
+    plain, trainer = build(), kdist.Trainer(build, cluster, strategy, run_dir=tmp_path, **options)
+    # The loss is linear and the examples are equal, so it does not matter which replica takes which.
+    arguments: dict[str, Any] = {"batch_size": 8, "epochs": 3, "steps_per_epoch": 4, "callbacks": [Anneal(beta)]}
+    expected = plain.fit(
+        tf.data.Dataset.from_tensors((x[:8], y[:8])).repeat(), verbose=0, **arguments | {"batch_size": None}
+    )
+    found = trainer.fit(x, y, verbose=0, **arguments)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], plain.get_weights()[0], rtol=1e-5)
+    # An asynchronous worker may compute its loss before the update of another one.
+    for name in ["beta", *(["loss"] if strategy != "parameter_server" else [])]:
+        np.testing.assert_allclose(found.history[name], expected.history[name], rtol=1e-5)
+
+
+def test_a_variable_of_tensorflow_that_is_assigned_elsewhere_is_refused(tmp_path: Path) -> None:
+    beta, (x, y) = tf.Variable(0.0, name="beta"), toy_data(64)
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", lambda y_true, y_pred: beta * keras.ops.mean(y_pred, -1))
+        return model
+
+    trainer = kdist.Trainer(build, strategy="mirrored", devices=2, run_dir=tmp_path)
+    with pytest.raises(kdist.ConfigError, match=r"callbacks: beta:0 was assigned.*keras\.Variable"):
+        trainer.fit(x, y, batch_size=8, epochs=3, callbacks=[Anneal(beta)], verbose=0)
