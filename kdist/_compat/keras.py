@@ -119,6 +119,11 @@ def recorded_reads() -> Iterator[dict[int, keras.Variable]]:
         BaseVariable.value = original
 
 
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """The strategy of TensorFlow in whose scope a model was made; None if it was made in none."""
+    return model._distribute_strategy
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """That metric; its variables are the total and the count."""
     return model._loss_tracker

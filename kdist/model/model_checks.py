@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kdist._compat.keras import layers_of, optimizers_of
+from kdist._compat.keras import layers_of, optimizers_of, strategy_of
 from kdist._compat.reserved import made_by
 from kdist.errors import ConfigError
 from kdist.model.optimizer import check_optimizer
@@ -29,6 +29,11 @@ def check_model(model: keras.Model, strategy: str) -> None:
             f"model {model.name}: class {type(model).__name__} has a `fit` or `make_train_function` of its own, which "
             "is not called here: prepare the data before (dataset.map(...)), put what belongs to a step into "
             "`train_step`, and give a model without it, as keras.Model(model.inputs, model.outputs), compiled"
+        )
+    if (scope := strategy_of(model)) is not None:
+        raise ConfigError(
+            f"model {model.name}: made in the scope of a {type(scope).__name__}, whose variables cannot be trained; "
+            "make it outside of the scope, and choose with `strategy` how it is trained"
         )
     if model.optimizer is None:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from kdist._compat.keras import layers_of
+from kdist._compat.keras import compile_arguments, layers_of
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.model_checks import check_has_values, check_model
@@ -83,16 +84,26 @@ class ModelSource:
 
 
 class _Settings:
-    """What a user may change of a model between two fits: what `compile` was given, and which layers are trained."""
+    """What a user may change of a model between two fits: what `compile` was given, and the arguments of its layers."""
 
     def __init__(self, model: keras.Model) -> None:
-        self._compiled = (model.optimizer, model.loss)
-        self._layers = [(layer, layer.trainable) for layer in layers_of(model)]
+        self._compiled = compile_arguments(model)
+        self._layers = [(layer, _arguments(layer)) for layer in layers_of(model)]
 
     def differ_from(self, model: keras.Model) -> bool:
         """Whether they are others by now; layers that the model has made since do not count."""
-        compiled = any(new is not old for new, old in zip((model.optimizer, model.loss), self._compiled))
-        return compiled or any(layer.trainable != trainable for layer, trainable in self._layers)
+        compiled = compile_arguments(model)
+        is_compiled_again = any(value is not self._compiled.get(name) for name, value in compiled.items())
+        return is_compiled_again or any(_arguments(layer) != before for layer, before in self._layers)
+
+
+def _arguments(layer: keras.layers.Layer) -> dict[str, Any]:
+    """Whether a layer is trained, and the plain values among its attributes that are arguments of its class: a rate of
+    Dropout, a rank of LoRA."""
+    names = inspect.signature(type(layer).__init__).parameters.keys() & vars(layer).keys()
+    values = {name: vars(layer)[name] for name in names}
+    plain = {name: value for name, value in values.items() if value is None or isinstance(value, (int, float, str))}
+    return {**plain, "trainable": layer.trainable}
 
 
 class _Withheld:

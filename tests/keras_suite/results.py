@@ -20,6 +20,7 @@ PLACES: dict[str, dict[str, Any]] = {
 #: Tests that cannot pass, by pattern, and why.
 EXCEPTIONS = {
     "callbacks/backup_and_restore_test.py::*": "refused: the run directory has the backup, from which a run resumes",
+    "*::test_swap_ema_weights_with_tf_distribute": "refused: its model is made in the scope of a TensorFlow strategy",
     "*::test_raise_error_terminate_preserves_backup": "refused: it uses BackupAndRestore",
 }
 

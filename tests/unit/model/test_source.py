@@ -8,7 +8,10 @@ import cloudpickle
 import keras
 import models
 import pytest
+import tensorflow as tf
 
+from kdist.errors import ConfigError
+from kdist.model.names import variable_names
 from kdist.model.source import ModelSource
 
 
@@ -43,3 +46,29 @@ def test_another_process_gets_a_model_that_was_changed_since(change: Callable[[k
     assert [layer.trainable for layer in there.layers] == [layer.trainable for layer in source.model.layers]
     assert type(there.optimizer) is type(source.model.optimizer)
     assert float(there.optimizer.learning_rate) == float(source.model.optimizer.learning_rate)
+
+
+def with_dropout() -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", loss_weights=[1.0])
+    return model
+
+
+def test_another_process_gets_what_was_changed_of_layers_and_loss_weights() -> None:
+    source = ModelSource(with_dropout, "test")
+    source.model.layers[0].rate = 0.25
+    assert elsewhere(source).layers[0].rate == 0.25
+    source = ModelSource(with_dropout, "test")
+    source.model.layers[1].enable_lora(1)
+    here, there = (variable_names(m, m.trainable_variables) for m in (source.model, elsewhere(source)))
+    assert here == there == ["dense/bias", "dense/lora_kernel_a", "dense/lora_kernel_b"]
+    source = ModelSource(with_dropout, "test")
+    source.model.compile(source.model.optimizer, source.model.loss, loss_weights=[3.0])
+    assert elsewhere(source).get_compile_config()["loss_weights"] == [3.0]
+
+
+def test_a_model_that_was_made_for_another_strategy_is_refused() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = with_dropout()
+    with pytest.raises(ConfigError, match=r"made in the scope of a MirroredStrategy, .* make it outside of the scope"):
+        ModelSource(model, "test")
