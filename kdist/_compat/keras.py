@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -47,19 +48,35 @@ class Reduction:
     """How a loss made one number of the values of a batch.
 
     Attributes:
-        name: of the loss.
-        is_sum: whether it added them up.
+        index: of the loss among those that the model was compiled with.
+        value: the number, or the values if they are not reduced.
+        is_number: whether the loss was one before, so that only its function knows how.
+        is_sum: whether the gradient is that of the sum of the values.
         divisor: what it divided their sum by, if that depends on more than the shape of the batch.
     """
 
-    name: str
+    index: int
+    value: tf.Tensor
+    is_number: bool
     is_sum: bool
     divisor: tf.Tensor | None
 
 
 @contextmanager
-def recorded_reductions() -> Iterator[list[Reduction]]:
-    """In this context, the reductions of compiled losses are recorded."""
+def recorded_reductions(
+    model: keras.Model,
+    factors: Sequence[float] = (),
+    added_factors: Sequence[float] = (),
+    count: Callable[[Reduction, Any], Any] | None = None,
+) -> Iterator[list[Reduction]]:
+    """In this context, the reductions of compiled losses are recorded.
+
+    Args:
+        model: whose losses they are.
+        factors: what each compiled loss is multiplied with; none for 1.
+        added_factors: what each loss of `model.losses` is multiplied with; none for 1.
+        count: the weight with which the metric of each compiled loss counts a batch, from Keras's own; None for that.
+    """
     original, found = loss_module.reduce_weighted_values, list[Reduction]()
 
     def reduce(
@@ -71,15 +88,49 @@ def recorded_reductions() -> Iterator[list[Reduction]]:
             divisor = tf.reduce_sum(tf.cast(weights, tf.float32))
         elif reduction in ("mean", "sum_over_batch_size") and mask is not None:
             divisor = tf.reduce_sum(tf.cast(mask, tf.float32))
-        name = tf.get_current_name_scope().rpartition("/")[2]
-        found.append(Reduction(name, reduction == "sum", divisor))
-        return original(values, sample_weight, mask, reduction, dtype)
+        is_sum = reduction in ("sum", "none", None)
+        value = original(values, sample_weight, mask, reduction, dtype)
+        found.append(Reduction(len(found), value, not tf.convert_to_tensor(values).shape.rank, is_sum, divisor))
+        return value * factors[found[-1].index] if factors else value
+
+    def count_loss(update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
+        return update(values, sample_weight if count is None else count(found[-1], sample_weight))
+
+    compiled = getattr(model, "_compile_loss", None)
+    metrics = compiled.metrics if count is not None and compiled is not None and compiled.built else []
+    aggregate = model._aggregate_additional_loss
+    of_added = iter(added_factors)
+
+    def add(loss: Any) -> Any:
+        value = aggregate(loss)
+        return value * next(of_added) if added_factors else value
 
     loss_module.reduce_weighted_values = reduce
+    for metric in metrics:
+        object.__setattr__(metric, "update_state", partial(count_loss, metric.update_state))
+    object.__setattr__(model, "_aggregate_additional_loss", add)
     try:
         yield found
     finally:
         loss_module.reduce_weighted_values = original
+        for metric in metrics:
+            object.__delattr__(metric, "update_state")
+        object.__delattr__(model, "_aggregate_additional_loss")
+
+
+def losses_of_outputs(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that count each of several compiled losses."""
+    return [] if model._compile_loss is None else list(model._compile_loss.metrics)
+
+
+def num_compiled_losses(model: keras.Model) -> int:
+    """The number of losses that a model, which is built, was compiled with."""
+    return 0 if model._compile_loss is None else len(model._compile_loss._flat_losses or ())
+
+
+def has_own_compute_loss(model: keras.Model) -> bool:
+    """Whether a model computes its loss in its own way."""
+    return type(model).compute_loss is not keras.Model.compute_loss
 
 
 def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:

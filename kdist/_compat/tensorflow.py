@@ -378,3 +378,27 @@ def _deterministic_serialization() -> Iterator[None]:
         yield
     finally:
         flag.value = before
+
+
+@contextmanager
+def exchanges_between_replicas() -> Iterator[list[str]]:
+    """In this context, calls of a replica's context that need the other replicas are recorded, by their names."""
+    context, found = tf.distribute.ReplicaContext, list[str]()
+    names = ["all_reduce", "all_gather", "merge_call"]
+    originals = {name: getattr(context, name) for name in names}
+
+    def recorded(name: str, *arguments: Any, **options: Any) -> Any:
+        found.append(name)
+        return originals[name](*arguments, **options)
+
+    own = {name for name in names if name in vars(context)}
+    for name in names:
+        setattr(context, name, lambda *given, _name=name, **options: recorded(_name, *given, **options))
+    try:
+        yield found
+    finally:
+        for name in names:
+            if name in own:
+                setattr(context, name, originals[name])
+            else:
+                delattr(context, name)

@@ -1,39 +1,251 @@
-"""How the losses of synchronous replicas make one: by what each was divided by.
+"""How the losses of synchronous replicas make one: the kind of each term tells how it grows with the batch.
 
-The loss of all examples of a step is the mean of the replicas' losses if all were divided by the same number. With
-masks, or with `reduction="mean_with_sample_weight"`, they are not: each replica then also says what it has divided by.
+The loss of all examples of a step is the mean of the replicas' losses, weighted by what each was divided by: by the
+number of examples, or with masks and `reduction="mean_with_sample_weight"` by something else. Losses that are sums add
+up. Regularizers are the same on every replica.
+
+The kind of a term is known for the losses of Keras. That of a function, of `add_loss` or of a model's own `train_step`
+is found by a try on made-up data: on a batch, and on the same batch several times over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
-from kdist._compat.keras import Reduction
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.keras import (
+    Reduction,
+    global_seed,
+    has_own_compute_loss,
+    loss_tracker,
+    num_compiled_losses,
+    recorded_reductions,
+)
+from kdist.model.forward import forward
+from kdist.model.names import is_seed
+from kdist.model.seeded_scope import SeededScope
+
+#: Of a dimension of a made-up batch that its data leaves open.
+_UNKNOWN_SIZE = 4
+#: How often the larger of two made-up batches has the examples of the smaller one.
+REPEATS = 4
+_TOLERANCE = 1e-3
 
 
 class LossWeights(Enum):
-    """What weight the gradient of a replica has."""
+    """The weight of a replica's gradient."""
 
-    #: All the same.
-    EQUAL = "equal"
+    #: The number of its examples.
+    EXAMPLES = "examples"
     #: What its loss was divided by.
     DIVISORS = "divisors"
-    #: Losses are sums, and so is the gradient of all.
+    #: Gradients add up.
     SUM = "sum"
-    #: Several losses with divisors of their own, or losses that say nothing: all the same, which is not exact.
+
+
+class Term(Enum):
+    """How a term of a loss grows with the batch."""
+
+    #: Not at all: it depends on parameters only.
+    CONSTANT = "constant"
+    #: A mean over the examples.
+    MEAN = "mean"
+    #: A mean over something else, of which a batch may have more or less: unmasked steps, the sum of weights.
+    OWN_MEAN = "own mean"
+    SUM = "sum"
+    #: Values that are not reduced, of which the gradient is that of their sum.
+    VALUES = "values"
     UNKNOWN = "unknown"
 
 
-def loss_weights(reductions: Sequence[Reduction], *, has_other_losses: bool) -> LossWeights:
-    """The weights of a model's gradients.
+@dataclass(frozen=True)
+class LossTerms:
+    """The terms of a model's loss.
+
+    Attributes:
+        compiled: those of the losses that it is compiled with, in their order.
+        added: those of `model.losses`: regularizers, and what layers have added.
+        is_whole: whether there is only one, the loss that the model itself makes of all.
+        compiled_factors, added_factors: what a replica multiplies each with; none for 1.
+    """
+
+    compiled: tuple[Term, ...] = ()
+    added: tuple[Term, ...] = ()
+    is_whole: bool = False
+    compiled_factors: tuple[float, ...] = ()
+    added_factors: tuple[float, ...] = ()
+
+    @property
+    def weights(self) -> LossWeights | None:
+        """The weights with which the gradients of replicas make one; None if each term needs its own."""
+        kinds = {*self.compiled, *self.added} - {Term.CONSTANT}
+        if kinds <= {Term.MEAN}:
+            return LossWeights.EXAMPLES
+        if kinds <= {Term.SUM, Term.VALUES}:
+            return LossWeights.SUM
+        is_alone = kinds == {Term.OWN_MEAN} and (*self.compiled, *self.added).count(Term.OWN_MEAN) == 1
+        return LossWeights.DIVISORS if is_alone else None
+
+    def of_replica(self, num_replicas: int, *, has_same_size: bool) -> LossTerms:
+        """The terms with the factors with which gradients of replicas make one by the same weight.
+
+        Args:
+            num_replicas: how many there are.
+            has_same_size: whether the batches of all have the same number of examples.
+        """
+        if self.weights is LossWeights.SUM:
+            return replace(self, added_factors=_factors(self.added, {Term.CONSTANT: 1 / num_replicas}))
+        every = {*self.compiled, *self.added}
+        if self.weights is None and has_same_size and not self.is_whole and every <= set(_OF_EXAMPLES):
+            # The mean of the sums, times their number, is the sum of all.
+            factors = {Term.SUM: float(num_replicas)}
+            return LossTerms(
+                (Term.MEAN,) * len(self.compiled),
+                (Term.MEAN,) * len(self.added),
+                compiled_factors=_factors(self.compiled, factors),
+                added_factors=_factors(self.added, factors),
+            )
+        return self
+
+
+#: The terms that need no weight if all batches have the same size.
+_OF_EXAMPLES = (Term.CONSTANT, Term.MEAN, Term.SUM)
+
+
+def _factors(terms: Sequence[Term], of_kind: Mapping[Term, float]) -> tuple[float, ...]:
+    return tuple(of_kind.get(term, 1.0) for term in terms)
+
+
+def term_of(reduction: Reduction) -> Term:
+    """The kind of a compiled loss, as far as its reduction tells."""
+    if reduction.is_number:
+        return Term.UNKNOWN
+    if reduction.is_sum:
+        return Term.VALUES if tf.convert_to_tensor(reduction.value).shape.rank else Term.SUM
+    return Term.MEAN if reduction.divisor is None else Term.OWN_MEAN
+
+
+def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) -> LossTerms:
+    """The terms of the loss of a built model, as far as its graph tells; called while its step is traced.
 
     Args:
-        reductions: of the losses that it is compiled with, in one step.
-        has_other_losses: whether there are others, such as regularizers, or the step is the model's own.
+        batch: of that trace.
+        reductions: those of its compiled losses in this trace.
     """
-    if all(not reduction.is_sum and reduction.divisor is None for reduction in reductions):
-        return LossWeights.EQUAL
-    if len(reductions) > 1 or (reductions[0].is_sum and has_other_losses):
-        return LossWeights.UNKNOWN
-    return LossWeights.SUM if reductions[0].is_sum else LossWeights.DIVISORS
+    inputs = {tensor.op for tensor in tf.nest.flatten(batch, expand_composites=True)}
+    compiled = tuple(term_of(reduction) for reduction in reductions)
+    added = tuple(Term.UNKNOWN if _depends(loss, inputs) else Term.CONSTANT for loss in model.losses)
+    if not has_own_compute_loss(model) and len(reductions) == num_compiled_losses(model):
+        return LossTerms(compiled, added)
+    # Only the model knows what it makes of its parts.
+    own = tuple(term for term in compiled if term is Term.OWN_MEAN)
+    return LossTerms(own or (Term.UNKNOWN,), is_whole=True)
+
+
+def tried_terms(model: keras.Model, batch_spec: Any, terms: LossTerms) -> LossTerms:
+    """The terms of the loss of a built model, with what a try tells of those that are unknown."""
+
+    def values(batch: Any, draw: int) -> list[Any]:
+        trainable, others = trial_values(model, draw)
+        scope = SeededScope([*trainable, *others], collect_losses=True)
+        with scope, recorded_reductions(model) as reductions:
+            _, loss = forward(model, *keras.utils.unpack_x_y_sample_weight(batch), training=True)
+            return [loss] if terms.is_whole else [*(reduction.value for reduction in reductions), *model.losses]
+
+    number = len(terms.compiled)
+    # What takes no made-up data is as most losses are.
+    found = kinds_of(values, batch_spec) or [Term.MEAN] * (number + len(terms.added))
+    known = [new if old is Term.UNKNOWN else old for old, new in zip((*terms.compiled, *terms.added), found)]
+    return replace(terms, compiled=tuple(known[:number]), added=tuple(known[number:]))
+
+
+def trial_values(model: keras.Model, draw: int) -> tuple[list[tuple[keras.Variable, Any]], ...]:
+    """The trainable and the other variables of a built model with the values for a try; seeds follow from `draw`."""
+    rng = np.random.default_rng(draw)
+    others = [*model.non_trainable_variables, *model.metrics_variables, *loss_tracker(model).variables, global_seed()]
+
+    def value_of(variable: keras.Variable) -> tf.Tensor:
+        if is_seed(variable):
+            return tf.constant(rng.integers(0, 2**31, variable.shape), variable.dtype)
+        return tf.convert_to_tensor(variable.value)
+
+    return [(v, value_of(v)) for v in model.trainable_variables], [(v, value_of(v)) for v in others]
+
+
+def _depends(tensor: tf.Tensor, inputs: Collection[tf.Operation]) -> bool:
+    """Whether a tensor of a graph depends on the results of some of its operations."""
+    seen, waiting = set[tf.Operation](), [tensor.op]
+    while waiting:
+        operation = waiting.pop()
+        if operation in inputs:
+            return True
+        if operation not in seen:
+            seen.add(operation)
+            waiting += [of.op for of in operation.inputs]
+    return False
+
+
+def made_up(batch_spec: Any, seed: int) -> Any:
+    """A small batch of random numbers."""
+    rng = np.random.default_rng(seed)
+
+    def array(spec: tf.TensorSpec) -> tf.Tensor:
+        shape = [_UNKNOWN_SIZE if size is None else size for size in spec.shape]
+        return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
+
+    return tf.nest.map_structure(array, batch_spec)
+
+
+def repeated(batch: Any) -> Any:
+    """A batch that has each example `REPEATS` times."""
+    return tf.nest.map_structure(lambda tensor: tf.concat([tensor] * REPEATS, 0), batch)
+
+
+def kinds_of(values: Callable[[Any, int], Sequence[Any]], batch_spec: Any) -> list[Term]:
+    """The kind of each value that a function computes of a batch; nothing if it takes no made-up data.
+
+    Args:
+        values: batch, number of what is drawn at random -> numbers, in the same order for every batch.
+    """
+    # A function that fails on such data says nothing about its losses.
+    with suppress(Exception):
+        batch = made_up(batch_spec, 1)
+        found = _compared(values, batch)
+        if any(_differ(once, again) for once, again, _ in found):
+            # Of more examples, what is drawn matters less.
+            found = _compared(values, repeated(batch))
+        return [_kind(*of_value) for of_value in found]
+    return []
+
+
+def _compared(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[tuple[Any, ...]]:
+    """For each value those of a batch, of the same again, and of the same repeated."""
+    of_batches = [values(some, draw) for draw, some in enumerate((batch, batch, repeated(batch)))]
+    return list(zip(*([np.array(v, np.float64) for v in of_batch] for of_batch in of_batches), strict=True))
+
+
+def _differ(some: np.ndarray, others: np.ndarray) -> bool:
+    return bool(np.linalg.norm(some - others) > _TOLERANCE * max(float(np.linalg.norm(others)), 1e-12))
+
+
+def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray) -> Term:
+    """The kind of a value or a gradient, from what `_compared` says of it."""
+    if once.shape != often.shape:
+        # Values that are not reduced: their gradient is that of the sum.
+        once, again, often = (np.sum(values) for values in (once, again, often))
+    if not _differ(often, once):
+        return Term.MEAN
+    if not _differ(often, REPEATS * once):
+        return Term.SUM
+    growth = float(np.vdot(once, often)) / max(float(np.vdot(once, once)), 1e-24)
+    if _differ(again, once):
+        return Term.SUM if growth > REPEATS**0.5 else Term.MEAN
+    # A loss that compares the examples of a batch is a mean as well, of another kind.
+    return Term.MEAN if growth < REPEATS**0.25 else Term.UNKNOWN

@@ -16,14 +16,13 @@ import tensorflow as tf
 
 from kdist._compat.keras import call, global_seed
 from kdist.errors import ConfigError
+from kdist.model.loss_weights import made_up
 from kdist.model.seeded_scope import SeededScope
 
 RULES = ("sum", "mean", "max", "min", "product", "last")
 #: What Keras calls some of them; "none" is that of metrics written before Keras 3.3.
 _OF_AGGREGATION = {"none": "sum", "only_first_replica": "last"}
 _TOLERANCE = 1e-3
-#: Of a dimension of a made-up batch that its data leaves open.
-_UNKNOWN_SIZE = 4
 
 
 def merged(rule: str, rows: np.ndarray, initial: np.ndarray) -> np.ndarray:
@@ -139,13 +138,7 @@ def _count(metric: keras.metrics.Metric, model: keras.Model, batches: Sequence[t
 
 def _made_up(model: keras.Model, batch_spec: Any, seed: int) -> tuple[Any, ...]:
     """A small batch of random numbers, with what the model makes of it."""
-    rng = np.random.default_rng(seed)
-
-    def array(spec: tf.TensorSpec) -> tf.Tensor:
-        shape = [_UNKNOWN_SIZE if size is None else size for size in spec.shape]
-        return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
-
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(array, batch_spec))
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(made_up(batch_spec, seed))
     with keras.StatelessScope():
         return x, y, call(model, x, training=False), sample_weight
 

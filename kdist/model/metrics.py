@@ -24,16 +24,40 @@ class ReturnedValues:
         means: for each value that no metric has counted: its mean, weighted by examples.
         names: what is reported, in this order; everything if None.
         counts_loss: whether the step updates Keras's tracker of the loss.
+        sums: the values of which those of synchronous replicas add up.
     """
 
     means: dict[str, keras.metrics.Mean] = field(default_factory=dict)
     names: Sequence[str] | None = None
     counts_loss: bool = True
+    sums: frozenset[str] = frozenset()
 
     def count(self, logs: Mapping[str, Any], num_examples: tf.Tensor | int) -> None:
         """Adds those of a batch, in a scope."""
         for name, mean in self.means.items():
-            mean.update_state(logs[name], sample_weight=num_examples)
+            mean.update_state(logs[name], sample_weight=1 if name in self.sums else num_examples)
+
+
+@dataclass(frozen=True)
+class LossCount:
+    """How synchronous replicas count a loss: so that their counts of a step add up to what tells its loss.
+
+    Attributes:
+        metric: what counts it.
+        is_sum: whether the loss of a step is the sum of those of the replicas; else their sum and their count are
+            weighted.
+        power: of the number of examples of a step: the weight with which Keras counts it, that number or 1.
+    """
+
+    metric: keras.metrics.Mean
+    is_sum: bool = False
+    power: int = 1
+
+    def as_by_keras(self, total: np.ndarray, count: np.ndarray, num_examples: np.ndarray) -> tuple[Any, Any]:
+        """Total and count of steps as one process with all their examples counts them."""
+        loss = total if self.is_sum else np.divide(total, count, out=np.zeros_like(total), where=count != 0)
+        weight = num_examples.astype(total.dtype) ** self.power
+        return loss * weight, weight
 
 
 def metric_variables(model: keras.Model, returned: ReturnedValues | None = None) -> list[keras.Variable]:
@@ -52,9 +76,15 @@ class MetricReader:
     Args:
         model: the chief's own model; its metric variables keep their values.
         returned: other values of its steps.
+        loss_counts: how replicas count losses, where that is not as Keras does.
     """
 
-    def __init__(self, model: keras.Model, returned: ReturnedValues | None = None) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        returned: ReturnedValues | None = None,
+        loss_counts: Sequence[LossCount] = (),
+    ) -> None:
         self._model = model
         self._returned = returned = returned or ReturnedValues()
         self._variables = metric_variables(model, returned)
@@ -67,6 +97,7 @@ class MetricReader:
         means = [loss_tracker(model)]
         if not returned.counts_loss:
             means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
+        self._loss_counts = [(one, [index_of[id(v)] for v in one.metric.variables]) for one in loss_counts]
         self._losses = [tuple(index_of[id(v)] for v in mean.variables) for mean in means]
 
     def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -79,6 +110,17 @@ class MetricReader:
             return self.merge(mine, others)
         steps = [self.merge([v[i] for v in mine], [v[i] for v in others]) for i in range(len(mine[0]))]
         return tuple(np.stack(of_variable) for of_variable in zip(*steps))
+
+    def joined(self, values: Sequence[np.ndarray], num_examples: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What one process would have counted, from what all replicas together have: `[num_steps, ...]`.
+
+        Args:
+            num_examples: of each step.
+        """
+        found = list(values)
+        for loss, (total, count) in self._loss_counts:
+            found[total], found[count] = loss.as_by_keras(values[total], values[count], num_examples)
+        return tuple(found)
 
     def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges any number of them: `[n, ...]` for each variable."""
@@ -135,6 +177,10 @@ class MetricRows:
     def beside(self, other: MetricRows) -> MetricRows:
         """The counts of two replicas for the same steps."""
         return MetricRows(self.reader, self.reader.merge_steps(self.values, other.values))
+
+    def joined(self, num_examples: np.ndarray) -> MetricRows:
+        """As `MetricReader.joined`."""
+        return MetricRows(self.reader, self.reader.joined(self.values, num_examples))
 
     def total(self) -> MetricTotals:
         return MetricTotals(self.reader, self.reader.total(self.values))

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.model.loss_weights import LossWeights
 from kdist.model.train_step import OwnTrainStep
 from kdist.model.updates import StepUpdates
 
@@ -129,6 +130,7 @@ class TracedPhases:
 
     Args:
         own: the step.
+        weights: of the gradients of synchronous replicas.
 
     Attributes:
         function: what was traced; to be set when it is.
@@ -138,8 +140,9 @@ class TracedPhases:
 
     function: tf.types.experimental.ConcreteFunction
 
-    def __init__(self, own: OwnTrainStep) -> None:
+    def __init__(self, own: OwnTrainStep, weights: LossWeights) -> None:
         self._own = own
+        self._weights = weights
 
     def trace(self, arguments: Sequence[Any], outputs: tuple[Any, Any, Any, Any]) -> None:
         """Called while the step is traced.
@@ -170,7 +173,7 @@ class TracedPhases:
         pulled_again = tuple(frozenset(variables) for variables in arriving)
         everywhere = frozenset(i for found in assigned for i in found)
         self.updates = updates = StepUpdates(
-            self._own.groups, self._own.updates(phases), pulled_again, everywhere, self._own.weights
+            self._own.groups, self._own.updates(phases), pulled_again, everywhere, self._weights
         )
         sparse = {i for of_update in gradients for i, g in enumerate(of_update) if isinstance(g, tf.IndexedSlices)}
         self.dense_gradients = frozenset(i for indices in self._own.updated for i in indices) - sparse

@@ -7,6 +7,7 @@ Where the values come from and where the gradients go is the strategy's business
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,17 +16,20 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import (
+    Reduction,
     compile_arguments,
     global_seed,
+    layers_of,
     loss_scaling,
     loss_tracker,
+    losses_of_outputs,
     main_optimizer,
     optimizers_of,
     recorded_assignments,
     recorded_reads,
     recorded_reductions,
 )
-from kdist._compat.tensorflow import assigned_variables
+from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas
 from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
 from kdist.model.embedding_lookup import RowLookups, check_dynamic_layers, embedding_layers, why_needed_whole
@@ -33,9 +37,9 @@ from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.increments import is_increment
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
-from kdist.model.loss_weights import LossWeights, loss_weights
+from kdist.model.loss_weights import LossTerms, LossWeights, Term, loss_terms, tried_terms
 from kdist.model.metric_merging import check_metrics
-from kdist.model.metrics import ReturnedValues, metric_variables
+from kdist.model.metrics import LossCount, ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases, TracedPhases
@@ -54,6 +58,7 @@ class ReplicaStep:
         model: a compiled model: Sequential, Functional or subclassed. It is built if necessary.
         batch_spec: nested type specs of a batch: x alone, or a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
         epoch_at: that of `WorkerState`.
+        num_replicas: how many make one step together; see `kdist.model.loss_weights`.
 
     Attributes:
         updates: what it updates, and in how many phases.
@@ -70,25 +75,32 @@ class ReplicaStep:
     """
 
     def __init__(
-        self, model: keras.Model, batch_spec: Any, epoch_at: Callable[[tf.Tensor], tf.Tensor] | None = None
+        self,
+        model: keras.Model,
+        batch_spec: Any,
+        epoch_at: Callable[[tf.Tensor], tf.Tensor] | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self.model = model
+        self._num_replicas = num_replicas
         #: The model's own `train_step`, if it has one.
         self.own: OwnTrainStep | None = None
-        with recorded_assignments() as assigned, recorded_reads() as read:
+        exchanged = exchanges_between_replicas()
+        with recorded_assignments() as assigned, recorded_reads() as read, exchanged as exchanges:
             if overrides_train_step(model):
-                self.own = OwnTrainStep(model, batch_spec)
+                self.own = OwnTrainStep(model, batch_spec, num_replicas)
             else:
-                self.returned, weights, graph = _build(model, batch_spec)
+                self.returned, self._terms, graph = _build(model, batch_spec, num_replicas)
                 check_metrics(model, batch_spec)
                 self.outside = _of_tensorflow(graph.variables, [*assigned.values(), *read.values()])
                 written = assigned_variables(graph)
                 if {id(v) for v in written} & {id(v.value) for v in model.trainable_variables}:
                     # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
-                    self.own = OwnTrainStep(model, batch_spec)
+                    self.own = OwnTrainStep(model, batch_spec, num_replicas)
         if self.own is not None:
-            self.returned, weights = self.own.returned, self.own.weights
+            self.returned, self._terms = self.own.returned, self.own.terms
         _check_assigned(model, assigned)
+        _check_exchanges(model, exchanges if num_replicas > 1 else [])
         beside = _read_beside(model, read)
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable, beside)
         self.state = [v for v in others if not is_seed(v)]
@@ -101,7 +113,11 @@ class ReplicaStep:
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
-        self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, weights)
+        self.batch_spec = batch_spec
+        if num_replicas > 1:
+            self._terms = self._terms.of_replica(num_replicas, has_same_size=self._has_one_size)
+        self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, self._weights())
+        self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._losses_counted()
         self._has_dense: frozenset[int] = frozenset()
         self.tables: dict[int, keras.layers.Layer] = {}
         self.table_groups: list[TableGroup] = []
@@ -109,7 +125,6 @@ class ReplicaStep:
         self.clock: list[Clock] = []
         if self.own is None and (scaling := loss_scaling(model)) is not None:
             self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
-        self.batch_spec = batch_spec
         self._find_tables()
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
@@ -196,11 +211,13 @@ class ReplicaStep:
         if rows is not None:
             if self._rounds is None:
                 self._rounds = LookupRounds(self._run_with_rows, self._specs, self.table_groups)
-            gradients, new_state, new_metrics, weight, overflow = self._rounds.run(arguments, rows)
+            gradients, new_state, new_metrics, divisor, overflow = self._rounds.run(arguments, rows)
+            weight = self._weight(num_examples, divisor)
             shared, unassigned = self._keep(new_state), [None] * len(gradients)
             yield ReplicaOutput(gradients, unassigned, shared, new_metrics, num_examples, 0, weight, overflow)
         elif self.updates.num_phases == 1:
-            gradients, assigned, new_state, new_metrics, weight, overflow = self._dense_step(*arguments)
+            gradients, assigned, new_state, new_metrics, divisor, overflow = self._dense_step(*arguments)
+            weight = self._weight(num_examples, divisor)
             shared = self._keep(new_state)
             yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, 0, weight, overflow)
         else:
@@ -211,7 +228,8 @@ class ReplicaStep:
             for phase in range(self.updates.num_phases):
                 gradients, assigned, new_state, new_metrics = outputs
                 shared = self._keep(new_state)
-                fresh = yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, phase)
+                weight = self._weight(num_examples)
+                fresh = yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, phase, weight)
                 if phase + 1 < self.updates.num_phases:
                     outputs = running.send([fresh[i] for i in sorted(self.updates.pulled_again[phase + 1])])
 
@@ -221,6 +239,62 @@ class ReplicaStep:
         if any(value is not None for value in new_state[number:]):
             self.worker_state.write(new_state[number:])
         return list(new_state[:number])
+
+    @property
+    def _has_one_size(self) -> bool:
+        """Whether all batches have the same number of examples."""
+        return tf.nest.flatten(self.batch_spec)[0].shape[0] is not None
+
+    def _weights(self) -> LossWeights:
+        """The weights of replicas' gradients."""
+        weights = self._terms.weights
+        if weights is None:
+            raise ConfigError(
+                f"model {self.model.name}: its loss is neither a mean nor a sum over the examples, or of several "
+                "losses each is reduced, masked or weighted in its own way; synchronous replicas cannot compute what "
+                "one process computes with all their examples: use losses with the same reduction, for a mean beside a "
+                "sum also batches of one size (drop_remainder=True), or strategy=parameter_server"
+            )
+        return weights
+
+    def _weight(self, num_examples: tf.Tensor | int, divisor: tf.Tensor | None = None) -> tf.Tensor | None:
+        """That of a replica's gradient; None if replicas have equal weights, or their gradients add up."""
+        if self._num_replicas == 1 or self.updates.weights is LossWeights.SUM:
+            return None
+        if self.updates.weights is LossWeights.DIVISORS:
+            return divisor
+        return None if isinstance(num_examples, int) else tf.cast(num_examples, tf.float32)
+
+    def _losses_counted(self) -> list[LossCount]:
+        """The losses that a replica does not count as Keras does, see `_count`."""
+        terms, weights = self._terms, self.updates.weights
+        means = self.returned.means
+        counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
+        if self.own is not None:
+            return counted
+        # Keras takes the mean of a loss that is not reduced.
+        if weights is not LossWeights.EXAMPLES and Term.VALUES not in terms.compiled:
+            counted.append(LossCount(loss_tracker(self.model), weights is LossWeights.SUM))
+        if not terms.is_whole:
+            # Keras weights them by examples only if their number is known.
+            for term, metric in zip(terms.compiled, losses_of_outputs(self.model)):
+                if term is not Term.VALUES:
+                    counted.append(LossCount(metric, term is Term.SUM, int(self._has_one_size)))
+        return counted
+
+    def _recorded(self, num_examples: tf.Tensor | int) -> AbstractContextManager[list[Reduction]]:
+        """In this context, losses are those of a replica, and counted so that those of all replicas add up."""
+        terms = self._terms
+        if self._num_replicas == 1 or self.own is not None:
+            return nullcontext([])
+
+        def count(reduction: Reduction, weight: Any) -> Any:
+            term = terms.compiled[reduction.index]
+            return weight if term is Term.VALUES else _count(term, num_examples, reduction.divisor)
+
+        return recorded_reductions(
+            self.model, terms.compiled_factors, terms.added_factors, None if terms.is_whole else count
+        )
 
     @property
     def _specs(self) -> list[Any]:
@@ -241,8 +315,10 @@ class ReplicaStep:
             output, _ = self._run(trainable, state, metrics, seeds, batch, clock)
             found = output.gradients, output.assigned, output.state, output.metrics
             return *found, output.weight, output.overflow
-        gradients, assigned, *rest, overflow = self._run_own(trainable, state, metrics, seeds, batch, clock)
-        return self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0), *rest, None, overflow
+        with recorded_reductions(self.model) as reductions:
+            gradients, assigned, *rest, overflow = self._run_own(trainable, state, metrics, seeds, batch, clock)
+        merged = self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0)
+        return *merged, *rest, _divisor(reductions), overflow
 
     def _run_own(
         self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any, later: Any = ()
@@ -263,7 +339,7 @@ class ReplicaStep:
 
     def _trace_phases(self) -> TracedPhases:
         """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
-        own, traced = self._own, TracedPhases(self._own)
+        own, traced = self._own, TracedPhases(self._own, self.updates.weights)
         later = [[_spec(self.trainable[i]) for i in indices] for indices in own.updated]
 
         def step(*arguments: Any) -> None:
@@ -302,7 +378,8 @@ class ReplicaStep:
             scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
             tape.watch([trainable[i] for i in whole])
             lookups = RowLookups(tables, groups, tape)
-            with lookups.active(), recorded_reductions() as reductions:
+            num_examples = batch_size_of(batch)
+            with lookups.active(), self._recorded(num_examples) as reductions:
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
             if loss is None:
                 raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
@@ -310,13 +387,14 @@ class ReplicaStep:
         dense, of_rows = tape.gradient(scaled_loss, ([trainable[i] for i in whole], lookups.rows))
         found: dict[int, Any] = dict(zip(whole, dense)) | lookups.gradients(of_rows)
         gradients = [found.get(i) for i in range(len(trainable))]
+        divisor = _divisor(reductions)
         with scope:
-            num_examples = batch_size_of(batch)
-            logs = update_metrics(model, x, y, y_pred, sample_weight, loss, num_examples)
+            term = _TERMS[self.updates.weights] if self._num_replicas > 1 and not loss.shape.rank else Term.MEAN
+            counted = _count(term, num_examples, divisor)
+            logs = update_metrics(model, x, y, y_pred, sample_weight, loss, counted)
             self.returned.count(logs, num_examples)
         output = self._output(gradients, scope, state, num_examples, self._loss_scale(clock))
-        weight = reductions[0].divisor if self.updates.weights is LossWeights.DIVISORS else None
-        return replace(output, weight=weight), lookups
+        return replace(output, weight=divisor), lookups
 
     def _others(self, state: Any, metrics: Any, seeds: Any, clock: Any) -> list[tuple[keras.Variable, Any]]:
         """All variables but the trainable ones, with their values."""
@@ -392,6 +470,22 @@ class ReplicaStep:
         self.table_groups = group_tables(self.tables, row_wise, self.updates, frozenset(with_gradient))
 
 
+def _divisor(reductions: Sequence[Reduction]) -> tf.Tensor | None:
+    """The first divisor of compiled losses that depends on more than the shape of the batch."""
+    return next((reduction.divisor for reduction in reductions if reduction.divisor is not None), None)
+
+
+#: The kind of the whole loss.
+_TERMS = {LossWeights.EXAMPLES: Term.MEAN, LossWeights.DIVISORS: Term.OWN_MEAN, LossWeights.SUM: Term.SUM}
+
+
+def _count(term: Term, num_examples: tf.Tensor | int, divisor: tf.Tensor | None) -> Any:
+    """The weight with which a replica counts a loss."""
+    if term is Term.SUM:
+        return 1
+    return divisor if term is Term.OWN_MEAN else num_examples
+
+
 def _of_tensorflow(variables: Iterable[tf.Variable], known: Iterable[keras.Variable]) -> list[tf.Variable]:
     """The variables that are not those of Keras's variables."""
     values = {id(variable.value) for variable in known}
@@ -428,21 +522,36 @@ def _of_others(model: keras.Model, variables: Mapping[int, keras.Variable]) -> l
     return [v for key, v in variables.items() if key not in known and not is_seed(v)]
 
 
-def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWeights, tf.Graph]:
+def _check_exchanges(model: keras.Model, exchanges: Sequence[str]) -> None:
+    """Refuses, with a `ConfigError`, a step that reads, before its end, what other replicas have computed."""
+    if not exchanges:
+        return
+    names = [
+        f"{type(layer).__name__} {layer.name}" for layer in layers_of(model) if getattr(layer, "synchronized", False)
+    ]
+    raise ConfigError(
+        f"model {model.name}: {', '.join(names) or 'its step'} (synchronized=True, or the replica context of "
+        "tf.distribute) needs values of the other replicas in the middle of a step, which replicas of kdist do not "
+        "exchange; set synchronized=False, or train with one replica (cluster=local) or strategy=parameter_server"
+    )
+
+
+def _build(model: keras.Model, batch_spec: Any, num_replicas: int) -> tuple[ReturnedValues, LossTerms, tf.Graph]:
     """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out.
 
     Returns:
-        What the step returns beside metrics; the weights of replicas' gradients; its graph.
+        What the step returns beside metrics; the losses of synchronous replicas; its graph.
     """
     names: list[str] = []
     others: list[str] = []
-    weights: list[LossWeights] = []
+    terms = [LossTerms()]
 
     def first_step(batch: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        with recorded_reductions() as reductions:
+        with recorded_reductions(model) as reductions:
             y_pred, loss = forward(model, x, y, sample_weight, training=True)
-        weights.append(loss_weights(reductions, has_other_losses=bool(model.losses)))
+        if num_replicas > 1:
+            terms.append(loss_terms(model, batch, reductions))
         logs = update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
         # A model may leave a metric out in training. The loss is always reported.
         names.extend(dict.fromkeys(["loss", *logs]))
@@ -452,7 +561,9 @@ def _build(model: keras.Model, batch_spec: Any) -> tuple[ReturnedValues, LossWei
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     means = {name: keras.metrics.Mean(name=name) for name in sorted(others)}
-    return ReturnedValues(means, names), weights[-1], graph
+    if Term.UNKNOWN in (*terms[-1].compiled, *terms[-1].added):
+        terms.append(tried_terms(model, batch_spec, terms[-1]))
+    return ReturnedValues(means, names), terms[-1], graph
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:

@@ -151,7 +151,7 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
     optimizer, scaling = main_optimizer(model), loss_scaling(model)
-    for group in _groups.get(model) or StepUpdates.of_all(optimizer, trainable, LossWeights.EQUAL).groups:
+    for group in _groups.get(model) or StepUpdates.of_all(optimizer, trainable, LossWeights.EXAMPLES).groups:
         named |= group.state(trainable, names[: len(trainable)])
     if scaling is not None:
         named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}

@@ -32,7 +32,7 @@ from kdist._compat.keras import (
 from kdist._compat.tensorflow import legacy_functions_renamed, watch_in_every_tape, with_handle_of
 from kdist.errors import ConfigError
 from kdist.model.logs import flat
-from kdist.model.loss_weights import LossWeights, loss_weights
+from kdist.model.loss_weights import LossTerms, Term, kinds_of, trial_values
 from kdist.model.metrics import ReturnedValues
 from kdist.model.seeded_scope import SeededScope
 from kdist.model.updates import OptimizerGroup, Update, first_iteration
@@ -119,12 +119,13 @@ class OwnTrainStep:
     Args:
         model: compiled. It is built as `fit` builds it: the step is traced once.
         batch_spec: nested type specs of an element of the data, which `train_step` gets as it is.
+        num_replicas: how many synchronous ones make a step.
 
     Attributes:
         trainable: the variables that the step gives to optimizers, in the model's order.
         groups: the optimizers with their variables, first that which the model was compiled with.
         returned: the values that the step returns.
-        weights: of the gradients of synchronous replicas.
+        terms: the losses of synchronous replicas; none of a single one.
         updated: for each update of the step the indices of the variables that it has a gradient for.
         clock: step counters and learning rates that the step reads.
 
@@ -132,7 +133,7 @@ class OwnTrainStep:
         ConfigError: the step cannot be spread over tasks.
     """
 
-    def __init__(self, model: keras.Model, batch_spec: Any) -> None:
+    def __init__(self, model: keras.Model, batch_spec: Any, num_replicas: int = 1) -> None:
         self._model = model
         self._optimizers = optimizers_of(model)
         self._applied: list[_Applied] = []
@@ -143,12 +144,8 @@ class OwnTrainStep:
         if is_multi_optimizer(main_optimizer(model)):
             raise self._refusal("uses MultiOptimizer; call several optimizers instead, or leave train_step to Keras")
         # Layers, metrics and seeds get their variables.
-        with recorded_reductions() as reductions:
+        with recorded_reductions(model) as reductions:
             self._trace(batch_spec, self._train_step)
-        self.weights = loss_weights(reductions, has_other_losses=True)
-        if self.weights is LossWeights.DIVISORS:
-            # Which gradient it belongs to, only the step knows.
-            self.weights = LossWeights.UNKNOWN
         self.trainable = self._given_to_optimizers()
         self.groups = self._build_optimizers()
         index_of = {id(variable): i for i, variable in enumerate(self.trainable)}
@@ -171,7 +168,31 @@ class OwnTrainStep:
 
         self._trace(batch_spec, find_counted)
         means = {name: keras.metrics.Mean(name=name) for name in names if name not in counted}
-        self.returned = ReturnedValues(means, names, counts_loss="loss" in counted)
+        self.terms, sums = LossTerms(), frozenset[str]()
+        if num_replicas > 1:
+            divided = [Term.OWN_MEAN for reduction in reductions if reduction.divisor is not None]
+            # Of several updates, only the step knows to which a divisor belongs.
+            self.terms = LossTerms((*divided, *divided[: len(self._applied) - 1]), is_whole=True)
+            kinds = self._tried(batch_spec, names)
+            sums = frozenset(name for name, kind in zip(names, kinds[len(self.updated) :]) if kind is Term.SUM)
+            if not divided:
+                self.terms = LossTerms(tuple(kinds[: len(self.updated)]), is_whole=True)
+        self.returned = ReturnedValues(means, names, "loss" in counted, sums)
+
+    def _tried(self, batch_spec: Any, names: Sequence[str]) -> list[Term]:
+        """The kinds of the gradients of each update, and of the values that the step returns."""
+
+        def values(batch: Any, draw: int) -> list[Any]:
+            trainable, others = trial_values(self._model, draw)
+            with self.scope(trainable, others):
+                logs = self._train_step(batch)
+                gradients = [
+                    [tf.reshape(tf.convert_to_tensor(g), [-1]) for g in one.gradients if g is not None]
+                    for one in self._applied
+                ]
+                return [*(tf.concat(of_update, 0) for of_update in gradients), *(logs[name] for name in names)]
+
+        return kinds_of(values, batch_spec)
 
     @contextmanager
     def scope(self, trainable: Pairs, others: Pairs, later: Sequence[Sequence[tf.Tensor]] = ()) -> Iterator[StandIns]:

@@ -26,7 +26,7 @@ class ReplicaOutput:
         state, metrics: new values of the variables, in the last phase; None for state that the step did not change.
         num_examples: of the batch.
         phase: which phase it is of.
-        weight: float32 scalar, what the loss was divided by; None if replicas have equal weights.
+        weight: float32 scalar, that of the gradients; None if replicas have equal weights, or gradients add up.
         overflow: float32 scalar: what the loss was multiplied by, if that has made a gradient infinite or no number, so
             that no parameter is updated; otherwise 0. None if the loss is not scaled.
     """
@@ -40,9 +40,10 @@ class ReplicaOutput:
     weight: tf.Tensor | None = None
     overflow: tf.Tensor | None = None
 
-    def weighted(self) -> list[tf.Tensor | tf.IndexedSlices | None]:
-        """The gradients times the weight."""
-        return [scaled(gradient, self.weight) for gradient in self.gradients]
+    @property
+    def state_weight(self) -> tf.Tensor | None:
+        """That of the changes of state, float32: the number of examples; None if it is always the same."""
+        return None if isinstance(self.num_examples, int) else tf.cast(self.num_examples, tf.float32)
 
 
 def scaled(gradient: Any, factor: tf.Tensor | None) -> Any:
@@ -50,8 +51,9 @@ def scaled(gradient: Any, factor: tf.Tensor | None) -> Any:
     if gradient is None or factor is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * tf.cast(factor, gradient.dtype), gradient.indices)
-    return gradient * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices)
+    # What has no weight may be no number.
+    return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))
 
 
 #: The phases of a step: yields the output of each, and is sent the values of the variables that the next one reads as
@@ -125,7 +127,7 @@ class StepUpdates:
     updates: tuple[Update, ...]
     pulled_again: tuple[frozenset[int], ...] = (frozenset(),)
     assigned: frozenset[int] = frozenset()
-    weights: LossWeights = LossWeights.EQUAL
+    weights: LossWeights = LossWeights.EXAMPLES
 
     @staticmethod
     def of_all(

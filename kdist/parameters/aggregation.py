@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,7 +21,7 @@ from kdist.model.loss_weights import LossWeights
 from kdist.model.updates import ReplicaOutput, scaled
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.transport import Layout, Wire
-from kdist.parameters.travelling import Assigned, Overflow, Pulled
+from kdist.parameters.travelling import Assigned, Changes, Overflow, Pulled, Weight
 
 #: The tensors of one gradient, on the servers.
 Contribution: TypeAlias = "list[tf.Tensor]"
@@ -42,25 +42,22 @@ class GradientAggregator:
 
     def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
         """What `deliver` moves, on the worker."""
-        weighted = replace(output, gradients=output.weighted())
-        all_fused = self._store.fuse(self._store.changes(weighted, pulled))
+        all_fused = self._store.fuse(weighted(self._store, output, pulled))
         self._layouts[output.phase] = [fused.layout for fused in all_fused]
-        tensors = [fused.tensor for fused in all_fused]
-        return tensors if output.weight is None else [*tensors, output.weight]
+        return [fused.tensor for fused in all_fused]
 
     def deliver(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
         """Moves what was packed in a phase to the servers."""
         devices = [self._store.device_of(layout) for layout in self._layouts[phase]]
         tensors = []
-        # The weight comes last, if there is one.
-        for tensor, device in zip(packed, [*devices, self._store.devices[0]]):
+        for tensor, device in zip(packed, devices):
             with tf.device(device):
                 tensors.append(tf.identity(tensor))
         return tensors
 
     def apply_mean(self, contributions: Sequence[Contribution], phase: int = 0) -> tf.Tensor:
         """The updates of a phase by the mean of `contributions`, traced in the chief; returns what a push does."""
-        means: dict[int, Gradient] = {}
+        means: Changes = {}
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
             with tf.device(self._store.device_of(layout)):
                 if self._has_one_mean(layout):
@@ -70,27 +67,14 @@ class GradientAggregator:
                 of_each = [layout.split(tensor) for tensor in tensors]
                 for key in of_each[0]:
                     means[key] = self._mean(key, [changes[key] for changes in of_each])
-        factor = self._factor(contributions)
-        for block in {block for update in self._store.updates.updates for block in self._store.blocks_in(update)}:
-            if factor is not None and block in means:
-                with tf.device(self._device(block)):
-                    means[block] = scaled(means[block], factor)
+        means = unweighted(self._store, means, len(contributions))
         clipped: dict[int, Gradient] = {}
         for update in self._store.updates.in_phase(phase):
             own = {block: mean for block, mean in means.items() if block in self._store.blocks_in(update)}
             clipped |= self._clipped(own, self._store.updates.groups[update.group].optimizer)
         return self._store.apply(means | clipped, phase)
 
-    def _factor(self, contributions: Sequence[Contribution]) -> tf.Tensor | None:
-        """What the means of weighted gradients are multiplied with; None if their weights are equal."""
-        if self._store.updates.weights is LossWeights.SUM:
-            return tf.constant(float(len(contributions)))
-        if self._store.updates.weights is LossWeights.DIVISORS:
-            with tf.device(self._store.devices[0]):
-                return tf.math.divide_no_nan(1.0, _mean_of([tensors[-1] for tensors in contributions]))
-        return None
-
-    def _mean(self, key: int | Assigned | Overflow, changes: Sequence[Gradient]) -> Gradient:
+    def _mean(self, key: int | Assigned | Overflow | Weight, changes: Sequence[Gradient]) -> Gradient:
         if isinstance(key, Overflow):
             # What has overflowed in one of them does so in the mean.
             return tf.reduce_max(changes)
@@ -149,11 +133,65 @@ class GradientAggregator:
         has_others = any(isinstance(key, Overflow) or self._aggregation(key) != "mean" for key in layout.shapes)
         return layout.dtype.is_floating and not layout.row_shapes and not has_others
 
-    def _aggregation(self, key: int | Assigned) -> str:
-        return "mean" if isinstance(key, Assigned) else self._store.blocks[key].aggregation
+    def _aggregation(self, key: int | Assigned | Weight) -> str:
+        return "mean" if isinstance(key, (Assigned, Weight)) else self._store.blocks[key].aggregation
 
     def _device(self, block: int) -> str:
         return self._store.devices[self._store.blocks[block].server]
+
+
+def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Changes:
+    """As `ParameterStore.changes`, times the weights that a replica's part has in the mean of all, with these."""
+    gradients, state = _arriving(store.wire, output.weight), _arriving(store.wire, output.state_weight)
+    if output.weight is not None and store.updates.weights is LossWeights.EXAMPLES:
+        state = gradients
+    changes = store.changes(replace(output, gradients=[scaled(g, gradients) for g in output.gradients]), pulled)
+    changes |= {key: scaled(changes[key], state) for key in changes if _is_mean_of_state(store, key, changes[key])}
+    for server in range(len(store.devices)):
+        if gradients is not None:
+            changes[Weight(server)] = gradients
+        if state is not None and state is not gradients:
+            changes[Weight(server, of_state=True)] = state
+    return changes
+
+
+def unweighted(store: ParameterStore, means: Changes, num_replicas: int) -> Changes:
+    """What replicas apply together, from the means of what `weighted` makes of each."""
+    weights = {key: means[key] for key in means if isinstance(key, Weight)}
+    changes = {key: mean for key, mean in means.items() if key not in weights}
+    for server, device in enumerate(store.devices):
+        with tf.device(device or None):
+            factors = {
+                key.of_state: tf.math.divide_no_nan(1.0, weights[key]) for key in weights if key.server == server
+            }
+            if store.updates.weights is LossWeights.SUM:
+                factors[False] = tf.constant(float(num_replicas))
+            of_state = factors.get(True, factors.get(False) if Weight(server) in weights else None)
+            for key, change in changes.items():
+                if isinstance(key, Overflow) or store.blocks[_block(key)].server != server:
+                    continue
+                if _is_mean_of_state(store, key, change):
+                    changes[key] = scaled(change, of_state)
+                elif isinstance(key, int) and store.blocks[key].is_parameter:
+                    changes[key] = scaled(change, factors.get(False))
+    return changes
+
+
+def _arriving(wire: Wire, weight: tf.Tensor | None) -> tf.Tensor | None:
+    """A weight as it is when it has travelled."""
+    return None if weight is None else wire.unpack(wire.pack(weight), weight.dtype)
+
+
+def _block(key: int | Assigned) -> int:
+    return key.block if isinstance(key, Assigned) else key
+
+
+def _is_mean_of_state(store: ParameterStore, key: Any, change: Any) -> bool:
+    """Whether replicas apply the mean of what each has done to state, or has assigned to parameters."""
+    if isinstance(key, Assigned):
+        return True
+    is_state = isinstance(key, int) and not store.blocks[key].is_parameter
+    return is_state and store.blocks[key].aggregation == "mean" and change.dtype.is_floating
 
 
 def _scaling(squares: Sequence[tf.Tensor], limit: float) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -26,7 +26,7 @@ from kdist.parameters.server_optimizers import ServerOptimizers
 from kdist.parameters.table_rows import TableRows
 from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.parameters.transport import Fused, Layout, Wire, fuse_by
-from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled
+from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled, Weight
 from kdist.parameters.update_counters import UpdateCounters
 from kdist.parameters.value_files import ValueFiles
 
@@ -382,8 +382,8 @@ class ParameterStore:
         new = tf.cast(new, old.dtype)
         return new - old if self._adds(self.blocks.of_shard[self._shards_of[index][0]]) else new
 
-    def _device(self, key: int | Assigned | Overflow) -> str:
-        if isinstance(key, Overflow):
+    def _device(self, key: int | Assigned | Overflow | Weight) -> str:
+        if isinstance(key, (Overflow, Weight)):
             return self.devices[key.server]
         block = key.block if isinstance(key, Assigned) else key
         return self.devices[self.blocks[block].server]

@@ -28,7 +28,17 @@ class Overflow:
     server: int
 
 
-#: Changes by shard, or by block, `Assigned` or `Overflow`; those without one are missing.
+@dataclass(frozen=True)
+class Weight:
+    """The key of the weight of what one of several replicas has computed, for a server: of its gradients, or of what it
+    has done to state.
+    """
+
+    server: int
+    of_state: bool = False
+
+
+#: Changes by shard, or by block, `Assigned`, `Overflow` or `Weight`; those without one are missing.
 Changes: TypeAlias = "dict[Any, tf.Tensor | tf.IndexedSlices]"
 
 

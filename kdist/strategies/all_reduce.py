@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from kdist.cluster.spec import CHIEF
 from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.loss_weights import LossWeights
-from kdist.model.updates import ReplicaOutput, scaled
+from kdist.model.updates import ReplicaOutput
+from kdist.parameters.aggregation import unweighted, weighted
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.travelling import Changes, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
@@ -27,9 +27,6 @@ from kdist.strategies.local_steps import one_step
 from kdist.strategies.prepared_training import prepare
 from kdist.strategies.store_backed import StoreBackedStrategy, no_batch
 from kdist.strategies.traced_calls import CallLogs, Replica, StepLogs, run_steps
-
-#: The key of the mean weight among changes while they are exchanged.
-_WEIGHT = "weight"
 
 
 class AllReduce(StoreBackedStrategy):
@@ -49,11 +46,10 @@ class AllReduce(StoreBackedStrategy):
         self._distribution = distribution
         self.num_replicas = distribution.num_replicas_in_sync
         devices = distribution.extended.worker_devices
-        self._prepared = prepare(spec, self.num_replicas)
+        self._prepared = prepare(spec, self.num_replicas, self.num_replicas)
         self._prepared.check_fixed_tables(self.name)
         if self.num_replicas > 1:
             self._prepared.check_assigned(self.name)
-        self._prepared.warn_of_unknown_weights()
         plan = self._prepared.plan_for_one()
         self._stores = [self._prepared.store([device], plan, is_replicated=True) for device in devices]
         self._store = self._stores[0]
@@ -94,7 +90,7 @@ class AllReduce(StoreBackedStrategy):
         if self._splits is not None:
             for replica in self._replicas:
                 self._splits.advance(replica)
-        return reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
+        return self._logs.join([self._logs.unpack(row) for row in packed])
 
     @property
     def _replicas(self) -> range:
@@ -129,10 +125,7 @@ class AllReduce(StoreBackedStrategy):
         each: list[Changes] = []
         for store, output, values, overflows in zip(self._stores, outputs, pulled, overflow):
             with tf.device(store.devices[0]):
-                weighted = replace(output, gradients=output.weighted(), overflow=overflows)
-                each.append(store.changes(weighted, values))
-            if output.weight is not None:
-                each[-1][_WEIGHT] = output.weight
+                each.append(weighted(store, replace(output, overflow=overflows), values))
         first = each[0]
         sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
         own = [key for key in first if isinstance(key, Overflow)]
@@ -157,7 +150,7 @@ class AllReduce(StoreBackedStrategy):
         exchanged = []
         for store, changes, output in zip(self._stores, each, outputs):
             with tf.device(store.devices[0]):
-                exchanged.append(clipped(store, changes, self._factor(changes.pop(_WEIGHT, None)), output.phase))
+                exchanged.append(clipped(store, unweighted(store, changes, self.num_replicas), output.phase))
         return exchanged
 
     def _is_of_first(self, key: Any, dtype: tf.DType) -> bool:
@@ -176,12 +169,6 @@ class AllReduce(StoreBackedStrategy):
             return [None] * len(outputs)
         gathered = self._in_each_replica(partial(_all_rows, of_each))
         return [tf.reduce_max(of_all) for of_all in gathered]
-
-    def _factor(self, mean_weight: tf.Tensor | None) -> tf.Tensor | None:
-        """What the means of weighted gradients are multiplied with; None if their weights are equal."""
-        if self._prepared.replica_step.updates.weights is LossWeights.SUM:
-            return tf.constant(float(self.num_replicas))
-        return None if mean_weight is None else tf.math.divide_no_nan(1.0, mean_weight)
 
     def _in_each_replica(self, function: Callable[[tf.distribute.ReplicaContext, int], Any]) -> list[Any]:
         """Calls `function(context, index of the replica in this process)` for each; the results by that index.
@@ -202,10 +189,10 @@ class AllReduce(StoreBackedStrategy):
         ]
 
 
-def clipped(store: ParameterStore, changes: Changes, factor: tf.Tensor | None, phase: int) -> Changes:
-    """Changes by block, whose gradients are multiplied by a factor, and then clipped as the optimizers would."""
+def clipped(store: ParameterStore, changes: Changes, phase: int) -> Changes:
+    """Changes by block, whose gradients are clipped as the optimizers would."""
     blocks = store.blocks
-    gradients = {b: scaled(changes[b], factor) for b, block in enumerate(blocks) if block.is_parameter and b in changes}
+    gradients = {b: changes[b] for b, block in enumerate(blocks) if block.is_parameter and b in changes}
     if store.updates.clips(phase):
         parts = [blocks.split(b, gradient) for b, gradient in gradients.items()]
         by_shard = {shard: part for of_block in parts for shard, part in of_block.items()}

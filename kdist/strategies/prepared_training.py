@@ -13,12 +13,10 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.config.schema import ParameterServerOptions, PlacementOptions
-from kdist.console.warn import warn
 from kdist.data.worker_dataset import element_spec, make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
-from kdist.model.loss_weights import LossWeights
 from kdist.model.names import variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
@@ -69,15 +67,6 @@ class PreparedTraining:
         data, num_workers = self.spec.data, self.num_workers
         first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
         return make_dataset(make, data, worker_index, num_workers, step, first_batch)
-
-    def warn_of_unknown_weights(self) -> None:
-        """Warns of losses with which synchronous replicas are not exactly one process with all their examples."""
-        if self.replica_step.updates.weights is LossWeights.UNKNOWN:
-            warn(
-                f"model {self.spec.model.name}: its losses are masked, weighted or summed, each in its own way; the "
-                "gradients of replicas are averaged with equal weights, which is not exactly what one process with all "
-                "their examples would compute"
-            )
 
     def check_assigned(self, strategy: str) -> None:
         """Refuses, with a `ConfigError`, a `tf.Variable` that each of several synchronous replicas would assign."""
@@ -223,8 +212,12 @@ class PreparedTraining:
         return ""
 
 
-def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
+def prepare(spec: TrainingSpec, num_workers: int, num_replicas: int = 1) -> PreparedTraining:
     """Builds the model for the batches of its data; needs no task.
+
+    Args:
+        num_workers: how many workers share the steps.
+        num_replicas: how many of them make one step together.
 
     Raises:
         ConfigError: the model cannot be trained.
@@ -239,5 +232,6 @@ def prepare(spec: TrainingSpec, num_workers: int) -> PreparedTraining:
     )
     batch_spec, _ = element_spec(example)
     with made_on_servers() if spec.on_servers else nullcontext():
-        step = ReplicaStep(spec.model, batch_spec, spec.epoch_lengths.epoch_at if spec.epoch_lengths else None)
+        epoch_at = spec.epoch_lengths.epoch_at if spec.epoch_lengths else None
+        step = ReplicaStep(spec.model, batch_spec, epoch_at, num_replicas)
     return PreparedTraining(spec, step, num_workers)

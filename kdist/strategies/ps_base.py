@@ -82,6 +82,7 @@ class PsStrategy(StoreBackedStrategy):
     ) -> None:
         self._shape = shape
         self.num_replicas = shape.num_workers
+        self._replicas_per_step = 1
         self._placement = PlacementPolicy.of(options, shape.num_workers)
         self._step_timeout = step_timeout
         self._max_worker_restarts = max_worker_restarts
@@ -118,7 +119,7 @@ class PsStrategy(StoreBackedStrategy):
             self._sweeper = Sweeper(sweep, partial(coordinator.start, kind="sweep"), coordinator.wait_for)
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
-        prepared = prepare(spec, self._shape.num_workers)
+        prepared = prepare(spec, self._shape.num_workers, self._replicas_per_step)
         self._check(prepared)
         return prepared
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class SyncReplicas(PsStrategy):
             num_workers,
             options.token_mode == "tf1",
         )
-        self.batches_per_step = self._quorum.replicas_to_aggregate
+        self.batches_per_step = self._replicas_per_step = self._quorum.replicas_to_aggregate
         self._on_lost_worker = options.on_lost_worker
         self._worker_timeout = options.worker_timeout
         self._iterators = WorkerIterators(self._dataset)
@@ -99,7 +99,6 @@ class SyncReplicas(PsStrategy):
 
     def _check(self, prepared: PreparedTraining) -> None:
         super()._check(prepared)
-        prepared.warn_of_unknown_weights()
         num_workers = self._shape.num_workers
         if num_workers > 1:
             prepared.check_assigned(self.name)
@@ -177,7 +176,7 @@ class SyncReplicas(PsStrategy):
         self._failures = 0
         self._losses.clear()
         self._step = step + size
-        logs = reduce(StepLogs.beside, [self._logs.unpack(row) for row in packed])
+        logs = self._logs.join([self._logs.unpack(row) for row in packed])
         shares = {worker: GradientCounts(accepted=self._quorum.share(worker)) for worker in workers}
         return replace(logs, gradient_counts=(shares,) * size)
 
@@ -251,7 +250,7 @@ class SyncReplicas(PsStrategy):
         self._step = self._apply([gradient.contribution for _, gradient in accepted])
         logs = [self._logs.unpack(gradient.packed) for _, gradient in accepted]
         staleness = step - min(int(log.staleness[0]) for log in logs)
-        return replace(reduce(StepLogs.beside, logs), staleness=np.array([staleness]), gradient_counts=(counts,))
+        return replace(self._logs.join(logs), staleness=np.array([staleness]), gradient_counts=(counts,))
 
     def _hand_out(self, step: int, given: dict[int, int], compute: Callable[[Any], Gradient]) -> None:
         """Starts a call on every idle worker that may still compute a gradient of this step."""

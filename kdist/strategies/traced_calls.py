@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class CallLogs:
 
     def __init__(self, replica_step: ReplicaStep) -> None:
         self._variables = replica_step.metrics
-        self._reader = MetricReader(replica_step.model, replica_step.returned)
+        self._reader = MetricReader(replica_step.model, replica_step.returned, replica_step.loss_counts)
 
     def initial_metrics(self) -> list[tf.Tensor]:
         """The metric variables' values before a step; called while a call is traced."""
@@ -109,6 +110,12 @@ class CallLogs:
         values = tuple(part.reshape(len(packed), *shape) for part, shape in zip(parts, shapes))
         whole = [column[:, 0].astype(np.int64) for column in (num_examples, staleness)]
         return StepLogs(whole[0], whole[1], MetricRows(self._reader, values))
+
+    @staticmethod
+    def join(logs: Sequence[StepLogs]) -> StepLogs:
+        """What all replicas report together about the same synchronous steps."""
+        together = reduce(StepLogs.beside, logs)
+        return replace(together, metrics=together.metrics.joined(together.num_examples))
 
 
 class UnrolledCalls:

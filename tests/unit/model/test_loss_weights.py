@@ -1,0 +1,128 @@
+"""The kinds of a loss's terms, which say how the losses of synchronous replicas make one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import kdist
+from kdist.launch.fit_arguments import FitArguments
+from kdist.model.loss_weights import LossWeights, Term
+from kdist.model.replica_step import ReplicaStep
+from kdist.strategies.prepared_training import prepare
+
+
+def summed(y: Any, y_pred: Any) -> Any:
+    return ops.sum((y - y_pred) ** 2)
+
+
+def averaged(y: Any, y_pred: Any) -> Any:
+    return ops.mean((y - y_pred) ** 2)
+
+
+class AddsLoss(layers.Layer):
+    def __init__(self, reduce: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._reduce = reduce
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self._reduce(x**2))
+        return x
+
+
+def model_of(loss: Any, *more: layers.Layer, kind: type[keras.Model] = keras.Model, **options: Any) -> keras.Model:
+    inputs = keras.Input((3,))
+    x = layers.Dense(1, **options)(inputs)
+    for layer in more:
+        x = layer(x)
+    model = kind(inputs, x)
+    model.compile(keras.optimizers.SGD(), loss)
+    return model
+
+
+def step_of(model: keras.Model, run_dir: Path, *, same_size: bool = False) -> ReplicaStep:
+    data = tf.data.Dataset.from_tensor_slices((np.ones((8, 3), "float32"), np.ones((8, 1), "float32")))
+    trainer = kdist.Trainer(lambda: model, run_dir=run_dir)
+    request = trainer._request(FitArguments(data.batch(4, drop_remainder=same_size)))
+    return prepare(request.training_spec(request.training_data), 2, 2).replica_step
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [
+        (lambda: model_of("mse"), LossWeights.EXAMPLES),
+        (lambda: model_of(averaged, kernel_regularizer="l2"), LossWeights.EXAMPLES),
+        (lambda: model_of("mse", AddsLoss(ops.mean)), LossWeights.EXAMPLES),
+        (lambda: model_of("mse", layers.Dropout(0.5)), LossWeights.EXAMPLES),
+        (lambda: model_of(averaged, layers.Dropout(0.5)), LossWeights.EXAMPLES),
+        (lambda: model_of(keras.losses.MeanSquaredError(reduction="sum")), LossWeights.SUM),
+        (lambda: model_of(keras.losses.MeanSquaredError(reduction=None)), LossWeights.SUM),
+        (lambda: model_of(summed), LossWeights.SUM),
+        (lambda: model_of(summed, layers.Dropout(0.5)), LossWeights.SUM),
+        (lambda: model_of(summed, AddsLoss(ops.sum), kernel_regularizer="l2"), LossWeights.SUM),
+    ],
+)
+def test_a_loss_is_a_mean_or_a_sum_by_what_it_does(
+    model: Callable[[], keras.Model], weights: LossWeights, run_dir: Path
+) -> None:
+    assert step_of(model(), run_dir).updates.weights is weights
+
+
+def test_regularizers_count_once_beside_a_sum(run_dir: Path) -> None:
+    step = step_of(model_of(summed, kernel_regularizer="l2"), run_dir)
+    assert step._terms.added == (Term.CONSTANT,)
+    assert step._terms.added_factors == (0.5,)
+
+
+def test_a_sum_beside_a_mean_needs_batches_of_one_size(run_dir: Path) -> None:
+    def model() -> keras.Model:
+        return model_of("mse", AddsLoss(ops.sum))
+
+    step = step_of(model(), run_dir / "same", same_size=True)
+    assert step.updates.weights is LossWeights.EXAMPLES
+    assert step._terms.added_factors == (2.0,)
+    with pytest.raises(kdist.ConfigError, match="drop_remainder=True"):
+        step_of(model(), run_dir / "other")
+
+
+class OwnStep(keras.Model):
+    """A `train_step` with a loss for the batches of all replicas, and maybe with a regularizer beside it."""
+
+    l2 = 0.0
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            each = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+            loss = tf.nn.compute_average_loss(each, global_batch_size=8)
+            loss += self.l2 * tf.reduce_sum(self.trainable_variables[0] ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "size": tf.reduce_mean(x)}
+
+
+class RegularizedOwnStep(OwnStep):
+    l2 = 0.1
+
+
+def test_gradients_of_a_train_step_that_divides_by_all_examples_add_up(run_dir: Path) -> None:
+    step = step_of(model_of("mse", kind=OwnStep), run_dir)
+    assert step.updates.weights is LossWeights.SUM
+    assert step.returned.sums == {"loss"}
+
+
+def test_a_train_step_that_neither_sums_nor_averages_is_refused(run_dir: Path) -> None:
+    with pytest.raises(kdist.ConfigError, match="neither a mean nor a sum"):
+        step_of(model_of("mse", kind=RegularizedOwnStep), run_dir)
+
+
+def test_statistics_of_all_replicas_are_refused_by_name(run_dir: Path) -> None:
+    norm = layers.BatchNormalization(synchronized=True, name="norm")
+    with pytest.raises(kdist.ConfigError, match=r"BatchNormalization norm \(synchronized=True"):
+        step_of(model_of("mse", norm), run_dir / "trained")
+    norm.trainable = False
+    step_of(model_of("mse", norm), run_dir / "frozen")
