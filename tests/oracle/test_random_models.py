@@ -1,6 +1,7 @@
 """Models made at random: two synchronous replicas compute what Keras computes in one process with the joined batch."""
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import kdist
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
-#: Draws the models of `make long`; the number of any test repeats it alone.
-SEED = int(os.environ.get("KDIST_SEED", np.random.SeedSequence().generate_state(1)[0] % 10**6))
+#: The first of the numbers that draw the models of `make long`, the same in all processes of a run; printed.
+SEED = int(os.environ.get("KDIST_SEED", int(os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)[:5], 16)))
 NUM_MODELS = int(os.environ.get("KDIST_NUM_MODELS", "200"))
 PLACES: dict[str, dict[str, Any]] = {
     "1ps2w": {"strategy": "sync_replicas"},
@@ -26,7 +27,7 @@ REFUSED = r"neither a mean nor a sum|synchronized=True"
 
 def compare(seed: int, cluster: str, run_dir: Path) -> None:
     random = RandomModel.draw(seed)
-    print(f"KDIST_SEED={SEED}: model {seed}: {random.choices}")
+    print(f"KDIST_SEED={seed} KDIST_NUM_MODELS=1 draws this model: {random.choices}")
     plain = random.build()
     expected = plain.fit(random.joined(), epochs=2, verbose=0).history
     trainer = kdist.Trainer(random.build, cluster, run_dir=run_dir, **PLACES[cluster])
@@ -66,7 +67,7 @@ def _assert_same(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=str(name))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 6, 14])
 def test_some_models(seed: int, run_dir: Path) -> None:
     compare(seed, "1ps2w", run_dir)
 
