@@ -85,8 +85,11 @@ class ReplicaStep:
         self._num_replicas = num_replicas
         #: The model's own `train_step`, if it has one.
         self.own: OwnTrainStep | None = None
-        exchanged = exchanges_between_replicas()
-        with recorded_assignments() as assigned, recorded_reads() as read, exchanged as exchanges:
+        with (
+            recorded_assignments() as assigned,
+            recorded_reads() as read,
+            exchanges_between_replicas() as exchanges,
+        ):
             if overrides_train_step(model):
                 self.own = OwnTrainStep(model, batch_spec, num_replicas)
             else:
@@ -114,8 +117,6 @@ class ReplicaStep:
         if not self.trainable:
             raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
         self.batch_spec = batch_spec
-        if num_replicas > 1:
-            self._terms = self._terms.of_replica(num_replicas, has_same_size=self._has_one_size)
         self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, self._weights())
         self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._losses_counted()
         self._has_dense: frozenset[int] = frozenset()
@@ -133,12 +134,7 @@ class ReplicaStep:
         self._phases: Phases | None = None
         self._rounds: LookupRounds | None = None
         if self.own is not None:
-            # In a function of its own: a worker knows only those that are traced after it has joined.
-            traced = self._trace_phases()
-            self.clock = self.own.find_clock(traced.function)
-            self.updates = traced.updates
-            self._has_dense = traced.dense_gradients
-            graph = traced.function.graph
+            graph = self._trace_own()
             self.outside = _of_tensorflow(graph.variables, [*assigned.values(), *read.values()])
             written = assigned_variables(graph)
         self.assigned_outside = sorted(v.name for v in self.outside if any(v is one for one in written))
@@ -246,7 +242,9 @@ class ReplicaStep:
         return tf.nest.flatten(self.batch_spec)[0].shape[0] is not None
 
     def _weights(self) -> LossWeights:
-        """The weights of replicas' gradients."""
+        """The weights of replicas' gradients; sets the factors of their losses."""
+        if self._num_replicas > 1:
+            self._terms = self._terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
         weights = self._terms.weights
         if weights is None:
             raise ConfigError(
@@ -336,6 +334,15 @@ class ReplicaStep:
         scale, overflows = self._loss_scale(clock), overflow_of(gradients[0], self._loss_scale(clock))
         gradients = [unscaled(own.groups[g].optimizer, of_update, scale) for g, of_update in zip(own.order, gradients)]
         return gradients, assigned, *self._new_values(scope, state), overflows
+
+    def _trace_own(self) -> tf.Graph:
+        """Sets what a trace of the model's own `train_step` tells; returns its graph."""
+        # In a function of its own: a worker knows only those that are traced after it has joined.
+        traced = self._trace_phases()
+        self.clock = self._own.find_clock(traced.function)
+        self.updates = traced.updates
+        self._has_dense = traced.dense_gradients
+        return traced.function.graph
 
     def _trace_phases(self) -> TracedPhases:
         """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
