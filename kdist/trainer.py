@@ -37,8 +37,8 @@ from kdist.hooks.keras_callbacks import (
     PREDICT_BATCH_EVENTS,
     TEST_BATCH_EVENTS,
     CallbackOrSeveral,
+    acts_on_any,
     checked,
-    overrides_any,
 )
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
 from kdist.launch.external_task import EndedSession, not_the_chief
@@ -46,7 +46,6 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.launch.in_process import LocalFit
 from kdist.launch.reached import reached
 from kdist.launch.select import launcher_for
-from kdist.model.logs import with_arrays
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement import PlacementPlan
 from kdist.run.mirror import Mirror
@@ -355,7 +354,7 @@ class Trainer:
         return FitRequest(
             self._source,
             self._strategy,
-            arguments,
+            arguments.within_limits(),
             self.files,
             self.hooks,
             self.name,
@@ -427,7 +426,7 @@ class Trainer:
                 cannot be split is evaluated here: with `steps`, or callbacks that act on batches.
         """
         listed, shown = checked(callbacks), _shown(verbose)
-        is_split = on_workers and steps is None and not any(overrides_any(c, TEST_BATCH_EVENTS) for c in listed)
+        is_split = on_workers and steps is None and not any(acts_on_any(c, TEST_BATCH_EVENTS) for c in listed)
         logs = None
         if is_split and (workers := self._workers()) is not None:
             logs = workers.evaluate(self.model, x, y, sample_weight, batch_size, listed)
@@ -442,7 +441,6 @@ class Trainer:
                 steps=steps,
                 callbacks=listed,
             )
-        logs = with_arrays(logs)
         return logs if return_dict else in_order(self.model, logs)
 
     def predict(
@@ -460,7 +458,7 @@ class Trainer:
         The arguments are those of Keras, and as in `evaluate`; `on_workers` is for arrays.
         """
         listed, shown = checked(callbacks), _shown(verbose)
-        is_split = on_workers and steps is None and not any(overrides_any(c, PREDICT_BATCH_EVENTS) for c in listed)
+        is_split = on_workers and steps is None and not any(acts_on_any(c, PREDICT_BATCH_EVENTS) for c in listed)
         if is_split and (workers := self._workers()) is not None:
             outputs = workers.predict(self.model, x, batch_size, listed)
             if outputs is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,23 @@ def global_seed() -> keras.Variable:
     return global_seed_generator().state
 
 
-def overrides(method: Callable[..., Any]) -> bool:
-    """Whether a method of a callback is not Keras's own: only then does a batch have to return to the chief."""
-    return not is_default(method)
+def acts_on(callback: keras.callbacks.Callback, event: str) -> bool:
+    """Whether a callback does anything at an event: only then does a batch have to return to the chief."""
+    return not is_default(getattr(callback, event)) and not _idles_at(callback, event)
+
+
+def _idles_at(callback: keras.callbacks.Callback, event: str) -> bool:
+    """Whether a callback's arguments tell the class that made the method to do nothing in it."""
+    owner = next((c for c in type(callback).__mro__ if event in vars(c)), None)
+    if event in vars(callback):
+        return False
+    if owner is keras.callbacks.ModelCheckpoint:
+        return callback.save_freq == "epoch"
+    if owner is keras.callbacks.TensorBoard:
+        profiles = callback._should_trace and "test" not in event
+        return callback.update_freq == "epoch" and not profiles
+    # MLflow's.
+    return getattr(owner, "__module__", "").startswith("mlflow.") and getattr(callback, "log_every_epoch", None) is True
 
 
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:

@@ -234,7 +234,7 @@ def _metrics(logs: Mapping[str, Any]) -> list[str]:
 
 def _value(value: Any) -> str:
     """`0.4213`; `[0.4213 0.0012 ...]` for a metric whose result has dimensions."""
-    if isinstance(value, list):
+    if hasattr(value, "__len__"):
         shown = [_value(item) for item in value[:_MAX_ITEMS]]
         return f"[{' '.join([*shown, *['...'] * (len(value) > _MAX_ITEMS)])}]"
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3e}"

@@ -252,7 +252,12 @@ class Validator:
         if logs is not None or session.interrupted:
             return logs or {}
         self._bring(session)
-        return self.evaluate()
+        if self._callbacks is None:
+            return self.evaluate()
+        self._callbacks.see(session)
+        logs = self.evaluate(self._callbacks.list)
+        self._callbacks.push(session)
+        return logs
 
     def of_values(self, values: Mapping[str, np.ndarray]) -> Logs:
         """Loss and metrics of other values, by their names in a checkpoint; computed in this process."""
@@ -260,7 +265,7 @@ class Validator:
         self._finish_model()
         return self.evaluate()
 
-    def evaluate(self) -> Logs:
+    def evaluate(self, callbacks: keras.callbacks.CallbackList | None = None) -> Logs:
         """Loss and metrics of the model as it is; none without validation data."""
         arguments = self._arguments
         if arguments.data is None:
@@ -273,7 +278,7 @@ class Validator:
             batch_size=arguments.batch_size,
             sample_weight=sample_weight,
             steps=arguments.steps,
-            callbacks=None if self._callbacks is None else self._callbacks.list,
+            callbacks=callbacks,
         )
 
     def _finish_model(self) -> None:
@@ -303,8 +308,11 @@ class Validator:
             evaluation.values = read_from_model(self._model)
         elif callbacks is not None:
             callbacks.pull(session)
+        if self._model_is_used and callbacks is not None:
+            callbacks.see(session)
         if callbacks is not None:
             callbacks.list.on_test_begin()
+            callbacks.push(session)
         on_workers: WorkerEvaluation = evaluation
         try:
             results = session.strategy.on_workers(on_workers)
@@ -318,6 +326,7 @@ class Validator:
         logs = evaluation.logs(results)
         if callbacks is not None:
             callbacks.list.on_test_end(dict(logs))
+            callbacks.push(session)
         return logs
 
     def _evaluation_for(self, num_parts: int) -> MetricsOnWorkers | None:

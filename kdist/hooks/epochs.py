@@ -75,7 +75,7 @@ class EpochRecorder(Hook):
     def after_create_session(self, session: Session) -> None:
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
-        self._steps_in_totals = 0
+        self._steps_in_totals = self._steps_in_batch = 0
         self._validated_step: int | None = None
         self._num_empty_passes = 0
         self._pass_began = session.global_step
@@ -97,15 +97,16 @@ class EpochRecorder(Hook):
             self._set_finished([epoch for epoch in self._finished if epoch.step <= session.global_step])
 
     def before_run(self, context: RunContext) -> None:
-        if self.callbacks.wants_batches:
+        if self.callbacks.wants_batches and not self._steps_in_batch:
             self.callbacks.begin_batch(context.session, self._batch_at(context.global_step))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
         self._steps_in_totals += values.num_steps
         step = values.global_step
-        if self.callbacks.wants_batches:
-            self.callbacks.end_batch(context.session, self._batch_at(context.global_step), self._totals.logs)
+        self._steps_in_batch += values.num_steps
+        if self._batch_at(step) % self.callbacks.steps_per_batch == 0:
+            self._end_batch(context.session)
         # A run never passes the end of an epoch, but repeated steps of a lost worker may.
         if self._epoch_at(step) > self._epoch:
             self._warn_of_end_of_data()
@@ -113,6 +114,14 @@ class EpochRecorder(Hook):
             self._epoch = self._epoch_at(step)
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
+
+    def _end_batch(self, session: Session) -> None:
+        """Ends a batch of the callbacks: as many steps as `compile(steps_per_execution=...)` says, or the rest."""
+        if self.callbacks.wants_batches and self._steps_in_batch and self._totals is not None:
+            begin = self._batch_at(session.global_step - self._steps_in_batch)
+            last = begin - begin % self.callbacks.steps_per_batch + self.callbacks.steps_per_batch - 1
+            self.callbacks.end_batch(session, last, self._totals.logs)
+        self._steps_in_batch = 0
 
     def while_waiting(self, session: Session) -> None:
         """Ends an epoch if the reason is that its pass has ended."""
@@ -149,11 +158,11 @@ class EpochRecorder(Hook):
         self.callbacks.end(session, self._finished[-1].logs if self._finished else {})
 
     def due_in(self, step: int) -> int | None:
-        if self.callbacks.wants_batches:
-            return 1
         due = []
         if self.lengths is not None:
             due.append(self.lengths.begin_of(self.lengths.epoch_at(step) + 1) - step)
+        if self.callbacks.wants_batches:
+            due.append(self.callbacks.steps_per_batch - self._batch_at(step) % self.callbacks.steps_per_batch)
         if self.validation_every_steps:
             due.append(self.validation_every_steps - step % self.validation_every_steps)
         return min(due, default=None)
@@ -200,6 +209,7 @@ class EpochRecorder(Hook):
     def _finish_epoch(self, session: Session, *, validate: bool, is_complete: bool) -> None:
         if self._totals is None:
             return
+        self._end_batch(session)
         self.train_logs, self._totals = session.training_logs(self._totals), None
         self.num_steps, self._steps_in_totals = self._steps_in_totals, 0
         logs = dict(self.train_logs)

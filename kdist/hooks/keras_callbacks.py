@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -10,12 +11,13 @@ import keras
 import numpy as np
 from keras.callbacks import Callback
 
-from kdist._compat.keras import overrides
+from kdist._compat.keras import acts_on
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, Session
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.nan_tensor import NanTensor
-from kdist.model.names import GLOBAL_STEP, STATE_RESETS
+from kdist.model.names import GLOBAL_STEP, STATE_RESETS, average_of
 from kdist.model.state import (
+    finalize_ema,
     layer_states,
     names_here,
     read_from_model,
@@ -66,7 +68,8 @@ class Callbacks:
 
     Attributes:
         looks_at_model: whether a callback may read the model, or change it.
-        wants_batches: whether a callback acts on every batch; then training returns to the chief after every step.
+        wants_batches: whether a callback acts on every batch; then training returns to the chief after every batch.
+        steps_per_batch: the steps that callbacks know as a batch: the model's `steps_per_execution`.
         acts_on_test_batches: whether a callback acts on every batch of a validation; then the chief validates.
         logs_learning_rate: whether a callback adds the learning rate to the logs of epochs.
     """
@@ -80,8 +83,9 @@ class Callbacks:
         self._keeps_weights = any(type(callback) is keras.callbacks.EarlyStopping for callback in lookers)
         self.logs_learning_rate = any(isinstance(callback, RATE_ONLY) for callback in lookers)
         self._sets_rate_only = all(type(callback) in RATE_ONLY for callback in lookers)
-        self.wants_batches = any(_acts_on_batches(callback) for callback in callbacks)
-        self.acts_on_test_batches = any(overrides_any(callback, TEST_BATCH_EVENTS) for callback in callbacks)
+        self.steps_per_batch = model.steps_per_execution
+        self.wants_batches = any(acts_on_any(callback, _BATCH_EVENTS) for callback in callbacks)
+        self.acts_on_test_batches = any(acts_on_any(callback, TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
         self._seen: dict[str, np.ndarray] = {}
         self._stateful = stateful_layers(model)
@@ -91,6 +95,8 @@ class Callbacks:
             # Their states are on the workers, and the model's own do not show it.
             object.__setattr__(layer, "reset_state", partial(self._reset_state, layer))
         self._has_ended = False
+        #: Whether the model has averages in the place of its parameters.
+        self._has_averages = False
 
     def begin(self, session: Session, epoch: int) -> None:
         """Training starts at `epoch`.
@@ -116,19 +122,19 @@ class Callbacks:
         if self._has_ended:
             # It failed before the end was saved, and callbacks have closed their files.
             self.list.on_train_begin()
-            self._has_ended = False
+            self._has_ended = self._has_averages = False
         self._begin_epoch(session, epoch)
 
     def begin_batch(self, session: Session, batch: int) -> None:
-        """A step is about to run."""
+        """The first step of a batch is about to run."""
         self.list.on_train_batch_begin(batch)
-        self._push(session)
+        self.push(session)
 
     def end_batch(self, session: Session, batch: int, logs: Mapping[str, Any]) -> None:
-        """A step has ended; `logs` are over its epoch so far."""
+        """The last step of a batch has ended; `logs` are over its epoch so far."""
         self.pull(session)
         self.list.on_train_batch_end(batch, dict(logs))
-        self._push(session)
+        self.push(session)
 
     def end_epoch(self, session: Session, epoch: int, logs: dict[str, float]) -> None:
         """An epoch has ended, and the next one starts unless training is to stop. Callbacks may add to `logs`."""
@@ -138,32 +144,42 @@ class Callbacks:
         self._begin_epoch(session, epoch + 1)
 
     def end(self, session: Session, logs: Mapping[str, Any]) -> None:
-        """Training has ended."""
+        """Training has ended: as in Keras, the model has the moving averages of its parameters, if it keeps any."""
         self.pull(session)
+        self._has_averages = not session.interrupted and not session.spec.stays_on_servers()
+        if self._has_averages:
+            finalize_ema(self._model)
+            self.see(session)
         self.list.on_train_end(dict(logs))
         self._has_ended = True
-        self._push(session)
+        self.push(session)
         for layer in self._stateful:
             vars(layer).pop("reset_state", None)
 
     def _begin_epoch(self, session: Session, epoch: int) -> None:
         if not session.should_stop():
             self.list.on_epoch_begin(epoch)
-        self._push(session)
+        self.push(session)
 
     def pull(self, session: Session) -> None:
         """Gives the model the values that the callbacks may look at."""
-        if not self.looks_at_model:
-            return
-        names = None
-        if self._sets_rate_only:
-            names = [name for name, shape in session.strategy.shapes.items() if shape == ()]
-        elif session.spec.stays_on_servers():
-            names = names_here(self._model)
-        write_to_model(self._model, session.read(names))
-        self._seen = read_from_model(self._model, names)
+        if self.looks_at_model:
+            write_to_model(self._model, session.read(self._names(session)))
+            self.see(session)
 
-    def _push(self, session: Session) -> None:
+    def see(self, session: Session) -> None:
+        """Remembers the values of the model: what differs from them later, a callback has changed."""
+        if self.looks_at_model:
+            self._seen = read_from_model(self._model, self._names(session))
+
+    def _names(self, session: Session) -> list[str] | None:
+        """The values that the callbacks may look at; None for all."""
+        if self._sets_rate_only:
+            return [name for name, shape in session.strategy.shapes.items() if shape == ()]
+        return names_here(self._model) if session.spec.stays_on_servers() else None
+
+    def push(self, session: Session) -> None:
+        """Sends what callbacks have changed in the model to the tasks."""
         self._stop_if_asked(session)
         if self._reset:
             times = [id(layer) in self._reset for layer in self._stateful for _ in layer_states(layer)]
@@ -173,7 +189,12 @@ class Callbacks:
             now = read_from_model(self._model, self._seen)
             # The global step is that of the tasks, and they have random seeds of their own.
             kept = session.strategy.shapes.keys() - {GLOBAL_STEP}
-            if changed := {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}:
+            changed = {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}
+            if self._has_averages:
+                # Otherwise the average would take the place of what a callback has assigned.
+                averages = {average_of(name): value for name, value in changed.items()}
+                changed |= {name: value for name, value in averages.items() if name in kept}
+            if changed:
                 session.write(changed)
                 self._seen = now
 
@@ -211,12 +232,37 @@ def checked(callbacks: CallbackOrSeveral | None) -> list[Callback]:
 
 def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list[Callback], list[Hook]]:
     """Turns callbacks that have an equivalent hook into hooks; returns the other callbacks, and all hooks."""
-    # The hook checks every run; the callback would make training return to the chief after every batch.
-    others = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.TerminateOnNaN)]
-    if len(others) == len(callbacks):
-        return others, list(hooks)
-    stop = NanTensor(fail_on_nan_loss=False)
-    return others, [stop, *(hook for hook in hooks if not isinstance(hook, NanTensor))]
+    stop = [callback for callback in callbacks if type(callback) is keras.callbacks.TerminateOnNaN]
+    if not stop:
+        return list(callbacks), list(hooks)
+    others = [callback for callback in callbacks if callback not in stop]
+    return others, [_TerminateOnNaN(stop), *(hook for hook in hooks if not isinstance(hook, NanTensor))]
+
+
+class _TerminateOnNaN(NanTensor):
+    """Calls Keras's callbacks of that name when the loss of a run is not finite.
+
+    As callbacks, they would make training return to the chief after every batch.
+    """
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.TerminateOnNaN]) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+
+    @property
+    def stays_with_user(self) -> bool:
+        return True
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        loss, spec = values.totals.loss, context.session.spec
+        if math.isfinite(loss):
+            return
+        last, lengths = values.global_step - 1, spec.epoch_lengths
+        batch = last - spec.data_begins_at if lengths is None else lengths.batch_at(last)
+        for callback in self._callbacks:
+            callback.set_model(spec.model)
+            callback.on_batch_end(batch, {"loss": loss})
+        context.session.stop_diverged("NanTensor")
 
 
 def _needs_logs_only(callback: Callback) -> bool:
@@ -225,14 +271,6 @@ def _needs_logs_only(callback: Callback) -> bool:
     return type(callback) in _LOGS_ONLY
 
 
-def _acts_on_batches(callback: Callback) -> bool:
-    # Keras callbacks that could act on every batch are told not to by these arguments.
-    acts_on_epochs = "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
-    # MLflow's.
-    acts_on_epochs |= getattr(callback, "log_every_epoch", None) is True
-    return not acts_on_epochs and overrides_any(callback, _BATCH_EVENTS)
-
-
-def overrides_any(callback: Callback, events: Sequence[str]) -> bool:
+def acts_on_any(callback: Callback, events: Sequence[str]) -> bool:
     """Whether a callback acts on one of these events."""
-    return any(overrides(getattr(callback, event)) for event in events)
+    return any(acts_on(callback, event) for event in events)

@@ -133,7 +133,7 @@ class FitRequest:
         files: the run dir.
         hooks: those of the trainer, defaults included.
         name: of the run.
-        steps_per_call: steps of a call; None for `auto`.
+        steps_per_call: steps of a call; None for `auto`: the `steps_per_execution` of the model, if it is more than 1.
         resume: `auto`, `never` or `must`; None continues from the model as it is.
         seed: where shuffling and random states start.
         max_restarts: how often training goes back to the newest checkpoint after a failure.
@@ -350,12 +350,13 @@ class FitRequest:
     ) -> TrainingSpec:
         """What a strategy is to run. What only checks the model need not know where the run and its epochs end."""
         model = self.source.model
+        follows = model.steps_per_execution if model.steps_per_execution > 1 else None
         return TrainingSpec(
             model=model,
             data=data,
             batch_size=self.arguments.batch_size,
             # A call that ran out of data in the middle would lose what its steps have logged.
-            steps_per_call=self.steps_per_call if data.splits is None else 1,
+            steps_per_call=(self.steps_per_call or follows) if data.splits is None else 1,
             seed=self.seed,
             # A task that is not the chief writes no logs, and makes no run dir for them.
             log_dir=self.files.logs if self.strategy.is_chief else Path(),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
 from kdist.config.checks import check_verbose, check_whole_number
 from kdist.config.schema import RunConfig, TrainConfig
+from kdist.console.warn import warn
 from kdist.data.base import Readers, TrainingData
 from kdist.data.sources import training_data
 from kdist.data.split_data import SplitSource
@@ -61,6 +62,15 @@ class FitArguments:
             check_whole_number(key, getattr(self, key))
         check_verbose("verbose", self.verbose)
         check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
+
+    def within_limits(self) -> FitArguments:
+        """The arguments, limited by `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
+        limits = {"epochs": keras.config.max_epochs(), "steps_per_epoch": keras.config.max_steps_per_epoch()}
+        given = {name: getattr(self, name) for name in limits}
+        lower = {n: limit for n, limit in limits.items() if limit and (given[n] is None or given[n] > limit)}
+        for name, limit in lower.items():
+            warn(f"{name}={given[name]}: limited to {limit} by keras.config.set_max_{name}")
+        return replace(self, **lower)
 
     @property
     def is_quiet(self) -> bool:

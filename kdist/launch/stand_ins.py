@@ -114,7 +114,7 @@ class CallbacksElsewhere(Callbacks):
     def pull(self, session: Session) -> None:
         """The user's process gets the values when its callbacks are called."""
 
-    def _push(self, session: Session) -> None:
+    def push(self, session: Session) -> None:
         """It has sent back what they have changed."""
 
 

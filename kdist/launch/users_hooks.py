@@ -125,6 +125,8 @@ class UsersHooks:
         if event == "on_test_begin":
             self._callbacks.pull(session)
         getattr(self._callbacks.list, event)(*arguments)
+        if event == "on_test_end":
+            self._callbacks.push(session)
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
         """Calls `before_fit` of the hooks."""

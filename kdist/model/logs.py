@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-#: A number for each name; nested lists of numbers for a metric whose result has dimensions, such as `F1Score()`.
+#: A number for each name; an array for a metric whose result has several, such as `F1Score()`.
 Logs = dict[str, Any]
 
 
@@ -21,18 +21,17 @@ def flat(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_logs(results: Mapping[str, Any]) -> Logs:
     """The results of metrics, as tensors or variables."""
-    return {name: np.asarray(result).astype(float).tolist() for name, result in flat(results).items()}
+    return {name: _as_log(np.asarray(result)) for name, result in flat(results).items()}
 
 
-def with_arrays(logs: Logs) -> Logs:
-    """The logs as Keras's `evaluate` returns them: a result that has dimensions is an array."""
-    return {name: np.asarray(value, np.float32) if isinstance(value, list) else value for name, value in logs.items()}
+def _as_log(result: np.ndarray) -> Any:
+    return float(result.item()) if result.size == 1 else result
 
 
 def scalars(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Each number by its name; the items of a list are `f1_score/0`, `f1_score/1` and so on."""
+    """Each number by its name; the items of an array, or a list, are `f1_score/0`, `f1_score/1` and so on."""
     for name, value in logs.items():
-        if isinstance(value, list):
+        if isinstance(value, (list, np.ndarray)):
             yield from scalars({f"{name}/{index}": item for index, item in enumerate(value)})
         else:
-            yield name, value
+            yield name, float(value)

@@ -78,6 +78,11 @@ def dynamic_names(vectors: str, columns: Sequence[str]) -> dict[str, str]:
     return {column: known.get(column, f"slots/{vectors}/{column}") for column in columns}
 
 
+def average_of(parameter: str) -> str:
+    """The name of the moving average of `parameters/<name>`: `slots/<name>/average`."""
+    return f"slots/{parameter.removeprefix('parameters/')}/{AVERAGE}"
+
+
 def is_seed(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a random seed: each worker has its own, and none is stored."""
     return variable.name == "seed_generator_state"

@@ -29,7 +29,7 @@ from kdist.model.updates import OptimizerGroup
 from kdist.parameters.changes import RowMarks
 from kdist.parameters.dynamic_table import DynamicTable
 from kdist.parameters.growing import set_rows
-from kdist.parameters.optimizer_kernels import BY_KERNEL, add_to_rows
+from kdist.parameters.optimizer_kernels import BY_KERNEL, add_to_rows, only_adds
 from kdist.parameters.row_lock import RowLock
 
 
@@ -73,6 +73,7 @@ class ServerOptimizer:
             self._optimizer = _copy_for(
                 optimizer, [originals[i] for i in self._dense], [self._variables[i] for i in self._dense]
             )
+            self._lock = RowLock(is_shared=is_shared)
 
     def state(self, names: Sequence[str], owner: str) -> list[tuple[str, keras.Variable]]:
         """The optimizer's variables, named as by `optimizer_state`; the learning rate once for each copy of it."""
@@ -115,8 +116,28 @@ class ServerOptimizer:
             pairs = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in pairs]
         if not pairs:
             return
+        if self._only_adds([g for g, _ in pairs]):
+            self._apply_dense(pairs, step)
+            return
+        arrived = [part for g, _ in pairs for part in tf.nest.flatten(g, expand_composites=True) if part is not None]
+        graph = tf.compat.v1.get_default_graph()
+        with self._lock.held([*arrived, step]) as updates:
+            num_before = len(graph.get_operations())
+            self._apply_dense(pairs, step)
+            updates += [op for op in graph.get_operations()[num_before:] if op.op_def.is_stateful]
+
+    def _apply_dense(self, pairs: Sequence[tuple[Any, keras.Variable]], step: tf.Tensor) -> None:
         with _AtStep(self._optimizer, step):
             self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+
+    def _only_adds(self, gradients: Sequence[Any]) -> bool:
+        """Whether updates add to what is there, so that several at once lose nothing, or hold locks of their own."""
+        return (
+            only_adds(type(self._optimizer))
+            and not self._optimizer.use_ema
+            and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+            and all(self._variables[i].constraint is None for i in self._dense)
+        )
 
 
 class _AtStep(keras.StatelessScope):

@@ -91,3 +91,11 @@ BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimize
     keras.optimizers.AdamW: _AdamW,
     keras.optimizers.Nadam: NadamBySteps,
 }
+
+
+def only_adds(kind: type[keras.optimizers.Optimizer]) -> bool:
+    """Whether dense updates of a class change variables and slots by kernels, or by additions alone.
+
+    What reads a slot and assigns to it what it has computed loses what another worker has written in between.
+    """
+    return any(each in (*BY_KERNEL.values(), keras.optimizers.Adagrad) for each in kind.__mro__[:2])

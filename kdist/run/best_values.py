@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import keras
 
@@ -43,9 +45,9 @@ class BestValues:
         self.by_name = {name: best for name, best in self.by_name.items() if best.step <= step}
 
     def add(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Adds the validation values of a step, by name; a list has no best value."""
+        """Adds the validation values of a step, by name; an array has no best value."""
         for name, value in logs.items():
-            if isinstance(value, list):
+            if isinstance(value, np.ndarray):
                 continue
             mode, best = mode_of(self._model, name), self.by_name.get(name)
             if best is None or mode is None or is_better(value, best.value, mode):

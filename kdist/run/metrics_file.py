@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.run.files import make_private, write_whole
@@ -87,7 +89,7 @@ class MetricsFile:
 
         Args:
             values: of `COLUMNS`, by name; None is the same as absent.
-            metrics: by name, `val_` before those of validation; a number each, or nested lists of numbers.
+            metrics: by name, `val_` before those of validation; a number or an array each.
 
         Raises:
             ConfigError: another chief has taken over the run dir.
@@ -213,7 +215,9 @@ def _line(values: Iterable[Any]) -> str:
 def _cell(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    return json.dumps(value) if isinstance(value, list) else str(value if isinstance(value, int) else float(value))
+    if isinstance(value, np.ndarray):
+        return json.dumps(value.tolist())
+    return str(value if isinstance(value, int) else float(value))
 
 
 def _value(name: str, cell: str) -> Any:
@@ -221,4 +225,4 @@ def _value(name: str, cell: str) -> Any:
         return cell
     if name in ("step", "epoch"):
         return int(cell)
-    return json.loads(cell) if cell.startswith("[") else float(cell)
+    return np.array(json.loads(cell), np.float32) if cell.startswith("[") else float(cell)

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import numpy as np
+
 from kdist.console.log import plain_text
 from kdist.errors import ConfigError
 from kdist.model.logs import Logs, scalars
@@ -169,6 +171,8 @@ def _as_json(value: Any) -> Any:
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_as_json(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return _as_json(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -342,8 +342,10 @@ def test_callbacks_see_what_of_a_large_model_is_here(run_dir: Path, monkeypatch:
     monkeypatch.setattr(NamedValues, "_read_large", lambda values, *arguments: read.append(arguments))
     rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 / (epoch + 1))
     early = keras.callbacks.EarlyStopping("loss", patience=9)
+    # It acts on the batches of a validation only with another `update_freq`: the workers validate.
+    board = keras.callbacks.TensorBoard(run_dir.with_name("board"))
     x, y = ids()
-    for number, callbacks in enumerate([[rate, early], [LooksAt(2), rate, early]]):
+    for number, callbacks in enumerate([[rate, early], [LooksAt(2), rate, early, board]]):
         folder = run_dir.with_name(str(number))
         trainer = kdist.Trainer(build, cluster="2ps2w", run_dir=folder, export_max_bytes=1000)
         history = trainer.fit(x, y, 16, epochs=2, validation_data=(x, y), verbose=0, callbacks=callbacks)

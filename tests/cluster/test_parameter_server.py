@@ -403,6 +403,24 @@ def test_schedules_and_bias_correction_follow_the_exact_global_step(run_dir: Pat
     assert trainer.model.get_weights()[0].item() == pytest.approx(expected, rel=0.02)
 
 
+def test_slots_that_are_assigned_lose_no_update_of_two_workers(run_dir: Path) -> None:
+    """With the same gradient in every step, the order of the updates does not matter, but each counts."""
+
+    def build() -> keras.Model:
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        model = keras.Sequential([keras.layers.Input((1,)), layer])
+        optimizer = keras.optimizers.RMSprop(0.01, rho=0.99, momentum=0.9, use_ema=True, ema_momentum=0.995)
+        model.compile(optimizer, loss=lambda y, prediction: prediction)
+        return model
+
+    ones = np.ones((64, 1), np.float32)
+    model = build()
+    model.fit(ones, ones, batch_size=8, epochs=50, verbose=0)
+    trainer = kdist.Trainer(build, cluster="1ps2w", run_dir=run_dir, steps_per_call=10)
+    trainer.fit(ones, ones, batch_size=8, steps=400, verbose=0)
+    assert trainer.model.get_weights()[0].item() == pytest.approx(model.get_weights()[0].item(), rel=1e-4)
+
+
 @pytest.mark.alone
 def test_of_an_embedding_only_the_rows_of_the_batch_travel(run_dir: Path) -> None:
     rows, dim, batch, ids = 100_000, 16, 8, 4

@@ -228,11 +228,17 @@ def test_metrics_with_several_values_are_written_as_such(run_dir: Path, capsys: 
     build, _ = CASES["metrics with several values"]
     x, y = one_hot_data()
     trainer = kdist.Trainer(build, run_dir=run_dir)
-    trainer.fit(x, y, batch_size=BATCH, steps=STEPS, validation_data=(x, y), verbose=2)
+    history = trainer.fit(x, y, batch_size=BATCH, steps=STEPS, validation_data=(x, y), verbose=2).history
     expected = trainer.model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     found = json.loads((run_dir / "result.json").read_text())["metrics"]["validation"]
     np.testing.assert_allclose(found["f1_score"], expected["f1_score"], rtol=1e-5)
     np.testing.assert_allclose(trainer.evaluate(x, y, return_dict=True)["f1_score"], expected["f1_score"], rtol=1e-5)
+    np.testing.assert_allclose(history["val_f1_score"][0], expected["f1_score"], rtol=1e-5)
+    assert isinstance(history["val_f1_score"][0], np.ndarray)
+    # Read from `metrics.csv`: nothing is left to do.
+    again = kdist.Trainer(build, run_dir=run_dir).fit(x, y, batch_size=BATCH, steps=STEPS, verbose=0).history
+    np.testing.assert_array_equal(again["f1_score"], history["f1_score"])
+    assert again["f1_score"][0].dtype == history["f1_score"][0].dtype
     shown = " ".join(f"{value:.4f}" for value in expected["f1_score"])
     assert f"f1_score [{shown}]" in capsys.readouterr().out
 

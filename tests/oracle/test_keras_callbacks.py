@@ -20,13 +20,14 @@ BATCH, STEPS, EPOCHS = 16, 4, 5
 callbacks = keras.callbacks
 
 
-def build(learning_rate: float = 0.5, use_ema: bool = False) -> keras.Model:
+def build(learning_rate: float = 0.5, use_ema: bool = False, steps_per_execution: int = 1) -> keras.Model:
     keras.utils.set_random_seed(3)
     layers = keras.layers
     dense = [layers.Dense(8, "tanh", name="hidden"), layers.Dense(3, activation="softmax", name="out")]
     model = keras.Sequential([layers.Input((6,)), *dense], name="model")
     optimizer = keras.optimizers.SGD(learning_rate, momentum=0.9, use_ema=use_ema, ema_momentum=0.8)
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
     return model
 
 
@@ -104,6 +105,14 @@ def test_every_event_comes_as_in_keras(tmp_path: Path) -> None:
     assert ours.events == theirs.events
 
 
+def test_batch_events_come_once_for_the_steps_of_an_execution(tmp_path: Path) -> None:
+    # Four steps are an execution of three and one of the rest.
+    came_to = both(lambda folder: [EveryEvent()], tmp_path, steps_per_execution=3)
+    assert_same(came_to)
+    (_, _, (theirs,)), (_, _, (ours,)) = came_to
+    assert ours.events == theirs.events
+
+
 #: One that sets the learning rate by the epoch, one by the logs; the others run in `make long`.
 IN_SHORT = {"LearningRateScheduler", "ReduceLROnPlateau"}
 
@@ -128,6 +137,21 @@ def test_early_stopping_restores_the_best_weights(tmp_path: Path) -> None:
 def test_swap_ema_weights(swap_on_epoch: bool, tmp_path: Path) -> None:
     came_to = both(lambda folder: [callbacks.SwapEMAWeights(swap_on_epoch)], tmp_path, use_ema=True)
     assert_same(came_to)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_the_end_of_training_has_the_moving_averages(assigns: bool, tmp_path: Path) -> None:
+    class AtEnd(callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            if assigns:
+                self.model.layers[0].bias.assign(np.arange(8))
+            self.weights = self.model.get_weights()
+
+    came_to = both(lambda folder: [AtEnd()], tmp_path, use_ema=True)
+    assert_same(came_to)
+    (_, _, (theirs,)), (_, _, (ours,)) = came_to
+    for our, their in zip(ours.weights, theirs.weights):
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-6)
 
 
 def test_a_change_of_weights_in_a_batch_event_is_trained_on(tmp_path: Path) -> None:
@@ -184,19 +208,54 @@ def test_csv_logger(tmp_path: Path) -> None:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    both(lambda folder: [callbacks.TensorBoard(folder, histogram_freq=2)], tmp_path)
+    both(lambda folder: [callbacks.TensorBoard(folder, histogram_freq=2, profile_batch=(2, 4))], tmp_path)
     for split in ("train", "validation"):
         assert tags_of(tmp_path / "kdist" / split) == tags_of(tmp_path / "keras" / split)
+    assert list((tmp_path / "kdist").rglob("*.xplane.pb"))
 
 
-def test_terminate_on_nan_stops_without_an_error(tmp_path: Path) -> None:
+def test_a_batch_event_of_a_subclass_is_called_whatever_the_class_of_keras_would_do_at_it(tmp_path: Path) -> None:
+    class Counts:
+        batches = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+            super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+
+    class Board(Counts, callbacks.TensorBoard):
+        pass
+
+    class Saver(Counts, callbacks.ModelCheckpoint):
+        pass
+
+    came_to = both(lambda folder: [Board(folder), Saver(folder / "last.keras")], tmp_path)
+    assert_same(came_to)
+    (_, _, theirs), (_, _, ours) = came_to
+    assert [used.batches for used in ours] == [used.batches for used in theirs] == [STEPS * EPOCHS] * 2
+
+
+def test_what_a_callback_assigns_during_validation_is_trained_on(tmp_path: Path) -> None:
+    class Shrinks(callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            kernel = self.model.layers[0].kernel
+            kernel.assign(kernel * 0.9)
+
+    assert_same(both(lambda folder: [Shrinks()], tmp_path))
+
+
+def test_terminate_on_nan_stops_with_an_error_or_without(tmp_path: Path) -> None:
     given = data()
     given["x"] = np.full_like(given["x"], np.nan)
-    trainer = kdist.Trainer(build, run_dir=tmp_path, callbacks=[callbacks.TerminateOnNaN()])
+    trainer = kdist.Trainer(build, run_dir=tmp_path / "stops", callbacks=[callbacks.TerminateOnNaN()])
     trainer.fit(**given)
     assert trainer.result.status == "done"
     assert trainer.result.stopped_by == "NanTensor"
     assert trainer.result.global_step < STEPS * EPOCHS
+    assert trainer.model.stop_training
+    raises = kdist.Trainer(build, run_dir=tmp_path / "raises", callbacks=[callbacks.TerminateOnNaN(raise_error=True)])
+    with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch"):
+        raises.fit(**given)
+    assert raises.result.status == "failed"
 
 
 @pytest.mark.parametrize(

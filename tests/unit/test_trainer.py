@@ -20,6 +20,7 @@ import kdist
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
+from kdist.launch.fit_arguments import FitArguments
 from kdist.run.checkpoint import Checkpoints
 
 X, Y = toy_data(40)
@@ -224,6 +225,37 @@ def test_a_run_that_began_at_a_later_epoch_resumes_with_the_next_one(run_dir: Pa
     # A run that began at epoch 0: `initial_epoch` says, as for Keras, where to continue.
     assert again(tmp_path / "other", epochs=2) == ([0, 1], 8)
     assert again(tmp_path / "other", initial_epoch=2, epochs=4) == ([0, 1, 2, 3], 16)
+
+
+def test_the_steps_of_a_call_follow_those_of_an_execution_unless_they_are_given(run_dir: Path) -> None:
+    def build() -> keras.Model:
+        model = models.mlp()
+        model.compile(model.optimizer, "sparse_categorical_crossentropy", steps_per_execution=5)
+        return model
+
+    def steps_per_call(**options: Any) -> int | None:
+        request = kdist.Trainer(build, run_dir=run_dir, **options)._request(FitArguments(X, Y))
+        return request.training_spec(request.training_data).steps_per_call
+
+    assert steps_per_call() == 5
+    assert steps_per_call(steps_per_call=2) == 2
+
+
+def test_limits_for_trying_a_program_out_hold_as_in_keras(run_dir: Path) -> None:
+    before = keras.config.max_epochs(), keras.config.max_steps_per_epoch()
+    try:
+        keras.config.set_max_epochs(2)
+        keras.config.set_max_steps_per_epoch(3)
+        trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+        with pytest.warns(UserWarning, match="epochs=5: limited to 2 by keras.config.set_max_epochs"):
+            assert fit(trainer, epochs=5).epoch == [0, 1]
+        model = models.mlp()
+        with pytest.warns(UserWarning, match="Limiting epochs to 2"):
+            model.fit(X, Y, batch_size=10, epochs=5, verbose=0)
+        assert trainer.result.global_step == int(model.optimizer.iterations)
+    finally:
+        keras.config.set_max_epochs(before[0])
+        keras.config.set_max_steps_per_epoch(before[1])
 
 
 def test_a_fit_after_a_failed_one_goes_on_from_its_last_checkpoint(run_dir: Path) -> None:
