@@ -204,7 +204,7 @@ class Trainer:
         After `fit` in a task that is not the chief, it can be looked at, but not saved, and where it does not have the
         trained values it neither evaluates nor predicts.
         """
-        return self._source.model
+        return self._source.built
 
     def fit(
         self,

@@ -102,7 +102,7 @@ class BatchSource:
             ConfigError: Keras does not take such batches.
             TaskError: the user's code failed.
         """
-        return self._without_none(_with_tuples(self._batches.element_spec))
+        return tf.nest.map_structure(_spec_of_none, self._without_none(_with_tuples(self._batches.element_spec)))
 
     @property
     def num_batches(self) -> int | None:
@@ -165,7 +165,7 @@ class BatchSource:
                 f"{_shapes_of(self.element_spec)}, and all must have the same parts, dtypes and shapes, but for the "
                 "number of examples"
             )
-        return tf.nest.flatten([part for part, _ in parts], expand_composites=True)
+        return tf.nest.flatten([part for part, _ in parts if part is not None], expand_composites=True)
 
     def _without_none(self, batch: Any) -> Any:
         """A batch without labels or weights that are None."""
@@ -193,6 +193,11 @@ def _name_of(x: Any) -> str:
     if isinstance(x, tf.data.Dataset):
         return "the dataset"
     return f"the {type(x).__name__}" if is_made_in_batches(x) else "the data with a sparse matrix"
+
+
+def _spec_of_none(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of a part; where that has no value, an optional input, the one of None."""
+    return tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec
 
 
 def _with_tuples(tree: Any) -> Any:

@@ -89,13 +89,13 @@ def column_of(values: Any) -> Column:
 
 
 def columns_of(arrays: Any) -> list[Column]:
-    """The columns of arrays in tuples and dicts.
+    """The columns of arrays in tuples and dicts; None, for an optional input, has none.
 
     Raises:
         ConfigError: see `column_of`.
         ValueError: a list of numbers or strings.
     """
-    columns = [column_of(array) for array in tf.nest.flatten(arrays)]
+    columns = [column_of(array) for array in tf.nest.flatten(arrays) if array is not None]
     if any(column.values.ndim == 0 for column in columns):
         raise ValueError("x, y and sample_weight must be arrays; make one of a list of numbers with numpy.asarray")
     return columns

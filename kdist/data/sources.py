@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -114,10 +114,13 @@ class ArrayData(TrainingData):
 
         # Shuffling indices and gathering whole batches is much cheaper than moving single examples.
         numbers = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(numbers_of)
-        batches = numbers.map(
-            lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares])
-        )
+        batches = numbers.map(lambda chosen: self._packed([share.take(chosen) for share in shares]))
         return without_copies(batches) if any(column.is_large(max_rows) for column in self._columns) else batches
+
+    def _packed(self, parts: Sequence[tf.Tensor]) -> Any:
+        """The parts of a batch in the structure of the arrays, in which None stands for an optional input."""
+        remaining = iter(parts)
+        return tf.nest.map_structure(lambda kind: None if kind is type(None) else next(remaining), self._structure)
 
     def _are_full(self, num_workers: int) -> bool:
         """Whether all batches have the same size, which models for batches of one size need."""
@@ -262,6 +265,10 @@ def training_data(
     elif has_sparse_matrix(x, y, sample_weight):
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or size_of_batches(x), shuffle=shuffle)
         data = _fed(source, readers)
+    elif any(isinstance(array, (tf.RaggedTensor, tf.SparseTensor)) for array in tf.nest.flatten((x, y, sample_weight))):
+        data = _data_of_batches(
+            _batches_of(as_tuples((x, y, sample_weight)), batch_size or 32, shuffle, seed), shuffle, seed, readers
+        )
     else:
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
@@ -290,6 +297,22 @@ def _data_of_function(
         return FedData(BatchSource(read_locally(function, batch_size)), readers)
     data.is_untried = readers.serve and may_need_this_process(make)
     return data
+
+
+def _batches_of(x_y_weight: tuple[Any, Any, Any], batch_size: int, shuffle: bool, seed: int | None) -> tf.data.Dataset:
+    """Ragged or sparse tensors, with arrays beside them, as a dataset, which takes them apart."""
+
+    def as_tensors(values: Any) -> Any:
+        if values is None or isinstance(values, (tf.RaggedTensor, tf.SparseTensor)):
+            return values
+        (column,) = columns_of(values)
+        return tf.constant(np.asarray(column.values), column.dtype)
+
+    arrays = keras.utils.pack_x_y_sample_weight(*tf.nest.map_structure(as_tensors, x_y_weight))
+    examples = tf.data.Dataset.from_tensor_slices(arrays if isinstance(arrays, tuple) else (arrays,))
+    if shuffle:
+        examples = examples.shuffle(len(examples), seed=seed)
+    return examples.batch(batch_size)
 
 
 def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:

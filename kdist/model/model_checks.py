@@ -13,17 +13,21 @@ from kdist.errors import ConfigError
 from kdist.model.optimizer import check_optimizer
 
 
-def check_model(model: keras.Model, strategy: str) -> None:
-    """Refuses a model that no replica step can train under the strategy of this name.
-
-    Raises:
-        ConfigError: says what to do instead.
-    """
+def check_compiled(model: keras.Model) -> None:
+    """Refuses, with a `ConfigError`, to train a model that is not compiled."""
     if not model.compiled:
         raise ConfigError(
             f"model {model.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function that "
             "builds it, or give optimizer, loss and metrics in the config"
         )
+
+
+def check_model(model: keras.Model, strategy: str) -> None:
+    """Refuses a compiled model that no replica step can train under the strategy of this name.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
     if overrides_of(model, "make_train_function") or (overrides_of(model, "fit") and preprocessing_of(model) is None):
         raise ConfigError(
             f"model {model.name}: class {type(model).__name__} has a `fit` or `make_train_function` of its own, which "

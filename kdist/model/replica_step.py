@@ -30,6 +30,7 @@ from kdist._compat.keras import (
     recorded_reductions,
 )
 from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas
+from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
 from kdist.model.embedding_lookup import RowLookups, check_dynamic_layers, embedding_layers, why_needed_whole
@@ -115,7 +116,7 @@ class ReplicaStep:
         self.worker_state = WorkerState(states, epoch_at)
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
-            raise ConfigError(f"model {model.name}: nothing to train, every variable is frozen")
+            warn(f"model {model.name}: nothing to train: it has no trainable variable")
         self.batch_spec = batch_spec
         self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, self._weights())
         self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._losses_counted()
@@ -422,7 +423,7 @@ class ReplicaStep:
         scale: tf.Tensor | None,
     ) -> ReplicaOutput:
         """What came out of a step that ran in `scope`."""
-        if all(gradient is None for gradient in gradients):
+        if self.trainable and all(gradient is None for gradient in gradients):
             raise ConfigError(f"model {self.model.name}: the loss depends on no trainable variable")
         overflows = overflow_of(gradients, scale)
         gradients = unscaled(main_optimizer(self.model), gradients, scale)

@@ -13,7 +13,7 @@ import keras
 from kdist._compat.keras import compile_arguments, layers_of
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
-from kdist.model.model_checks import check_has_values, check_model
+from kdist.model.model_checks import check_compiled, check_has_values, check_model
 
 #: Methods of a model that write its values to a file.
 WRITE_VALUES = ("save", "save_weights", "export")
@@ -25,7 +25,8 @@ class ModelSource:
     """Builds the model when it is first needed, once in each process, and checks it.
 
     Args:
-        build_model: a function that returns a compiled `keras.Model`, or such a model.
+        build_model: a function that returns a compiled `keras.Model`, or such a model. To predict, it need not be
+            compiled.
         strategy: name of the strategy that will train it.
         on_servers: whether parameter servers will have its values, and make those of large tables.
 
@@ -41,13 +42,21 @@ class ModelSource:
         self._on_servers = on_servers
         self._withheld: dict[str, _Withheld] = {}
         self._as_built: _Settings | None = None
+        self._is_checked = False
         if isinstance(build_model, keras.Model):
             check_has_values(build_model)
-            check_model(build_model, strategy)
+            self._check(build_model)
+
+    @property
+    def model(self) -> keras.Model:
+        """The model of this process, which can be trained; raises `ConfigError` if it is not compiled."""
+        check_compiled(self.built)
+        self._check(self.built)
+        return self.built
 
     @cached_property
-    def model(self) -> keras.Model:
-        """The model of this process."""
+    def built(self) -> keras.Model:
+        """The model of this process, compiled or not."""
         model = self._build_model if isinstance(self._build_model, keras.Model) else self._make(self._build_model)
         self._mark(model)
         return model
@@ -58,17 +67,22 @@ class ModelSource:
         The rest of the model can be looked at.
         """
         self._withheld = {} if why is None else {name: _Withheld(why) for name in methods}
-        if "model" in vars(self) or isinstance(self._build_model, keras.Model):
-            self._mark(self.model)
+        if "built" in vars(self) or isinstance(self._build_model, keras.Model):
+            self._mark(self.built)
 
     def _make(self, build_model: Callable[[], keras.Model]) -> keras.Model:
         with made_on_servers() if self._on_servers else nullcontext():
             model = build_model()
         if not isinstance(model, keras.Model):
             raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
-        check_model(model, self._strategy)
+        self._check(model)
         self._as_built = _Settings(model)
         return model
+
+    def _check(self, model: keras.Model) -> None:
+        if model.compiled and not self._is_checked:
+            check_model(model, self._strategy)
+            self._is_checked = True
 
     def _mark(self, model: keras.Model) -> None:
         for name in [name for name, value in vars(model).items() if isinstance(value, _Withheld)]:
@@ -77,10 +91,10 @@ class ModelSource:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process builds its own, unless this one was compiled again or has other layers frozen since.
-        state = {name: value for name, value in vars(self).items() if name != "model"}
-        if self._as_built is not None and self._as_built.differ_from(self.model):
-            state["_build_model"] = self.model
-        return {**state, "_as_built": None}
+        state = {name: value for name, value in vars(self).items() if name != "built"}
+        if self._as_built is not None and self._as_built.differ_from(self.built):
+            state["_build_model"] = self.built
+        return {**state, "_as_built": None, "_is_checked": False}
 
 
 class _Settings:
