@@ -39,5 +39,5 @@ def update_metrics(
 
 def batch_size_of(batch: Any) -> tf.Tensor | int:
     """The number of examples in a batch: the first dimension of its first tensor, as an int if it is known."""
-    first = tf.nest.flatten(batch)[0]
+    first = next(part for part in tf.nest.flatten(batch) if part is not None)
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
