@@ -243,9 +243,9 @@ class Trainer:
                 part of the elements.
             batch_size: examples per replica and step; 32 if None, or what reads arrays in `steps_per_epoch` steps. The
                 last batch of arrays has the examples that are left, as in Keras; with several workers, that of each.
-            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. An epoch ends
-                with the data at the latest, unless `steps` is given. A resumed run continues to the end of epoch
-                `epochs`, counting from where it stopped.
+            epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. With one
+                worker and without `steps`, an epoch ends with the data at the latest. A resumed run continues to the
+                end of epoch `epochs`, counting from where it stopped.
             verbose: 0 prints nothing; 1 and `auto` keep a live line below the others on a terminal; 2 prints lines
                 only; 3 also lists the tasks and the placement of variables.
             callbacks: Keras callbacks, in addition to those of the trainer; see `kdist.hooks.keras_callbacks` for when

@@ -316,13 +316,15 @@ class FitRequest:
             replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
         steps_per_epoch = self.arguments.steps_per_epoch
-        if self.arguments.steps is not None and steps_per_epoch is not None:
-            # Training does not end with the data.
-            return EpochLengths.of(steps_per_epoch, None, self._data_begins_at)
         joins = self.strategy.name == "multi_worker_mirrored"
         batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
         all_reduce = self.strategy.name in registry.ALL_REDUCE
-        batches = data.batches_per_pass(batches_per_step if all_reduce else max(1, self.strategy.shape.num_workers))
+        readers = batches_per_step if all_reduce else max(1, self.strategy.shape.num_workers)
+        ends_with_data = self.arguments.steps is None and readers == batches_per_step == 1
+        if steps_per_epoch is not None and not ends_with_data:
+            # The steps of a pass are not those of Keras, which the number is made for.
+            return EpochLengths.of(steps_per_epoch, None, self._data_begins_at)
+        batches = data.batches_per_pass(readers)
         steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
         return EpochLengths.of(steps_per_epoch, steps_per_pass, self._data_begins_at)
 

@@ -1,10 +1,16 @@
 """Epochs end where Keras ends them."""
 
+from pathlib import Path
+
 import keras
+import models
 import numpy as np
 import pytest
+from helpers import toy_data
 
+import kdist
 from kdist.data.epoch_lengths import EpochLengths
+from kdist.launch.fit_arguments import FitArguments
 
 
 class Epochs(keras.callbacks.Callback):
@@ -44,3 +50,18 @@ def test_data_without_an_end_counts_no_passes() -> None:
     assert lengths is not None
     assert [lengths.begin_of(epoch) for epoch in range(3)] == [0, 3, 6]
     assert EpochLengths.of(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "strategy", "length"),
+    [("local", "auto", 3), ("1ps1w", "auto", 3), ("2ps2w", "auto", 5), ("2ps2w", "sync_replicas", 5)],
+)
+def test_with_several_workers_an_epoch_has_the_steps_that_it_is_asked_for(
+    cluster: str, strategy: str, length: int, run_dir: Path
+) -> None:
+    x, y = (part[:20] for part in toy_data())
+    trainer = kdist.Trainer(models.mlp, cluster, strategy, run_dir=run_dir)
+    request = trainer._request(FitArguments(x, y, batch_size=8, steps_per_epoch=5))
+    lengths = request.epoch_lengths(request.training_data)
+    assert lengths is not None
+    assert [lengths.length_of(epoch) for epoch in range(3)] == [length] * 3
