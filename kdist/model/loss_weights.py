@@ -139,7 +139,7 @@ def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) 
         batch: of that trace.
         reductions: those of its compiled losses in this trace.
     """
-    inputs = {tensor.op for tensor in tf.nest.flatten(batch, expand_composites=True)}
+    inputs = {tensor.op for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None}
     compiled = tuple(term_of(reduction) for reduction in reductions)
     added = tuple(Term.UNKNOWN if _depends(loss, inputs) else Term.CONSTANT for loss in model.losses)
     if not has_own_compute_loss(model) and len(reductions) == num_compiled_losses(model):
@@ -192,11 +192,18 @@ def _depends(tensor: tf.Tensor, inputs: Collection[tf.Operation]) -> bool:
     return False
 
 
+def is_of_none(spec: tf.TypeSpec) -> bool:
+    """Whether a part of a batch is an optional input that is None."""
+    return spec == tf.type_spec_from_value(None)
+
+
 def made_up(batch_spec: Any, seed: int) -> Any:
-    """A small batch of random numbers."""
+    """A small batch of random numbers; an optional input that is None stays None."""
     rng = np.random.default_rng(seed)
 
-    def array(spec: tf.TensorSpec) -> tf.Tensor:
+    def array(spec: tf.TypeSpec) -> tf.Tensor | None:
+        if is_of_none(spec):
+            return None
         shape = [_UNKNOWN_SIZE if size is None else size for size in spec.shape]
         return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
 
@@ -205,7 +212,7 @@ def made_up(batch_spec: Any, seed: int) -> Any:
 
 def repeated(batch: Any) -> Any:
     """A batch that has each example `REPEATS` times."""
-    return tf.nest.map_structure(lambda tensor: tf.concat([tensor] * REPEATS, 0), batch)
+    return tf.nest.map_structure(lambda tensor: None if tensor is None else tf.concat([tensor] * REPEATS, 0), batch)
 
 
 def kinds_of(values: Callable[[Any, int], Sequence[Any]], batch_spec: Any) -> list[Term]:

@@ -38,7 +38,7 @@ from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.increments import is_increment
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
-from kdist.model.loss_weights import LossTerms, LossWeights, Term, loss_terms, tried_terms
+from kdist.model.loss_weights import LossTerms, LossWeights, Term, is_of_none, loss_terms, tried_terms
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import LossCount, ReturnedValues, metric_variables
 from kdist.model.names import is_seed
@@ -240,7 +240,8 @@ class ReplicaStep:
     @property
     def _has_one_size(self) -> bool:
         """Whether all batches have the same number of examples."""
-        return tf.nest.flatten(self.batch_spec)[0].shape[0] is not None
+        specs = (spec for spec in tf.nest.flatten(self.batch_spec) if not is_of_none(spec))
+        return next(specs).shape[0] is not None
 
     def _weights(self) -> LossWeights:
         """The weights of replicas' gradients; sets the factors of their losses."""

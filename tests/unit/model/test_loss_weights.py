@@ -126,3 +126,25 @@ def test_statistics_of_all_replicas_are_refused_by_name(run_dir: Path) -> None:
         step_of(model_of("mse", norm), run_dir / "trained")
     norm.trainable = False
     step_of(model_of("mse", norm), run_dir / "frozen")
+
+
+class TakesOptional(keras.Model):
+    """Of an input, and one that may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        x, optional = inputs["x"], inputs["optional"]
+        return self.dense(x if optional is None else x + optional)
+
+
+@pytest.mark.parametrize("loss", ["mse", summed])
+def test_an_optional_input_may_be_none_and_the_first(loss: Any, run_dir: Path) -> None:
+    model = TakesOptional()
+    model.compile("sgd", loss)
+    trainer = kdist.Trainer(lambda: model, run_dir=run_dir)
+    request = trainer._request(FitArguments({"optional": None, "x": np.ones((6, 3))}, np.ones((6, 1)), batch_size=4))
+    weights = prepare(request.training_spec(request.training_data), 2, 2).replica_step.updates.weights
+    assert weights is (LossWeights.EXAMPLES if loss == "mse" else LossWeights.SUM)
