@@ -28,10 +28,13 @@ def _as_log(result: np.ndarray) -> Any:
     return float(result.item()) if result.size == 1 else result
 
 
-def scalars(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Each number by its name; the items of an array, or a list, are `f1_score/0`, `f1_score/1` and so on."""
+def scalars(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each number by its name; the items of an array, or a list, are `f1_score/0`, `f1_score/1` and so on.
+
+    In the record of a run, None stands for what is no number.
+    """
     for name, value in logs.items():
         if isinstance(value, (list, np.ndarray)):
             yield from scalars({f"{name}/{index}": item for index, item in enumerate(value)})
         else:
-            yield name, float(value)
+            yield name, None if value is None else float(value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data.columns import Column
+from kdist.data.columns import Column, as_array
 from kdist.data.file_column import column_of
 from kdist.data.sources import training_data
 from kdist.data.worker_dataset import call_with
@@ -67,7 +67,9 @@ def test_ragged_and_sparse_tensors_are_no_arrays() -> None:
     ragged = tf.ragged.constant([[1, 2], []])
     for values in (ragged, ragged.to_sparse()):
         with pytest.raises(ConfigError, match=r"of shape \(2, .*from_tensor_slices\(\(x, y\)\)"):
-            training_data(values, np.zeros(2))
+            as_array(values)
+        # They are read as a dataset.
+        assert training_data(values, np.zeros(2)).batches_per_pass(1) == 1
 
 
 def test_specs_copy_nothing() -> None:
