@@ -99,9 +99,7 @@ class ArrayData(TrainingData):
         num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
         first_pass, place = first_batch // num_batches, first_batch % num_batches
 
-        def batch_of(order: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-            chosen = self._batch_of(order, batch, num_batches)
-            return tf.ensure_shape(chosen, [self._batch_size]) if self._are_full(context.num_workers) else chosen
+        is_short = self._some_lack_one(context.num_workers)
 
         def numbers_of(pass_number: tf.Tensor) -> tf.data.Dataset:
             """The numbers of the examples of each batch of a pass."""
@@ -110,9 +108,13 @@ class ArrayData(TrainingData):
                 # The seed determines a pass, so that a resumed run need not draw the earlier ones.
                 order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, pass_number]))
             first = tf.where(pass_number == first_pass, place, 0)
-            return tf.data.Dataset.range(first, num_batches).map(lambda batch: batch_of(order, batch))
+            if is_short:
+                return tf.data.Dataset.range(first, num_batches).map(
+                    lambda batch: self._batch_of(order, batch, num_batches)
+                )
+            rest = tf.data.Dataset.from_tensors(order[first * self._batch_size :])
+            return rest.rebatch(self._batch_size, drop_remainder=self._are_full(context.num_workers))
 
-        # Shuffling indices and gathering whole batches is much cheaper than moving single examples.
         numbers = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(numbers_of)
         batches = numbers.map(lambda chosen: self._packed([share.take(chosen) for share in shares]))
         return without_copies(batches) if any(column.is_large(max_rows) for column in self._columns) else batches
@@ -127,11 +129,15 @@ class ArrayData(TrainingData):
         workers = num_workers if self._is_split(num_workers) else 1
         return self._num_examples % (workers * self._batch_size) == 0
 
-    def _batch_of(self, order: tf.Tensor, batch: tf.Tensor, num_batches: int) -> tf.Tensor:
-        """The examples of one batch of a pass, by their order in it. As in Keras, the last one may have fewer.
+    def _some_lack_one(self, num_workers: int) -> bool:
+        """Whether some workers have no example for the last batch of a pass, which others have."""
+        is_uneven = self._is_split(num_workers) and self._num_examples % num_workers != 0
+        return is_uneven and (self._max_rows(num_workers) - 1) % self._batch_size == 0
 
-        A worker with one example less than others may have none left for its last batch, where synchronous replicas
-        need one: it takes one of the batch before. If that has only one, both have it.
+    def _batch_of(self, order: tf.Tensor, batch: tf.Tensor, num_batches: int) -> tf.Tensor:
+        """The examples of one batch of a pass, by their order in it, where some workers have none for the last one.
+
+        Synchronous replicas need one: it takes an example of the batch before. If that has only one, both have it.
         """
         num_examples = tf.size(order, tf.int64)
 
