@@ -33,6 +33,7 @@ __all__ = [
     "assigned_variables",
     "copy_for_tasks",
     "dataset_as_graph",
+    "exchanges_between_replicas",
     "executor_scope",
     "filters_as_proto",
     "forget_copies_for_tasks",
@@ -383,22 +384,21 @@ def _deterministic_serialization() -> Iterator[None]:
 @contextmanager
 def exchanges_between_replicas() -> Iterator[list[str]]:
     """In this context, calls of a replica's context that need the other replicas are recorded, by their names."""
-    context, found = tf.distribute.ReplicaContext, list[str]()
-    names = ["all_reduce", "all_gather", "merge_call"]
-    originals = {name: getattr(context, name) for name in names}
+    names, found = ("all_reduce", "all_gather", "merge_call"), list[str]()
+    owners = {name: next(c for c in tf.distribute.ReplicaContext.__mro__ if name in vars(c)) for name in names}
+    originals = {name: vars(owner)[name] for name, owner in owners.items()}
 
-    def recorded(name: str, *arguments: Any, **options: Any) -> Any:
-        found.append(name)
-        return originals[name](*arguments, **options)
+    def recorded(name: str) -> Callable[..., Any]:
+        def method(*arguments: Any, **options: Any) -> Any:
+            found.append(name)
+            return originals[name](*arguments, **options)
 
-    own = {name for name in names if name in vars(context)}
-    for name in names:
-        setattr(context, name, lambda *given, _name=name, **options: recorded(_name, *given, **options))
+        return method
+
+    for name, owner in owners.items():
+        setattr(owner, name, recorded(name))
     try:
         yield found
     finally:
-        for name in names:
-            if name in own:
-                setattr(context, name, originals[name])
-            else:
-                delattr(context, name)
+        for name, owner in owners.items():
+            setattr(owner, name, originals[name])

@@ -98,7 +98,6 @@ class ArrayData(TrainingData):
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
         first_pass, place = first_batch // num_batches, first_batch % num_batches
-
         is_short = self._some_lack_one(context.num_workers)
 
         def numbers_of(pass_number: tf.Tensor) -> tf.data.Dataset:
@@ -272,9 +271,9 @@ def training_data(
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or size_of_batches(x), shuffle=shuffle)
         data = _fed(source, readers)
     elif any(isinstance(array, (tf.RaggedTensor, tf.SparseTensor)) for array in tf.nest.flatten((x, y, sample_weight))):
-        data = _data_of_batches(
-            _batches_of(as_tuples((x, y, sample_weight)), batch_size or 32, shuffle, seed), shuffle, seed, readers
-        )
+        arrays = as_tuples((x, y, sample_weight))
+        dataset = _batches_of(arrays, batch_size or size_of_batches(x), shuffle, seed)
+        data = _data_of_batches(dataset, shuffle, seed, readers)
     else:
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
@@ -523,8 +522,9 @@ def arrays_for_keras(tree: Any) -> Any:
 
 
 def _num_examples(arrays: Any) -> int:
-    first = tf.nest.flatten(as_tuples(arrays))[0]
-    return first.shape[0] if is_scipy_sparse(first) else len(as_array(first))
+    first = next(array for array in tf.nest.flatten(as_tuples(arrays)) if array is not None)
+    has_shape = is_scipy_sparse(first) or isinstance(first, (tf.RaggedTensor, tf.SparseTensor))
+    return int(first.shape[0]) if has_shape else len(as_array(first))
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:

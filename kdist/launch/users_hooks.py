@@ -104,8 +104,9 @@ class UsersHooks:
         for variable, value in self._copied:
             if not np.array_equal(variable.numpy(), value):
                 raise ConfigError(
-                    f"callbacks: {variable.name} was assigned, which the step reads, and with this strategy the "
-                    "processes that train have copies of; make it a keras.Variable, whose values travel"
+                    f"callbacks: {variable.name} is a tf.Variable that the step reads, and {event} has assigned it; "
+                    "with this strategy the processes that train have copies of their own: make it a keras.Variable, "
+                    "whose values travel"
                 )
         return self._epoch_logs.logs if event == "end_epoch" else result
 

@@ -11,7 +11,6 @@ is found by a try on made-up data: on a batch, and on the same batch several tim
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -28,6 +27,8 @@ from kdist._compat.keras import (
     num_compiled_losses,
     recorded_reductions,
 )
+from kdist.console.warn import warn
+from kdist.errors import reason
 from kdist.model.forward import forward
 from kdist.model.names import is_seed
 from kdist.model.seeded_scope import SeededScope
@@ -160,9 +161,9 @@ def tried_terms(model: keras.Model, batch_spec: Any, terms: LossTerms) -> LossTe
             return [loss] if terms.is_whole else [*(reduction.value for reduction in reductions), *model.losses]
 
     number = len(terms.compiled)
-    # What takes no made-up data is as most losses are.
-    found = kinds_of(values, batch_spec) or [Term.MEAN] * (number + len(terms.added))
-    known = [new if old is Term.UNKNOWN else old for old, new in zip((*terms.compiled, *terms.added), found)]
+    found = kinds_of(values, batch_spec, model) or [Term.MEAN] * (number + len(terms.added))
+    old_and_new = zip((*terms.compiled, *terms.added), found, strict=True)
+    known = [new if old is Term.UNKNOWN else old for old, new in old_and_new]
     return replace(terms, compiled=tuple(known[:number]), added=tuple(known[number:]))
 
 
@@ -205,6 +206,8 @@ def made_up(batch_spec: Any, seed: int) -> Any:
         if is_of_none(spec):
             return None
         shape = [_UNKNOWN_SIZE if size is None else size for size in spec.shape]
+        if spec.dtype == tf.string:
+            return tf.as_string(rng.integers(0, 2, shape))
         return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
 
     return tf.nest.map_structure(array, batch_spec)
@@ -215,21 +218,26 @@ def repeated(batch: Any) -> Any:
     return tf.nest.map_structure(lambda tensor: None if tensor is None else tf.concat([tensor] * REPEATS, 0), batch)
 
 
-def kinds_of(values: Callable[[Any, int], Sequence[Any]], batch_spec: Any) -> list[Term]:
-    """The kind of each value that a function computes of a batch; nothing if it takes no made-up data.
+def kinds_of(values: Callable[[Any, int], Sequence[Any]], batch_spec: Any, model: keras.Model) -> list[Term]:
+    """The kind of each value that a function computes of a batch; nothing, with a warning, if it takes no made-up data.
 
     Args:
         values: batch, number of what is drawn at random -> numbers, in the same order for every batch.
+        model: whose function it is.
     """
-    # A function that fails on such data says nothing about its losses.
-    with suppress(Exception):
+    try:
         batch = made_up(batch_spec, 1)
         found = _compared(values, batch)
         if any(_differ(once, again) for once, again, _ in found):
             # Of more examples, what is drawn matters less.
             found = _compared(values, repeated(batch))
-        return [_kind(*of_value) for of_value in found]
-    return []
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises of data that nobody promised to it
+        warn(
+            f"model {model.name}: its loss could not be tried on made-up data and counts as a mean over the examples; "
+            f"if it is a sum, synchronous replicas divide it by their number ({reason(error).splitlines()[0]})"
+        )
+        return []
+    return [_kind(*of_value) for of_value in found]
 
 
 def _compared(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[tuple[Any, ...]]:

@@ -40,8 +40,8 @@ def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> l
     """Unique names such as `conv2d/kernel`, in the order of `variables`.
 
     Keras numbers automatic layer names per process, so that the second model of a process has `dense_7` where the first
-    one had `dense`. Here they are numbered per model, and the model's own name is omitted. Variables
-    that the model does not have, as those of a loss, are numbered in their order.
+    one had `dense`. Here they are numbered per model, and the model's own name is omitted. Variables that the model
+    does not have, as those of a loss, are numbered in their order.
     """
     of_model = {id(variable) for variable in model.variables}
     layer_names = _process_independent_names(model)

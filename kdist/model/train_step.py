@@ -170,13 +170,13 @@ class OwnTrainStep:
         means = {name: keras.metrics.Mean(name=name) for name in names if name not in counted}
         self.terms, sums = LossTerms(), frozenset[str]()
         if num_replicas > 1:
-            divided = [Term.OWN_MEAN for reduction in reductions if reduction.divisor is not None]
-            # Of several updates, only the step knows to which a divisor belongs.
-            self.terms = LossTerms((*divided, *divided[: len(self._applied) - 1]), is_whole=True)
             kinds = self._tried(batch_spec, names)
             sums = frozenset(name for name, kind in zip(names, kinds[len(self.updated) :]) if kind is Term.SUM)
-            if not divided:
-                self.terms = LossTerms(tuple(kinds[: len(self.updated)]), is_whole=True)
+            terms = tuple(kinds[: len(self.updated)])
+            if divided := [reduction for reduction in reductions if reduction.divisor is not None]:
+                # Of several divisors or updates, only the step knows which belong together.
+                terms = (Term.OWN_MEAN if len(divided) == len(self.updated) == 1 else Term.UNKNOWN,)
+            self.terms = LossTerms(terms, is_whole=True)
         self.returned = ReturnedValues(means, names, "loss" in counted, sums)
 
     def _tried(self, batch_spec: Any, names: Sequence[str]) -> list[Term]:
@@ -192,7 +192,7 @@ class OwnTrainStep:
                 ]
                 return [*(tf.concat(of_update, 0) for of_update in gradients), *(logs[name] for name in names)]
 
-        return kinds_of(values, batch_spec)
+        return kinds_of(values, batch_spec, self._model)
 
     @contextmanager
     def scope(self, trainable: Pairs, others: Pairs, later: Sequence[Sequence[tf.Tensor]] = ()) -> Iterator[StandIns]:

@@ -82,8 +82,13 @@ def test_batches_have_a_static_size_if_all_are_full() -> None:
 
 def test_without_a_batch_size_arrays_are_read_in_the_steps_of_an_epoch() -> None:
     for replicas, size in ((1, 6), (2, 3)):
-        data = training_data(numbers(30), steps_per_epoch=5, shuffle=False, readers=Readers(replicas=replicas))
+        readers = Readers(replicas=replicas)
+        data = training_data(numbers(30), steps_per_epoch=5, shuffle=False, readers=readers)
         assert len(batches(data, 1, 0, 1)[0][0]) == size
+        optional = training_data({"a": None, "b": numbers(30)}, steps_per_epoch=5, readers=readers)
+        assert optional.batches_per_pass(1) == 5 * replicas
+        ragged = tf.RaggedTensor.from_uniform_row_length(numbers(60), 2)
+        assert training_data(ragged, steps_per_epoch=5, readers=readers).batches_per_pass(1) == 5 * replicas
 
 
 def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:

@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import kdist
 from kdist.launch.fit_arguments import FitArguments
-from kdist.model.loss_weights import LossWeights, Term
+from kdist.model.loss_weights import LossWeights, Term, made_up
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -148,3 +148,18 @@ def test_an_optional_input_may_be_none_and_the_first(loss: Any, run_dir: Path) -
     request = trainer._request(FitArguments({"optional": None, "x": np.ones((6, 3))}, np.ones((6, 1)), batch_size=4))
     weights = prepare(request.training_spec(request.training_data), 2, 2).replica_step.updates.weights
     assert weights is (LossWeights.EXAMPLES if loss == "mse" else LossWeights.SUM)
+
+
+def test_a_loss_that_takes_no_made_up_data_counts_as_a_mean_with_a_warning(run_dir: Path) -> None:
+    def only_of_ones(y: Any, y_pred: Any) -> Any:
+        tf.debugging.assert_equal(y, tf.ones_like(y))
+        return averaged(y, y_pred)
+
+    with pytest.warns(UserWarning, match="its loss could not be tried on made-up data and counts as a mean"):
+        step = step_of(model_of(only_of_ones), run_dir)
+    assert step.updates.weights is LossWeights.EXAMPLES
+
+
+def test_made_up_strings_are_strings() -> None:
+    batch = made_up(tf.TensorSpec([None, 2], tf.string), 1)
+    assert set(batch.numpy().ravel()) <= {b"0", b"1"}
