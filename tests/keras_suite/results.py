@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -50,7 +51,8 @@ Results = tuple[str, dict[str, Result]]
 
 def result(outcomes: Outcomes) -> Result:
     """The result of a place."""
-    return Result(len(outcomes), {test: _reason(test) or o.error for test, o in outcomes.items() if not o.passed})
+    failed = {test: _reason(test) or _without_folders(o.error) for test, o in outcomes.items() if not o.passed}
+    return Result(len(outcomes), failed)
 
 
 def unexpected(results: Mapping[str, Result]) -> list[str]:
@@ -61,6 +63,11 @@ def unexpected(results: Mapping[str, Result]) -> list[str]:
 
 def _reason(test: str) -> str:
     return next((reason for pattern, reason in EXCEPTIONS.items() if fnmatch(test, pattern)), "")
+
+
+def _without_folders(error: str) -> str:
+    """An error with the names of files only: where they were is of one machine, or of one run."""
+    return re.sub(r"(?<![\w.])/(?:[\w.+~-]+/)+", "", error)
 
 
 def recorded() -> Results:
