@@ -202,20 +202,35 @@ def made_up(batch_spec: Any, seed: int) -> Any:
     """A small batch of random numbers; an optional input that is None stays None."""
     rng = np.random.default_rng(seed)
 
-    def array(spec: tf.TypeSpec) -> tf.Tensor | None:
-        if is_of_none(spec):
-            return None
+    def array(spec: tf.TypeSpec) -> tf.Tensor:
         shape = [_UNKNOWN_SIZE if size is None else size for size in spec.shape]
         if spec.dtype == tf.string:
             return tf.as_string(rng.integers(0, 2, shape))
         return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
 
-    return tf.nest.map_structure(array, batch_spec)
+    def of_kind(spec: tf.TypeSpec) -> Any:
+        if is_of_none(spec):
+            return None
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_tensor(
+                array(spec), ragged_rank=spec.ragged_rank, row_splits_dtype=spec.row_splits_dtype
+            )
+        return tf.sparse.from_dense(array(spec)) if isinstance(spec, tf.SparseTensorSpec) else array(spec)
+
+    return tf.nest.map_structure(of_kind, batch_spec)
 
 
 def repeated(batch: Any) -> Any:
     """A batch that has each example `REPEATS` times."""
-    return tf.nest.map_structure(lambda tensor: None if tensor is None else tf.concat([tensor] * REPEATS, 0), batch)
+
+    def of_part(part: Any) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, tf.SparseTensor):
+            return tf.sparse.concat(0, [part] * REPEATS)
+        return tf.concat([part] * REPEATS, 0)
+
+    return tf.nest.map_structure(of_part, batch)
 
 
 def kinds_of(values: Callable[[Any, int], Sequence[Any]], batch_spec: Any, model: keras.Model) -> list[Term]:

@@ -104,7 +104,8 @@ class ReplicaStep:
         if self.own is not None:
             self.returned, self._terms = self.own.returned, self.own.terms
         _check_assigned(model, assigned)
-        _check_exchanges(model, exchanges if num_replicas > 1 else [])
+        if num_replicas > 1:
+            _check_exchanges(model, exchanges, assigned)
         beside = _read_beside(model, read)
         self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable, beside)
         self.state = [v for v in others if not is_seed(v)]
@@ -531,13 +532,16 @@ def _of_others(model: keras.Model, variables: Mapping[int, keras.Variable]) -> l
     return [v for key, v in variables.items() if key not in known and not is_seed(v)]
 
 
-def _check_exchanges(model: keras.Model, exchanges: Sequence[str]) -> None:
-    """Refuses, with a `ConfigError`, a step that reads, before its end, what other replicas have computed."""
-    if not exchanges:
+def _check_exchanges(model: keras.Model, exchanges: Sequence[str], assigned: Mapping[int, keras.Variable]) -> None:
+    """Refuses, with a `ConfigError`, a step that reads, before its end, what other replicas have computed.
+
+    A layer whose statistics the step assigns is to read it even where Keras's code does not: with a mask it takes the
+    moments of the replica alone.
+    """
+    layers = [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
+    if not exchanges and not any(id(v) in assigned for layer in layers for v in layer.non_trainable_variables):
         return
-    names = [
-        f"{type(layer).__name__} {layer.name}" for layer in layers_of(model) if getattr(layer, "synchronized", False)
-    ]
+    names = [f"{type(layer).__name__} {layer.name}" for layer in layers]
     raise ConfigError(
         f"model {model.name}: {', '.join(names) or 'its step'} (synchronized=True, or the replica context of "
         "tf.distribute) needs values of the other replicas in the middle of a step, which replicas of kdist do not "

@@ -31,6 +31,16 @@ class AddsLoss(layers.Layer):
         return x
 
 
+class Padded(layers.Layer):
+    """Ragged rows with zeros behind them, up to the longest that there may be."""
+
+    def call(self, x: Any) -> Any:
+        return x.to_tensor(shape=(None, 5)) if isinstance(x, tf.RaggedTensor) else x
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor((x.shape[0], 5), x.dtype)
+
+
 @dataclass(frozen=True)
 class RandomModel:
     """A model and its data, both by the number of the draw.
@@ -62,6 +72,8 @@ class RandomModel:
             "weights": one_of(None, "random", "zero for a replica"),
             "metrics": one_of([], ["mae"], ["mae", "mse"]),
             "sizes": one_of("equal", "unequal", "last is smaller"),
+            "ragged": one_of(False, False, True),
+            "class_weight": one_of(None, None, {0: 0.5, 1: 2.0, 2: 1.0}),
         }
         if choices["function"]:
             # Keras multiplies the one number with the weight of each example.
@@ -69,14 +81,17 @@ class RandomModel:
         elif choices["reduction"] is None:
             # Keras does not add such a loss to others.
             choices |= {"regularizer": None, "adds_loss": None}
+        if choices["weights"] is not None or choices["outputs"] > 1 or choices["function"]:
+            # Keras refuses it there.
+            choices["class_weight"] = None
         return RandomModel(seed, choices)
 
     def build(self) -> keras.Model:
         c = self.choices
         keras.utils.set_random_seed(self.seed)
-        ids = keras.Input((5,), dtype="int32")
+        ids = keras.Input((None,) if c["ragged"] else (5,), dtype="int32", ragged=c["ragged"])
         # Keeps the mask.
-        x = layers.Embedding(20, 4, mask_zero=c["masked"])(ids)
+        x = layers.Embedding(20, 4, mask_zero=c["masked"])(Padded()(ids) if c["ragged"] else ids)
         x = layers.Dense(4, activation="tanh", kernel_regularizer=c["regularizer"], trainable=not c["frozen"])(x)
         if c["norm"] is not None:
             is_frozen = c["norm"] == "frozen"
@@ -102,8 +117,9 @@ class RandomModel:
         return {
             "sgd": lambda: keras.optimizers.SGD(rate),
             "momentum": lambda: keras.optimizers.SGD(rate, momentum=0.9),
-            # With a large epsilon, since a gradient near 0 has no certain direction.
-            "adam": lambda: keras.optimizers.Adam(0.01, epsilon=0.1),
+            # With a large epsilon, since a gradient near 0 has no certain direction. TensorFlow's kernel subtracts
+            # beta_2 from 1 in float32, which is 1.3e-5 off at 0.999.
+            "adam": lambda: keras.optimizers.Adam(0.01, beta_2=0.99, epsilon=0.1),
             "clipped": lambda: keras.optimizers.SGD(rate, global_clipnorm=0.5),
             "ema": lambda: keras.optimizers.SGD(rate, use_ema=True, ema_momentum=0.8),
         }[self.choices["optimizer"]]()
@@ -117,6 +133,8 @@ class RandomModel:
             for replica, size in enumerate((6, 2) if is_last else sizes):
                 ids = rng.integers(0, 20, (size, 5)).astype(np.int32)
                 y = rng.normal(size=(size, 5, 1)).astype(np.float32) + 3 * replica
+                if self.choices["class_weight"] is not None:
+                    y = rng.integers(0, 3, (size, 5, 1)).astype(np.float32)
                 ys = (y, -y) if self.choices["outputs"] > 1 else y
                 weights = rng.uniform(0.2, 2, (size, 5)).astype(np.float32)
                 if self.choices["weights"] is None:
@@ -136,9 +154,10 @@ class RandomModel:
         pairs = (batches[i : i + REPLICAS] for i in range(0, len(batches), REPLICAS))
         return self._dataset([tf.nest.map_structure(lambda *parts: np.concatenate(parts), *pair) for pair in pairs])
 
-    @staticmethod
-    def _dataset(batches: list[Any]) -> tf.data.Dataset:
+    def _dataset(self, batches: list[Any]) -> tf.data.Dataset:
         first, *others = (tf.data.Dataset.from_tensors(batch) for batch in batches)
         for other in others:
             first = first.concatenate(other)
+        if self.choices["ragged"]:
+            first = first.map(lambda ids, *others: (tf.RaggedTensor.from_tensor(ids, padding=0), *others))
         return first

@@ -29,13 +29,14 @@ def compare(seed: int, cluster: str, run_dir: Path) -> None:
     random = RandomModel.draw(seed)
     print(f"KDIST_SEED={seed} KDIST_NUM_MODELS=1 draws this model: {random.choices}")
     plain = random.build()
-    expected = plain.fit(random.joined(), epochs=2, verbose=0).history
+    arguments: dict[str, Any] = {"epochs": 2, "verbose": 0, "class_weight": random.choices["class_weight"]}
+    expected = plain.fit(random.joined(), **arguments).history
     trainer = kdist.Trainer(random.build, cluster, run_dir=run_dir, **PLACES[cluster])
     if _is_refused(random):
         with pytest.raises(kdist.ConfigError, match=REFUSED):
-            trainer.fit(random.data(), epochs=2, verbose=0)
+            trainer.fit(random.data(), **arguments)
         return
-    found = trainer.fit(random.data(), epochs=2, verbose=0).history
+    found = trainer.fit(random.data(), **arguments).history
     _assert_same(dict(enumerate(trainer.model.get_weights())), dict(enumerate(plain.get_weights())))
     _assert_same(_slots(trainer.model), _slots(plain))
     _assert_same(found, expected)
@@ -51,7 +52,8 @@ def _is_refused(random: RandomModel) -> bool:
     if c["norm"] == "synchronized":
         return True
     is_sum = c["function"] or c["reduction"] in ("sum", None)
-    is_divided = not is_sum and (c["masked"] or (c["reduction"] == "mean_with_sample_weight" and c["weights"]))
+    is_weighted = c["weights"] is not None or c["class_weight"] is not None
+    is_divided = not is_sum and (c["masked"] or (c["reduction"] == "mean_with_sample_weight" and is_weighted))
     if is_divided:
         return c["outputs"] > 1 or c["adds_loss"] is not None
     return c["adds_loss"] is not None and is_sum != (c["adds_loss"] == "sum") and c["sizes"] != "equal"

@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import kdist
 from kdist.launch.fit_arguments import FitArguments
-from kdist.model.loss_weights import LossWeights, Term, made_up
+from kdist.model.loss_weights import REPEATS, LossWeights, Term, made_up, repeated
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -120,6 +120,16 @@ def test_a_train_step_that_neither_sums_nor_averages_is_refused(run_dir: Path) -
         step_of(model_of("mse", kind=RegularizedOwnStep), run_dir)
 
 
+def test_statistics_of_all_replicas_are_refused_with_a_mask_too_but_not_when_frozen(run_dir: Path) -> None:
+    def model(*, trainable: bool) -> keras.Model:
+        norm = layers.BatchNormalization(synchronized=True, name="norm", trainable=trainable)
+        return model_of("mse", layers.Masking(), norm)
+
+    with pytest.raises(kdist.ConfigError, match=r"BatchNormalization norm \(synchronized=True"):
+        step_of(model(trainable=True), run_dir)
+    step_of(model(trainable=False), run_dir)
+
+
 def test_statistics_of_all_replicas_are_refused_by_name(run_dir: Path) -> None:
     norm = layers.BatchNormalization(synchronized=True, name="norm")
     with pytest.raises(kdist.ConfigError, match=r"BatchNormalization norm \(synchronized=True"):
@@ -163,3 +173,10 @@ def test_a_loss_that_takes_no_made_up_data_counts_as_a_mean_with_a_warning(run_d
 def test_made_up_strings_are_strings() -> None:
     batch = made_up(tf.TensorSpec([None, 2], tf.string), 1)
     assert set(batch.numpy().ravel()) <= {b"0", b"1"}
+
+
+@pytest.mark.parametrize("spec", [tf.RaggedTensorSpec([None, None], tf.int64), tf.SparseTensorSpec([None, 3])])
+def test_made_up_data_is_of_the_kind_of_the_data(spec: tf.TypeSpec) -> None:
+    batch = made_up({"x": spec}, 1)
+    assert spec.is_compatible_with(batch["x"])
+    assert repeated(batch)["x"].shape[0] == REPEATS * batch["x"].shape[0]
