@@ -75,6 +75,8 @@ class EpochRecorder(Hook):
     def after_create_session(self, session: Session) -> None:
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
+        #: What metrics keep of earlier epochs: nothing, unless they are not reset.
+        self._kept: MetricTotals | None = None
         self._steps_in_totals = self._steps_in_batch = 0
         self._validated_step: int | None = None
         self._num_empty_passes = 0
@@ -101,7 +103,8 @@ class EpochRecorder(Hook):
             self.callbacks.begin_batch(context.session, self._batch_at(context.global_step))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        self._totals = values.totals if self._totals is None else self._totals + values.totals
+        earlier = self._totals or self._kept
+        self._totals = values.totals if earlier is None else earlier + values.totals
         self._steps_in_totals += values.num_steps
         step = values.global_step
         self._steps_in_batch += values.num_steps
@@ -210,7 +213,8 @@ class EpochRecorder(Hook):
         if self._totals is None:
             return
         self._end_batch(session)
-        self.train_logs, self._totals = session.training_logs(self._totals), None
+        self.train_logs = session.training_logs(self._totals)
+        self._kept, self._totals = self._totals.reset(), None
         self.num_steps, self._steps_in_totals = self._steps_in_totals, 0
         logs = dict(self.train_logs)
         session.summaries.epoch("train", logs, session.global_step)

@@ -315,7 +315,10 @@ class FitRequest:
         Args:
             replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
-        steps_per_epoch = self.arguments.steps_per_epoch
+        steps_per_epoch, per_execution = self.arguments.steps_per_epoch, self.source.model.steps_per_execution
+        if steps_per_epoch is not None:
+            # As in Keras, whose epochs are of whole executions as long as there is data.
+            steps_per_epoch = math.ceil(steps_per_epoch / per_execution) * per_execution
         joins = self.strategy.name == "multi_worker_mirrored"
         batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
         all_reduce = self.strategy.name in registry.ALL_REDUCE

@@ -186,7 +186,7 @@ class LocalFit:
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         listed = [*others, self._history]
-        steps = lengths and lengths.steps_per_epoch
+        steps = arguments.steps_per_epoch or (lengths and lengths.steps_per_epoch)
         callbacks = self._make_callbacks(listed, model, epochs=arguments.epochs, steps=steps)
         self._validate = validate = Validator(model, arguments.validation, callbacks, self._stays_on_servers)
         has_evaluator = request.strategy.shape.has_evaluator

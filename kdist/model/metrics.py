@@ -88,7 +88,8 @@ class MetricReader:
         self._model = model
         self._returned = returned = returned or ReturnedValues()
         self._variables = metric_variables(model, returned)
-        for metric in [*model.metrics, loss_tracker(model)]:
+        self._metrics = [*model.metrics, loss_tracker(model), *returned.means.values()]
+        for metric in self._metrics:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self._variables]
         self.rules = rules_of(model.metrics, self._variables)
@@ -129,6 +130,15 @@ class MetricReader:
             for i, value in zip(merger.indices, merger.merged([rows[i] for i in merger.indices])):
                 values[i] = value
         return tuple(values)
+
+    def reset(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """What `reset_state` leaves of the values: the initial ones, unless a metric of the user's own keeps some."""
+        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
+        with keras.StatelessScope(mapping) as scope:
+            for metric in self._metrics:
+                metric.reset_state()
+        left = [scope.get_current_value(variable) for variable in self._variables]
+        return tuple(np.asarray(value) for value in left)
 
     def logs(self, values: Sequence[np.ndarray]) -> Logs:
         """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables.
@@ -199,6 +209,10 @@ class MetricTotals:
 
     def __add__(self, other: MetricTotals) -> MetricTotals:
         return MetricTotals(self.reader, self.reader.merge(self.values, other.values))
+
+    def reset(self) -> MetricTotals:
+        """The totals with which the next epoch begins."""
+        return MetricTotals(self.reader, self.reader.reset(self.values))
 
     @cached_property
     def logs(self) -> Logs:

@@ -26,9 +26,6 @@ EXCEPTIONS = {
 }
 #: What kdist does otherwise in tests that fail, by pattern; each counts as a failure.
 DIFFERENCES = {
-    "*epoch_match_multi_epoch_*": "its metric is not reset at an epoch; here epochs count by themselves",
-    "*execution_steps_per_epoch_match_multi_epoch_*": "in Keras, 5 steps in executions of 2 are 6; here they are 5",
-    "*epoch_unknown_data_size_match_*": "its metric is not reset at an epoch; here epochs count by themselves",
     "*epoch_unknown_data_size_not_match_*": "with steps_per_epoch, data of unknown length is repeated",
 }
 

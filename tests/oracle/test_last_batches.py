@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,39 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+class Kept(keras.metrics.SparseCategoricalAccuracy):
+    """Counts over all epochs."""
+
+    def reset_state(self) -> None:
+        pass
+
+
 @pytest.mark.filterwarnings("ignore:(?i).*your input ran out of data")
 @pytest.mark.parametrize("name", CASES)
 def test_weights_history_and_batches_are_those_of_keras(name: str, run_dir: Path) -> None:
     data, arguments = CASES[name]
+    compared_with_keras(data, arguments, dict, run_dir)
+
+
+@pytest.mark.filterwarnings("ignore:(?i).*your input ran out of data")
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 3])
+def test_an_epoch_is_of_whole_executions(steps_per_epoch: int | None, run_dir: Path) -> None:
+    arguments = {"batch_size": 4, "epochs": 3, "steps_per_epoch": steps_per_epoch}
+    compared_with_keras((X, Y), arguments, lambda: {"steps_per_execution": 2}, run_dir)
+
+
+def test_a_metric_that_is_not_reset_goes_on_counting(run_dir: Path) -> None:
+    compared_with_keras((X, Y), {"batch_size": 8, "epochs": 3}, lambda: {"metrics": [Kept(), "accuracy"]}, run_dir)
+
+
+def compared_with_keras(
+    data: Any, arguments: dict[str, Any], compiled: Callable[[], dict[str, Any]], run_dir: Path
+) -> None:
     keras.utils.set_random_seed(3)
     ours, theirs = models.mlp("sgd"), models.mlp("sgd")
     theirs.set_weights(ours.get_weights())
+    for model in (ours, theirs) if compiled() else ():
+        model.compile("sgd", model.loss, **compiled())
     of_ours, of_theirs = Batches(), Batches()
     expected = theirs.fit(*data, verbose=0, shuffle=False, callbacks=[of_theirs], **arguments)
     trainer = kdist.Trainer(ours, run_dir=run_dir, callbacks=[of_ours])
