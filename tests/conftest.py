@@ -50,9 +50,9 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not changed, f"environment changed: {changed}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tasks of all clusters of a file are forked from: it imports TensorFlow once for all of them."""
+    """What the tasks of all clusters are forked from: it imports TensorFlow once for all of them."""
     with prepared(tmp_path_factory.mktemp("prepared") / "log"):
         # A process that has just been started has no command line yet.
         wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import catches, descendants, ignores, tasks_running, wait_until
 
+from kdist.cluster import local
 from kdist.cluster.local import LocalCluster, cores_of, prepared
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.errors import ClusterError
@@ -31,6 +32,17 @@ with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
     if mode == "wait":
         time.sleep(60)
 """
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides what tests of other files have prepared."""
+    monkeypatch.setattr(local, "_prepared", [])
+
+
+def running_since(earlier: list[int]) -> list[int]:
+    """The processes of clusters that have been started since."""
+    return [pid for pid in tasks_running(under=os.getpid(), and_fork_servers=True) if pid not in earlier]
 
 
 def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
@@ -180,28 +192,30 @@ def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatc
 
 
 def test_clusters_that_follow_each_other_use_what_was_prepared(tmp_path: Path) -> None:
+    earlier = tasks_running(under=os.getpid(), and_fork_servers=True)
     with prepared(tmp_path / "log"):
-        wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
-        waiting = tasks_running(under=os.getpid(), and_fork_servers=True)
+        wait_until(lambda: running_since(earlier), 10, "it runs")
+        waiting = running_since(earlier)
         assert len(waiting) == 1
         for shape in (ClusterShape(1, 1), ClusterShape(1, 2)):
             with LocalCluster(shape, tmp_path) as cluster:
-                running = tasks_running(under=os.getpid(), and_fork_servers=True)
+                running = running_since(earlier)
                 assert set(running) == {*waiting, *cluster.pids.values()}
                 assert cluster.lost_tasks() == {}
-            assert tasks_running(under=os.getpid(), and_fork_servers=True) == waiting
-    assert tasks_running(under=os.getpid(), and_fork_servers=True) == []
+            assert running_since(earlier) == waiting
+    assert running_since(earlier) == []
 
 
 def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) -> None:
+    earlier = tasks_running(under=os.getpid(), and_fork_servers=True)
     with prepared(tmp_path / "log"):
-        wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
-        (waiting,) = tasks_running(under=os.getpid(), and_fork_servers=True)
+        wait_until(lambda: running_since(earlier), 10, "it runs")
+        (waiting,) = running_since(earlier)
         os.kill(waiting, signal.SIGKILL)
-        wait_until(lambda: not tasks_running(under=os.getpid(), and_fork_servers=True), 5, "it is gone")
+        wait_until(lambda: not running_since(earlier), 5, "it is gone")
         with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
             assert cluster.lost_tasks() == {}
-    assert tasks_running(under=os.getpid(), and_fork_servers=True) == []
+    assert running_since(earlier) == []
 
 
 def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
