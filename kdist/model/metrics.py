@@ -47,14 +47,18 @@ class LossCount:
         is_sum: whether the loss of a step is the sum of those of the replicas; else their sum and their count are
             weighted.
         power: of the number of examples of a step: the weight with which Keras counts it, that number or 1.
+        own_counts: if a model's own step counts the sum, with whatever weight: how many replicas do.
     """
 
     metric: keras.metrics.Mean
     is_sum: bool = False
     power: int = 1
+    own_counts: int | None = None
 
     def as_by_keras(self, total: np.ndarray, count: np.ndarray, num_examples: np.ndarray) -> tuple[Any, Any]:
         """Total and count of steps as one process with all their examples counts them."""
+        if self.own_counts is not None:
+            return total, count / self.own_counts
         loss = total if self.is_sum else np.divide(total, count, out=np.zeros_like(total), where=count != 0)
         weight = num_examples.astype(total.dtype) ** self.power
         return loss * weight, weight

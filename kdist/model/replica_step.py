@@ -272,7 +272,9 @@ class ReplicaStep:
         means = self.returned.means
         counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
         if self.own is not None:
-            return counted
+            own = [metric for metric in (*self.model.metrics, loss_tracker(self.model)) if metric.name not in means]
+            sums = [m for m in own if isinstance(m, keras.metrics.Mean) and m.name in self.returned.sums]
+            return [*counted, *(LossCount(metric, is_sum=True, own_counts=self._num_replicas) for metric in sums)]
         # Keras takes the mean of a loss that is not reduced.
         if weights is not LossWeights.EXAMPLES and Term.VALUES not in terms.compiled:
             counted.append(LossCount(loss_tracker(self.model), weights is LossWeights.SUM))

@@ -372,3 +372,38 @@ def test_a_loss_that_no_metric_counts_is_its_mean_and_not_0(run_dir: Path) -> No
     x, y = toy_data(BATCH)
     history = kdist.Trainer(build, run_dir=run_dir).fit(x, y, batch_size=BATCH, steps=1, verbose=0)
     assert history.history["loss"] == [pytest.approx(build().evaluate(x, y, verbose=0), rel=1e-5)]
+
+
+class Summing(keras.Model):
+    """Counts a loss that is a sum over the examples, and one that is a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(1)
+        self.total, self.average = keras.metrics.Mean(name="total"), keras.metrics.Mean(name="average")
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = (self(x, training=True) - y) ** 2
+            loss = tf.reduce_sum(errors)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        self.total.update_state(loss)
+        self.average.update_state(errors)
+        return {"total": self.total.result(), "average": self.average.result()}
+
+
+def test_a_sum_that_a_step_counts_is_that_of_all_synchronous_replicas(run_dir: Path) -> None:
+    build = compiled(Summing)
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
+    expected = build().fit(data.batch(8), epochs=2, verbose=0).history
+    trainer = kdist.Trainer(build, run_dir=run_dir, strategy="mirrored", devices=2)
+    found = trainer.fit(data.batch(4), epochs=2, verbose=0).history
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
