@@ -457,6 +457,21 @@ def set_path(variable: keras.Variable, path: str) -> None:
     variable._path = path
 
 
+def set_paths(model: keras.Model, paths: Sequence[str]) -> None:
+    """Names all variables of a model, in their order, and the slots of its optimizer, whose names begin with these."""
+    prefixes: dict[str, str] = {}
+    for variable, path in zip(model.variables, paths, strict=True):
+        prefixes[_slot_prefix(variable.path)] = _slot_prefix(path)
+        set_path(variable, path)
+    for slot in model.optimizer.variables if model.optimizer is not None else ():
+        before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
+        slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
+
+
+def _slot_prefix(path: str) -> str:
+    return path.replace("/", "_") + "_"
+
+
 def open_rows(variable: keras.Variable) -> None:
     """Leaves the number of rows of a stand-in open: in a pure step it maps to as many rows as a batch looks up."""
     variable._shape = (None, *variable.shape[1:])

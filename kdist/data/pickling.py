@@ -48,7 +48,7 @@ class _Pickler(cloudpickle.Pickler):
             # user's own script.
             with functions_named_apart(obj) as functions:
                 saved = obj.__reduce__()
-            return _model, ({**custom_objects_of(obj), **functions}, *saved)
+            return _model, ({**custom_objects_of(obj), **functions}, [v.path for v in obj.variables], *saved)
         if isinstance(obj, CodeType):
             make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](obj)
             # Cells of a notebook have no file.
@@ -65,11 +65,19 @@ def _dataset(graph: bytes, element_spec: Any) -> Any:
     return dataset_of_graph(tf.constant(graph), element_spec)
 
 
-def _model(custom_objects: dict[str, Any], load: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _model(
+    custom_objects: dict[str, Any], paths: Sequence[str], load: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     import keras
 
+    from kdist._compat.keras import set_paths
+
     with keras.saving.custom_object_scope(custom_objects):
-        return load(*arguments)
+        model = load(*arguments)
+    if len(model.variables) == len(paths):
+        # Keras may have built a part's layers outside of it, with other paths; values travel by names made of these.
+        set_paths(model, paths)
+    return model
 
 
 def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> Any:

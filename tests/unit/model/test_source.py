@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cloudpickle
 import keras
 import models
 import pytest
 import tensorflow as tf
 
+from kdist.data.pickling import pickled, unpickled
 from kdist.errors import ConfigError
 from kdist.model.names import variable_names
 from kdist.model.source import ModelSource
+from kdist.model.state import read_from_model
 
 
 def elsewhere(source: ModelSource) -> keras.Model:
     """The model of another process."""
-    return cloudpickle.loads(cloudpickle.dumps(source)).model
+    return unpickled(pickled(source)).model
 
 
 def built() -> keras.Model:
@@ -65,6 +66,25 @@ def test_another_process_gets_what_was_changed_of_layers_and_loss_weights() -> N
     source = ModelSource(with_dropout, "test")
     source.model.compile(source.model.optimizer, source.model.loss, loss_weights=[3.0])
     assert elsewhere(source).get_compile_config()["loss_weights"] == [3.0]
+
+
+def with_a_part() -> keras.Model:
+    part = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)], name="part")
+    part.trainable = False
+    inputs = keras.layers.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(part(inputs)))
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.5), "mse")
+    return model
+
+
+def test_values_and_slots_of_a_part_have_the_same_names_in_another_process() -> None:
+    source = ModelSource(with_a_part, "test")
+    source.model.get_layer("part").trainable = True
+    source.model.compile(keras.optimizers.SGD(0.5, momentum=0.5), "mse")
+    source.model.optimizer.build(source.model.trainable_variables)
+    there = elsewhere(source)
+    assert read_from_model(there).keys() == read_from_model(source.model).keys()
+    assert "slots/part/dense/kernel/momentum" in read_from_model(there)
 
 
 def test_a_model_that_was_made_for_another_strategy_is_refused() -> None:
