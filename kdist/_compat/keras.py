@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,6 +215,61 @@ def better_is(metric: Any) -> str | None:
 def layers_of(model: keras.Model, *, include_self: bool = True) -> list[keras.layers.Layer]:
     """Every layer of a model, also inside other layers; `Model.layers` has only the outermost."""
     return list(model._flatten_layers(include_self=include_self))
+
+
+@dataclass(frozen=True)
+class ModelDetails:
+    """The names and settings of a model that a copy made from its config may lack.
+
+    In a copy, the layers of a class of the user's are new, and the path of a variable may lack the part of the model
+    that its layer belongs to.
+
+    Attributes:
+        layers: the name and the settings of each layer.
+        paths: those of the variables.
+    """
+
+    layers: Sequence[tuple[str, dict[str, Any]]]
+    paths: Sequence[str]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> ModelDetails:
+        layers = [(layer.name, layer_settings(layer)) for layer in layers_of(model)]
+        return cls(layers, [variable.path for variable in model.variables])
+
+    def fit(self, copy: keras.Model) -> bool:
+        """Whether a copy has as many layers and, unless it is not built, as many variables as the model."""
+        return len(layers_of(copy)) == len(self.layers) and len(copy.variables) in (len(self.paths), 0)
+
+    def give_to(self, copy: keras.Model) -> None:
+        """Makes layers, variables and the slots of the optimizer of a copy that they fit agree with the model."""
+        layers, variables = layers_of(copy), copy.variables
+        for layer, (name, settings) in zip(layers, self.layers):
+            # The layers inside of one come after it.
+            for key, value in {"name": name, **settings}.items():
+                if getattr(layer, key) != value:
+                    setattr(layer, key, value)
+        if variables:
+            prefixes = {_slot_prefix(v.path): _slot_prefix(path) for v, path in zip(variables, self.paths)}
+            for variable, path in zip(variables, self.paths):
+                set_path(variable, path)
+            for slot in copy.optimizer.variables if copy.optimizer is not None else ():
+                before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
+                slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
+
+
+def _slot_prefix(path: str) -> str:
+    """How the names of the slots of a variable begin."""
+    return path.replace("/", "_") + "_"
+
+
+def layer_settings(layer: keras.layers.Layer) -> dict[str, Any]:
+    """Whether a layer is trained, and the plain values among its attributes that are arguments of its class: a rate of
+    Dropout, a rank of LoRA."""
+    names = inspect.signature(type(layer).__init__).parameters.keys() & vars(layer).keys()
+    values = {name: vars(layer)[name] for name in names}
+    plain = {name: value for name, value in values.items() if value is None or isinstance(value, (int, float, str))}
+    return {**plain, "trainable": layer.trainable}
 
 
 def custom_objects_of(model: keras.Model) -> dict[str, Any]:
@@ -455,21 +511,6 @@ def _holds_variables(value: Any) -> bool:
 def set_path(variable: keras.Variable, path: str) -> None:
     """Names a variable that stands for another one; optimizers name slots, and exclude variables, by the path."""
     variable._path = path
-
-
-def set_paths(model: keras.Model, paths: Sequence[str]) -> None:
-    """Names all variables of a model, in their order, and the slots of its optimizer, whose names begin with these."""
-    prefixes: dict[str, str] = {}
-    for variable, path in zip(model.variables, paths, strict=True):
-        prefixes[_slot_prefix(variable.path)] = _slot_prefix(path)
-        set_path(variable, path)
-    for slot in model.optimizer.variables if model.optimizer is not None else ():
-        before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
-        slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
-
-
-def _slot_prefix(path: str) -> str:
-    return path.replace("/", "_") + "_"
 
 
 def open_rows(variable: keras.Variable) -> None:

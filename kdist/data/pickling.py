@@ -34,7 +34,7 @@ class _Pickler(cloudpickle.Pickler):
         import keras
         import tensorflow as tf
 
-        from kdist._compat.keras import custom_objects_of, functions_named_apart
+        from kdist._compat.keras import ModelDetails, custom_objects_of, functions_named_apart
         from kdist.data.array_files import file_of
 
         if isinstance(obj, tf.data.Dataset):
@@ -48,7 +48,7 @@ class _Pickler(cloudpickle.Pickler):
             # user's own script.
             with functions_named_apart(obj) as functions:
                 saved = obj.__reduce__()
-            return _model, ({**custom_objects_of(obj), **functions}, [v.path for v in obj.variables], *saved)
+            return _model, ({**custom_objects_of(obj), **functions}, ModelDetails.of(obj), *saved)
         if isinstance(obj, CodeType):
             make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](obj)
             # Cells of a notebook have no file.
@@ -65,18 +65,17 @@ def _dataset(graph: bytes, element_spec: Any) -> Any:
     return dataset_of_graph(tf.constant(graph), element_spec)
 
 
-def _model(
-    custom_objects: dict[str, Any], paths: Sequence[str], load: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
+def _model(custom_objects: dict[str, Any], details: Any, load: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     import keras
-
-    from kdist._compat.keras import set_paths
 
     with keras.saving.custom_object_scope(custom_objects):
         model = load(*arguments)
-    if len(model.variables) == len(paths):
-        # Keras may have built a part's layers outside of it, with other paths; values travel by names made of these.
-        set_paths(model, paths)
+    if not details.fit(model):
+        raise ConfigError(
+            f"model {model.name}: another process has to build it as it is now, and its class builds other layers or "
+            "variables from its get_config; pass a function that builds the model as it is now"
+        )
+    details.give_to(model)
     return model
 
 

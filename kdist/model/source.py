@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from kdist._compat.keras import compile_arguments, layers_of
+from kdist._compat.keras import compile_arguments, layer_settings, layers_of
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.model_checks import check_compiled, check_has_values, check_model
@@ -102,22 +101,13 @@ class _Settings:
 
     def __init__(self, model: keras.Model) -> None:
         self._compiled = compile_arguments(model)
-        self._layers = [(layer, _arguments(layer)) for layer in layers_of(model)]
+        self._layers = [(layer, layer_settings(layer)) for layer in layers_of(model)]
 
     def differ_from(self, model: keras.Model) -> bool:
         """Whether they are others by now; layers that the model has made since do not count."""
         compiled = compile_arguments(model)
         is_compiled_again = any(value is not self._compiled.get(name) for name, value in compiled.items())
-        return is_compiled_again or any(_arguments(layer) != before for layer, before in self._layers)
-
-
-def _arguments(layer: keras.layers.Layer) -> dict[str, Any]:
-    """Whether a layer is trained, and the plain values among its attributes that are arguments of its class: a rate of
-    Dropout, a rank of LoRA."""
-    names = inspect.signature(type(layer).__init__).parameters.keys() & vars(layer).keys()
-    values = {name: vars(layer)[name] for name in names}
-    plain = {name: value for name, value in values.items() if value is None or isinstance(value, (int, float, str))}
-    return {**plain, "trainable": layer.trainable}
+        return is_compiled_again or any(layer_settings(layer) != before for layer, before in self._layers)
 
 
 class _Withheld:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import models
@@ -85,6 +86,43 @@ def test_values_and_slots_of_a_part_have_the_same_names_in_another_process() -> 
     there = elsewhere(source)
     assert read_from_model(there).keys() == read_from_model(source.model).keys()
     assert "slots/part/dense/kernel/momentum" in read_from_model(there)
+
+
+class OfParts(keras.Model):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.part = keras.Sequential([keras.layers.Dense(3), keras.layers.Dropout(0.5)])
+        self.last = keras.layers.Dense(2)
+
+    def call(self, inputs: object) -> object:
+        return self.last(self.part(inputs))
+
+
+def of_parts() -> keras.Model:
+    model = OfParts()
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.5), "mse")
+    model.fit(tf.ones((2, 4)), tf.ones((2, 2)), verbose=0)
+    return model
+
+
+def test_another_process_gets_what_the_config_of_a_class_does_not_tell() -> None:
+    keras.layers.Dense(1)
+    source = ModelSource(of_parts, "test")
+    source.model.part.trainable = False
+    source.model.part.layers[1].rate = 0.25
+    there = elsewhere(source)
+    assert [layer.trainable for layer in there.layers] == [False, True]
+    assert there.part.layers[1].rate == 0.25
+    values, values_there = read_from_model(source.model), read_from_model(there)
+    assert {*values} <= {*values_there}
+    assert all((values[name] == values_there[name]).all() for name in values if name.startswith("parameters/"))
+
+
+def test_a_changed_model_of_which_another_process_would_build_another_one_is_refused() -> None:
+    source = ModelSource(of_parts, "test")
+    source.model.last.enable_lora(1)
+    with pytest.raises(ConfigError, match="pass a function that builds the model as it is now"):
+        elsewhere(source)
 
 
 def test_a_model_that_was_made_for_another_strategy_is_refused() -> None:
