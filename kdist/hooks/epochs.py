@@ -70,6 +70,8 @@ class EpochRecorder(Hook):
     num_steps: int = field(default=0, init=False)
     validation_logs: dict[str, float] = field(default_factory=dict, init=False)
     _finished: list[Epoch] = field(default_factory=list, init=False)
+    #: Those of the last epoch, without what callbacks have added.
+    _epoch_logs: dict[str, float] = field(default_factory=dict, init=False)
     _has_begun: bool = field(default=False, init=False)
 
     def after_create_session(self, session: Session) -> None:
@@ -158,7 +160,7 @@ class EpochRecorder(Hook):
             self._finish_epoch(session, validate=True, is_complete=False)
         elif self._validated_step != session.global_step:
             self._run_validation(session)
-        self.callbacks.end(session, self._finished[-1].logs if self._finished else {})
+        self.callbacks.end(session, self._epoch_logs)
 
     def due_in(self, step: int) -> int | None:
         due = []
@@ -223,6 +225,7 @@ class EpochRecorder(Hook):
         if self._have_an_end and self._finished and self._finished[-1].epoch == self._epoch:
             # The run before this one was stopped in the middle of it.
             self._set_finished(self._finished[:-1])
+        self._epoch_logs = dict(logs)
         lengths = {name: len(values) for name, values in self.history.history.items()}
         self.callbacks.end_epoch(session, self._epoch, logs)
         # With what callbacks have added.

@@ -178,8 +178,8 @@ class Callbacks:
             return [name for name, shape in session.strategy.shapes.items() if shape == ()]
         return names_here(self._model) if session.spec.stays_on_servers() else None
 
-    def push(self, session: Session) -> None:
-        """Sends what callbacks have changed in the model to the tasks."""
+    def push(self, session: Session) -> bool:
+        """Sends what callbacks have changed in the model to the tasks; returns whether they have changed values."""
         self._stop_if_asked(session)
         if self._reset:
             times = [id(layer) in self._reset for layer in self._stateful for _ in layer_states(layer)]
@@ -197,6 +197,8 @@ class Callbacks:
             if changed:
                 session.write(changed)
                 self._seen = now
+                return True
+        return False
 
     def _reset_state(self, layer: keras.layers.RNN) -> None:
         type(layer).reset_state(layer)

@@ -16,6 +16,7 @@ import keras
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.keras_callbacks import Callbacks
 from kdist.launch.conversation import Conversation
+from kdist.model.state import write_to_model
 
 #: Names of objects that both processes have.
 SESSION, METRICS = "session", "metrics"
@@ -114,8 +115,9 @@ class CallbacksElsewhere(Callbacks):
     def pull(self, session: Session) -> None:
         """The user's process gets the values when its callbacks are called."""
 
-    def push(self, session: Session) -> None:
+    def push(self, session: Session) -> bool:
         """It has sent back what they have changed."""
+        return False
 
 
 class _Tests(keras.callbacks.Callback):
@@ -133,7 +135,10 @@ class _Tests(keras.callbacks.Callback):
         self._pass("on_test_end", logs)
 
     def _pass(self, event: str, *arguments: Any) -> None:
-        self._conversation.call("test", event, self._objects[SESSION], *arguments)
+        session: Session = self._objects[SESSION]
+        if self._conversation.call("test", event, session, *arguments):
+            # What is validated is the model of this process.
+            session.read_into(partial(write_to_model, self.model))
 
 
 class _TestBatches(_Tests):

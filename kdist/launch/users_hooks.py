@@ -120,14 +120,13 @@ class UsersHooks:
             self._callbacks = Callbacks(self._given_callbacks, self._spec.model, epochs=epochs, steps=steps)
         return {name: getattr(self._callbacks, name) for name in _ABOUT_CALLBACKS}
 
-    def call_test(self, event: str, session: Session, *arguments: Any) -> None:
-        """Passes an event of a validation on to the callbacks."""
+    def call_test(self, event: str, session: Session, *arguments: Any) -> bool:
+        """Passes an event of a validation on to the callbacks; returns whether they have changed values."""
         assert self._callbacks is not None
         if event == "on_test_begin":
             self._callbacks.pull(session)
         getattr(self._callbacks.list, event)(*arguments)
-        if event == "on_test_end":
-            self._callbacks.push(session)
+        return self._callbacks.push(session)
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
         """Calls `before_fit` of the hooks."""

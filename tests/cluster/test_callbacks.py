@@ -26,6 +26,17 @@ STRATEGIES = {
 }
 
 
+class ValidatesZeros(callbacks.Callback):
+    """Validates a model whose weights are zero, and gives it its own back."""
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.weights = self.model.get_weights()
+        self.model.set_weights([0 * weight for weight in self.weights])
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.model.set_weights(self.weights)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -43,6 +54,7 @@ def test_what_callbacks_change_reaches_the_tasks_and_what_they_know_comes_back(s
     before = trainer.model.get_weights()
     # Never good enough: neither is any value, nor any gain.
     stop = callbacks.EarlyStopping("loss", patience=3, baseline=-1.0, min_delta=100.0)
+    ended: list[str] = []
     history = trainer.fit(
         x,
         y,
@@ -54,9 +66,15 @@ def test_what_callbacks_change_reaches_the_tasks_and_what_they_know_comes_back(s
             callbacks.LearningRateScheduler(lambda epoch, rate: 0.0 if epoch else rate),
             callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
             callbacks.CSVLogger(tmp_path / "log.csv"),
+            callbacks.LambdaCallback(on_train_end=ended.extend),
+            ValidatesZeros(),
             stop,
         ],
     )
+    # What callbacks add to the logs of an epoch is for the callbacks of its end, as in Keras.
+    assert ended == [name for name in history.history if name != "learning_rate"]
+    num_classes = trainer.model.output_shape[-1]
+    np.testing.assert_allclose(history.history["val_loss"], np.log(num_classes), rtol=1e-5)
     assert (stop.stopped_epoch, stop.wait) == (2, 3)
     assert trainer.result.stopped_by == "stop_training"
     assert trainer.result.global_step == 3 * 512 // 16 // (1 if strategy == "parameter_server" else 2)
