@@ -12,11 +12,15 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import Variable as BaseVariable
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.utils import is_default
+
+from kdist._compat.tensorflow import outside_of_functions
 
 
 def global_seed() -> keras.Variable:
@@ -111,8 +115,18 @@ def recorded_reductions(
     def count_loss(update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
         return update(values, sample_weight if count is None else count(found[-1], sample_weight))
 
-    compiled = getattr(model, "_compile_loss", None)
-    metrics = compiled.metrics if count is not None and compiled is not None and compiled.built else []
+    compiled: Any = getattr(model, "_compile_loss", None) if count is not None else None
+    metrics: list[keras.metrics.Metric] = []
+
+    def count_losses() -> None:
+        metrics.extend(compiled.metrics)
+        for metric in metrics:
+            object.__setattr__(metric, "update_state", partial(count_loss, metric.update_state))
+
+    def build(*arguments: Any) -> None:
+        type(compiled).build(compiled, *arguments)
+        count_losses()
+
     aggregate = model._aggregate_additional_loss
     of_added = iter(added_factors)
 
@@ -121,8 +135,10 @@ def recorded_reductions(
         return value * next(of_added) if added_factors else value
 
     loss_module.reduce_weighted_values = reduce
-    for metric in metrics:
-        object.__setattr__(metric, "update_state", partial(count_loss, metric.update_state))
+    if compiled is not None and compiled.built:
+        count_losses()
+    elif compiled is not None:
+        compiled.build = build
     object.__setattr__(model, "_aggregate_additional_loss", add)
     try:
         yield found
@@ -130,6 +146,8 @@ def recorded_reductions(
         loss_module.reduce_weighted_values = original
         for metric in metrics:
             object.__delattr__(metric, "update_state")
+        if compiled is not None:
+            vars(compiled).pop("build", None)
         object.__delattr__(model, "_aggregate_additional_loss")
 
 
@@ -153,36 +171,52 @@ def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
+def stored_dtype(variable: keras.Variable) -> str:
+    """The dtype of a variable's values; a layer of mixed precision sees another one while it is called."""
+    return variable._dtype
+
+
+def is_being_built(layer: keras.layers.Layer, variable: keras.Variable) -> bool:
+    """Whether a variable is one of its own that a layer has made in a `build` that has not ended."""
+    own = () if layer.built else (*layer._trainable_variables, *layer._non_trainable_variables)
+    return any(variable is one for one in own)
+
+
+def finds_shapes() -> bool:
+    """Whether a model is called only to find the shapes of what it computes, which may build it."""
+    return in_symbolic_scope()
+
+
 @contextmanager
-def recorded_assignments() -> Iterator[dict[int, keras.Variable]]:
-    """In this context, the variables of Keras that are assigned are recorded, by `id`."""
-    original, found = BaseVariable.assign, dict[int, keras.Variable]()
-
-    def assign(variable: keras.Variable, value: Any) -> Any:
-        found[id(variable)] = variable
-        return original(variable, value)
-
-    BaseVariable.assign = assign
+def outside_of_scopes() -> Iterator[None]:
+    """In this context, variables are made, read and written as themselves, also while a function is traced."""
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
     try:
-        yield found
+        with outside_of_functions():
+            yield
     finally:
-        BaseVariable.assign = original
+        global_state.set_global_attribute("stateless_scope", scope)
 
 
 @contextmanager
-def recorded_reads() -> Iterator[dict[int, keras.Variable]]:
-    """In this context, the variables of Keras that are read are recorded, by `id`."""
-    original, found = BaseVariable.value, dict[int, keras.Variable]()
+def variables_made_at_once() -> Iterator[dict[int, keras.Variable]]:
+    """In this context, a new variable gets its values when it is made, also while a function is traced; by their `id`.
 
-    def value(variable: keras.Variable) -> Any:
-        found[id(variable)] = variable
-        return original.fget(variable)
+    Keras would wait for the end of the outermost scope, and TensorFlow would trace the function twice.
+    """
+    original, made = BaseVariable.__init__, dict[int, keras.Variable]()
 
-    BaseVariable.value = property(value)
+    def init(variable: keras.Variable, *arguments: Any, **options: Any) -> None:
+        made[id(variable)] = variable
+        with outside_of_scopes():
+            original(variable, *arguments, **options)
+
+    BaseVariable.__init__ = init
     try:
-        yield found
+        yield made
     finally:
-        BaseVariable.value = original
+        BaseVariable.__init__ = original
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:

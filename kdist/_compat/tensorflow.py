@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.eager.executor import Executor
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
-from tensorflow.python.framework.function import Defun
+from tensorflow.python.framework.function import Defun, _DefinedFunction
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
@@ -31,6 +31,7 @@ __all__ = [
     "UninitializedVariable",
     "allow_many_next",
     "assigned_variables",
+    "call_with",
     "copy_for_tasks",
     "dataset_as_graph",
     "exchanges_between_replicas",
@@ -43,9 +44,12 @@ __all__ = [
     "function_for_tasks",
     "function_of_its_own",
     "initialize",
+    "later_input",
     "legacy_functions_renamed",
     "number_collectives_when_traced",
     "offer_python_function",
+    "outside_of_functions",
+    "send_to_tasks",
     "server_def",
     "session_config",
     "set_server_def",
@@ -55,6 +59,8 @@ __all__ = [
 ]
 
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
+#: The priority of the creator by which a `tf.function` notices variables.
+_CREATOR_OF_FUNCTIONS = 50
 # What TensorFlow's own Python code takes.
 _KEEP_ALIVE_SECS = 600
 #: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
@@ -94,6 +100,26 @@ def function_for_tasks(
     return concrete
 
 
+def send_to_tasks(function: tf.types.experimental.ConcreteFunction) -> None:
+    """Makes a function, and those that it calls, known to the tasks that have joined since it was traced.
+
+    TensorFlow sends a function to the tasks when it is added to this process, and only then.
+    """
+    own, known = context.context(), set[str]()
+    waiting: list[Any] = [function._inference_function]
+    while waiting:
+        found = waiting.pop()
+        name = tf.compat.as_str(found.name)
+        if name not in known and own.has_function(name):
+            known.add(name)
+            # Those of TensorFlow's older layers are of another kind.
+            is_older = isinstance(found, _DefinedFunction)
+            waiting += found._sub_functions.values() if is_older else found.children or []
+            definition = own.get_function_def(name)
+            own.remove_function(name)
+            own.add_function_def(definition)
+
+
 def _may_be_sent(captured: Any) -> bool:
     """Whether what a function captures travels to the tasks that call it: a tensor, or the handle of a table, here."""
     return isinstance(captured, tf.Tensor) and captured.dtype != tf.variant and "/job:localhost/" in captured.device
@@ -108,6 +134,46 @@ def assigned_variables(graph: Any) -> list[tf.Variable]:
         if any(inside in get_read_write_resource_inputs(user)[1] for user in inside.consumers())
     }
     return [variable for variable in graph.variables if id(variable.handle) in assigned]
+
+
+def later_input(graph: Any, key: Hashable, spec: tf.TensorSpec) -> tf.Tensor:
+    """A new input of a function that is being traced, whose value each `call_with` gives by this key."""
+
+    def without_value() -> tf.Tensor:
+        raise RuntimeError(f"no value for input {key}")
+
+    with graph.device(None), graph.control_dependencies(None):
+        return graph.capture_call_time_value(without_value, spec, key)
+
+
+def call_with(
+    function: tf.types.experimental.ConcreteFunction, inputs: Mapping[Any, tf.Tensor], *arguments: Any
+) -> Any:
+    """Calls a traced function; `inputs` are the values of its `later_input`s."""
+    graph, before = function.graph, function._captured_inputs
+    keys = list(graph.function_captures.by_ref_internal)
+    values = [inputs.get(key, given) for key, given in zip(keys, before[len(graph.external_captures) :], strict=True)]
+    function.set_external_captures([*before[: len(graph.external_captures)], *values])
+    try:
+        return function(*arguments)
+    finally:
+        function.set_external_captures(before)
+
+
+@contextmanager
+def outside_of_functions() -> Iterator[None]:
+    """As `tf.init_scope`; and a function that is being traced takes no variables from there for its own.
+
+    It would have to be traced again, without them.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    creators = graph._variable_creator_stack
+    graph._variable_creator_stack = [creator for creator in creators if creator[0] != _CREATOR_OF_FUNCTIONS]
+    try:
+        with tf.init_scope():
+            yield
+    finally:
+        graph._variable_creator_stack = creators
 
 
 def copy_for_tasks(tensor: tf.Tensor) -> tf.Tensor:

@@ -173,7 +173,9 @@ class _Pulled:
             return self._with_rows(body, given)
 
         specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
-        return LookupRounds(with_rows, specs, self._training.table_groups).run(arguments, self._rows)
+        training = self._training
+        rounds = LookupRounds.of_function(with_rows, specs, training.tables, training.table_groups)
+        return rounds.run(arguments, self._rows)[0]
 
     def _with_rows(self, body: _Body, arguments: Sequence[Any]) -> tuple[Any, RowLookups]:
         training = self._training
@@ -181,7 +183,7 @@ class _Pulled:
         with SeededScope(pairs, collect_losses=True) as scope:
             empty = {i: tf.zeros([0, layer.output_dim]) for i, layer in training.tables.items()}
             scope.state_mapping |= {id(training.variables[i]): table for i, table in empty.items()}
-            lookups = RowLookups(training.tables, training.table_groups)
+            lookups = RowLookups(training.tables.values())
             with lookups.active():
                 outputs = body(scope, *arguments)
         if lookups.hidden or any(table.consumers() for table in empty.values()):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import keras
 import tensorflow as tf
 
-from kdist.model.embedding_lookup import ArrivingRows, RowLookups
+from kdist.model.embedding_lookup import RowLookups, sum_duplicates
 from kdist.model.phases import Phases
 from kdist.model.table_groups import TableGroup
 
@@ -45,26 +46,63 @@ class RowSource(Protocol):
         """Rows of groups, `[n, ...]`."""
 
 
+#: What arrives of a group in a round: which rows, each once, table by table, int64 `[m]`; how many of each table, int32
+#: `[tables]`; for each id the place of its row among them, int32 `[n]`.
+_Arrived: TypeAlias = "tuple[tf.Tensor, tf.Tensor, tf.Tensor]"
+
 #: What the error of an id that is not in its table says, before the index of the table and the id.
 WRONG_ID = "no such row of trainable variable"
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    """A lookup of a group of tables: its number in its round, and the position of its table in the group."""
+
+    number: int
+    table: int
+
+
 class LookupRounds:
-    """Traces a function, once for any number of runs.
+    """A traced function, run in rounds.
 
     Args:
-        function: nested tensors -> its nested outputs, and its lookups, of the same groups.
-        specs: of its arguments.
-        groups: of the tables.
+        cut: the rows that arrive in each round, the ids that each wants -> the function, cut there.
+        lookups: those of its trace.
+        tables: the layers of the tables that it looks up, by their index.
+        groups: of these tables.
     """
 
     def __init__(
         self,
-        function: Callable[..., tuple[Any, RowLookups]],
-        specs: Sequence[Any],
+        cut: Callable[[Sequence[Any], Sequence[Any]], Phases],
+        lookups: RowLookups,
+        tables: Mapping[int, keras.layers.Layer],
         groups: Sequence[TableGroup],
     ) -> None:
         self._groups = groups
+        place = {id(tables[table]): (g, i) for g, group in enumerate(groups) for i, table in enumerate(group.tables)}
+        #: The lookups of each round by their group, those of one table next to each other.
+        self._rounds: list[dict[int, list[_Lookup]]] = []
+        for of_round in lookups.rounds:
+            by_group: dict[int, list[_Lookup]] = {}
+            for number, lookup in enumerate(of_round):
+                g, table = place[id(lookup.layer)]
+                by_group.setdefault(g, []).append(_Lookup(number, table))
+            ordered = {g: sorted(found, key=lambda lookup: lookup.table) for g, found in by_group.items()}
+            self._rounds.append(ordered)
+        self._phases = cut(lookups.rows, [[lookup.ids for lookup in of_round] for of_round in lookups.rounds])
+        # Traced once, no matter how many steps a call unrolls: they have a few operations for each lookup.
+        self._join = tf.function(_join, autograph=False)
+        self._gradients = tf.function(self._gradients_of_tables, autograph=False)
+
+    @staticmethod
+    def of_function(
+        function: Callable[..., tuple[Any, RowLookups]],
+        specs: Sequence[Any],
+        tables: Mapping[int, keras.layers.Layer],
+        groups: Sequence[TableGroup],
+    ) -> LookupRounds:
+        """Traces a function: nested tensors -> its nested outputs, and its lookups."""
         traced: list[Any] = []
 
         def trace(*arguments: Any) -> None:
@@ -72,29 +110,50 @@ class LookupRounds:
 
         graph = tf.function(trace, autograph=False).get_concrete_function(*specs).graph
         ((arguments, outputs, lookups),) = traced
-        self._rounds: list[dict[int, ArrivingRows]] = lookups.rounds
-        arriving = [[rows.inputs for rows in of_round.values()] for of_round in self._rounds]
-        wanted = [[[lookup.ids for lookup in a.by_table] for a in of_round.values()] for of_round in self._rounds]
-        self._phases = Phases(graph, graph.captures, lookups.levels, [arguments, *arriving], [*wanted, outputs])
-        # Traced once, no matter how many steps a call unrolls: it has a few operations for each lookup.
-        self._join = tf.function(_join, autograph=False)
 
-    def run(self, arguments: Any, source: RowSource) -> Any:
-        """The function's outputs for `arguments`; called while a function is traced."""
+        def cut(arriving: Sequence[Any], wanted: Sequence[Any]) -> Phases:
+            return Phases(graph, graph.captures, lookups.levels, [arguments, *arriving], [*wanted, outputs])
+
+        return LookupRounds(cut, lookups, tables, groups)
+
+    def run(self, arguments: Any, source: RowSource) -> tuple[Any, Callable[[Any], dict[int, tf.IndexedSlices]]]:
+        """The function's outputs for `arguments`; called while a function is traced.
+
+        Returns:
+            The outputs; what makes the sparse gradients of tables, by index, from those of the rows that arrived, by
+            round and lookup. Tables without one are missing. Rows have the numbers that they have in their groups; of
+            row-wise tables each appears once, of others as often as it was looked up, as in Keras.
+        """
         running = self._phases.run(arguments)
         found = next(running)
+        arrived: list[dict[int, _Arrived]] = []
+        all_rows: list[list[tf.Tensor]] = []
         for of_round in self._rounds:
-            found = running.send(self._arrive(of_round, found, source))
-        return found
+            arrived_now, rows = self._arrive(of_round, found, source)
+            arrived.append(arrived_now)
+            all_rows.append(rows)
+            found = running.send(rows)
 
-    def _arrive(self, of_round: Mapping[int, ArrivingRows], wanted: Sequence[Any], source: RowSource) -> list[Any]:
-        """What arrives in a round, as `ArrivingRows.inputs`, from the ids of its lookups."""
-        arrived: dict[int, list[Any]] = {}
+        def gradients(of_rows: Any) -> dict[int, tf.IndexedSlices]:
+            # What depends on no gradient is not needed.
+            return self._gradients(of_rows, all_rows, arrived)
+
+        return found, gradients
+
+    def _arrive(
+        self, of_round: Mapping[int, list[_Lookup]], wanted: Sequence[tf.Tensor], source: RowSource
+    ) -> tuple[dict[int, _Arrived], list[tf.Tensor]]:
+        """What arrives in a round: of each group which rows; the rows of each lookup.
+
+        Args:
+            wanted: the ids of each lookup.
+        """
+        arrived: dict[int, _Arrived] = {}
         rows_of: dict[int, Wanted] = {}
         sizes: dict[int, tf.Tensor] = {}
-        for (g, arriving), of_lookups in zip(of_round.items(), wanted):
-            tables = tuple(lookup.table for lookup in arriving.by_table)
-            ids, of_id, sizes[g] = self._join(self._groups[g], tables, of_lookups)
+        for g, of_lookups in of_round.items():
+            tables = tuple(lookup.table for lookup in of_lookups)
+            ids, of_id, sizes[g] = self._join(self._groups[g], tables, [wanted[lookup.number] for lookup in of_lookups])
             numbers, places = tf.unique(source.number(g, of_id, ids))
             if len(self._groups[g].tables) == 1:
                 # Beside the little that a step of such a model computes, each operation counts.
@@ -105,16 +164,53 @@ class LookupRounds:
                 of_all = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
                 counts = tf.gather(of_all, list(dict.fromkeys(tables)))
             rows_of[g] = Wanted(numbers, of_row)
-            arrived[g] = [numbers, counts, places]
-        rows = source.fetch(rows_of)
-        looked_up = {g: tf.gather(rows[g], found[-1]) for g, found in arrived.items()}
-        return [
-            [
-                *found,
-                *([looked_up[g]] if len(of_lookups) == 1 else tf.split(looked_up[g], sizes[g], num=len(of_lookups))),
-            ]
-            for (g, found), of_lookups in zip(arrived.items(), wanted)
-        ]
+            arrived[g] = numbers, counts, places
+        fetched = source.fetch(rows_of)
+        rows: dict[int, tf.Tensor] = {}
+        for g, of_lookups in of_round.items():
+            looked_up = tf.gather(fetched[g], arrived[g][-1])
+            alone = len(of_lookups) == 1
+            parts = [looked_up] if alone else tf.split(looked_up, sizes[g], num=len(of_lookups))
+            rows |= {lookup.number: part for lookup, part in zip(of_lookups, parts)}
+        return arrived, [rows[number] for number in range(len(rows))]
+
+    def _gradients_of_tables(self, of_rows: Any, rows: Any, arrived: Any) -> dict[int, tf.IndexedSlices]:
+        parts: dict[int, list[tf.IndexedSlices]] = {}
+        for of_round, gradients, looked_up, found in zip(self._rounds, of_rows, rows, arrived):
+            for g, of_lookups in of_round.items():
+                own = [gradients[lookup.number] for lookup in of_lookups]
+                if all(gradient is None for gradient in own):
+                    continue
+                present = [
+                    tf.zeros_like(looked_up[lookup.number]) if gradient is None else tf.convert_to_tensor(gradient)
+                    for lookup, gradient in zip(of_lookups, own)
+                ]
+                tables = [self._groups[g].tables[i] for i in dict.fromkeys(lookup.table for lookup in of_lookups)]
+                for table, part in _by_table(self._groups[g], tables, found[g], tf.concat(present, 0)).items():
+                    parts.setdefault(table, []).append(part)
+        row_wise = {table for group in self._groups if group.is_row_wise for table in group.tables}
+        return {table: _joined(of_table, table in row_wise) for table, of_table in parts.items()}
+
+
+def _by_table(
+    group: TableGroup, tables: Sequence[int], arrived: _Arrived, gradient: tf.Tensor
+) -> dict[int, tf.IndexedSlices]:
+    """The gradients of the tables of a group that were looked up in a round, from that of all looked-up rows."""
+    numbers, counts, places = arrived
+    if not group.is_row_wise:
+        return {group.tables[0]: tf.IndexedSlices(gradient, tf.gather(numbers, places))}
+    gradient = tf.math.unsorted_segment_sum(gradient, places, tf.size(numbers))
+    if len(tables) == 1:
+        return {tables[0]: tf.IndexedSlices(gradient, numbers)}
+    split = (tf.split(tensor, counts, num=len(tables)) for tensor in (gradient, numbers))
+    return {table: tf.IndexedSlices(*of_table) for table, *of_table in zip(tables, *split)}
+
+
+def _joined(parts: list[tf.IndexedSlices], is_row_wise: bool) -> tf.IndexedSlices:
+    if len(parts) == 1:
+        return parts[0]
+    slices = tf.IndexedSlices(tf.concat([p.values for p in parts], 0), tf.concat([p.indices for p in parts], 0))
+    return sum_duplicates(slices) if is_row_wise else slices
 
 
 def _join(

@@ -10,7 +10,7 @@ is found by a try on made-up data: on a batch, and on the same batch several tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -19,19 +19,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import (
-    Reduction,
-    global_seed,
-    has_own_compute_loss,
-    loss_tracker,
-    num_compiled_losses,
-    recorded_reductions,
-)
+from kdist._compat.keras import Reduction, has_own_compute_loss, num_compiled_losses
 from kdist.console.warn import warn
 from kdist.errors import reason
-from kdist.model.forward import forward
 from kdist.model.names import is_seed
-from kdist.model.seeded_scope import SeededScope
 
 #: Of a dimension of a made-up batch that its data leaves open.
 _UNKNOWN_SIZE = 4
@@ -94,6 +85,23 @@ class LossTerms:
         is_alone = kinds == {Term.OWN_MEAN} and (*self.compiled, *self.added).count(Term.OWN_MEAN) == 1
         return LossWeights.DIVISORS if is_alone else None
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether the kind of a term is unknown."""
+        return Term.UNKNOWN in (*self.compiled, *self.added)
+
+    def known(self, kinds: Callable[[], Sequence[Term]]) -> LossTerms:
+        """The terms with kinds for those that are unknown; of what has no kind, means.
+
+        Args:
+            kinds: of all terms, or none.
+        """
+        number = len(self.compiled)
+        found = kinds() or [Term.MEAN] * (number + len(self.added))
+        old_and_new = zip((*self.compiled, *self.added), found, strict=True)
+        known = [new if old is Term.UNKNOWN else old for old, new in old_and_new]
+        return replace(self, compiled=tuple(known[:number]), added=tuple(known[number:]))
+
     def of_replica(self, num_replicas: int, *, has_same_size: bool) -> LossTerms:
         """The terms with the factors with which gradients of replicas make one by the same weight.
 
@@ -150,34 +158,11 @@ def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) 
     return LossTerms(own or (Term.UNKNOWN,), is_whole=True)
 
 
-def tried_terms(model: keras.Model, batch_spec: Any, terms: LossTerms) -> LossTerms:
-    """The terms of the loss of a built model, with what a try tells of those that are unknown."""
-
-    def values(batch: Any, draw: int) -> list[Any]:
-        trainable, others = trial_values(model, draw)
-        scope = SeededScope([*trainable, *others], collect_losses=True)
-        with scope, recorded_reductions(model) as reductions:
-            _, loss = forward(model, *keras.utils.unpack_x_y_sample_weight(batch), training=True)
-            return [loss] if terms.is_whole else [*(reduction.value for reduction in reductions), *model.losses]
-
-    number = len(terms.compiled)
-    found = kinds_of(values, batch_spec, model) or [Term.MEAN] * (number + len(terms.added))
-    old_and_new = zip((*terms.compiled, *terms.added), found, strict=True)
-    known = [new if old is Term.UNKNOWN else old for old, new in old_and_new]
-    return replace(terms, compiled=tuple(known[:number]), added=tuple(known[number:]))
-
-
-def trial_values(model: keras.Model, draw: int) -> tuple[list[tuple[keras.Variable, Any]], ...]:
-    """The trainable and the other variables of a built model with the values for a try; seeds follow from `draw`."""
+def trial_values(variables: Iterable[keras.Variable], draw: int) -> dict[int, tf.Tensor]:
+    """The values of variables for a try, by `id`; seeds follow from `draw`."""
     rng = np.random.default_rng(draw)
-    others = [*model.non_trainable_variables, *model.metrics_variables, *loss_tracker(model).variables, global_seed()]
-
-    def value_of(variable: keras.Variable) -> tf.Tensor:
-        if is_seed(variable):
-            return tf.constant(rng.integers(0, 2**31, variable.shape), variable.dtype)
-        return tf.convert_to_tensor(variable.value)
-
-    return [(v, value_of(v)) for v in model.trainable_variables], [(v, value_of(v)) for v in others]
+    seeds = [variable for variable in variables if is_seed(variable)]
+    return {id(v): tf.constant(rng.integers(0, 2**31, v.shape), v.dtype) for v in seeds}
 
 
 def _depends(tensor: tf.Tensor, inputs: Collection[tf.Operation]) -> bool:
@@ -218,6 +203,17 @@ def made_up(batch_spec: Any, seed: int) -> Any:
         return tf.sparse.from_dense(array(spec)) if isinstance(spec, tf.SparseTensorSpec) else array(spec)
 
     return tf.nest.map_structure(of_kind, batch_spec)
+
+
+def of_any_size(batch_spec: Any) -> Any:
+    """The spec of batches of any number of examples."""
+
+    def open_first(spec: tf.TypeSpec) -> tf.TypeSpec:
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+            return spec
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+    return tf.nest.map_structure(open_first, batch_spec)
 
 
 def repeated(batch: Any) -> Any:

@@ -8,15 +8,11 @@ gradients, and goes on when they have been applied. A step that looks up rows of
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-
-from kdist.model.loss_weights import LossWeights
-from kdist.model.train_step import OwnTrainStep
-from kdist.model.updates import StepUpdates
 
 #: The phase of what needs nothing but constants: each phase has its own copy.
 _CONSTANT = -1
@@ -86,7 +82,7 @@ class Phases:
         self._captures = {inside.name: outside for outside, inside in captures}
         self._inputs = [[tensor.name for tensor in flat(of_phase)] for of_phase in inputs]
         self._outputs = list(outputs)
-        live = _ancestors(graph, flat(self._outputs))
+        live = ancestors(graph, flat(self._outputs))
         level_of = {operation: levels.of_operation(operation) for operation in live}
         graph_def = graph.as_graph_def()
         nodes = {node.name: node for node in graph_def.node}
@@ -121,72 +117,7 @@ class Phases:
                 # The trace of the whole step has found out more than that of a piece could.
                 result.set_shape(shape)
             values |= zip(piece.outputs, results)
-            found = [None if tensor is None else values[tensor.name] for tensor in tf.nest.flatten(outputs, True)]
-            arguments = yield tf.nest.pack_sequence_as(outputs, found, expand_composites=True)
-
-
-class TracedPhases:
-    """What the trace of a step with open values after each update tells about its phases.
-
-    Args:
-        own: the step.
-        weights: of the gradients of synchronous replicas.
-
-    Attributes:
-        function: what was traced; to be set when it is.
-        updates: the step's updates, with their phases.
-        dense_gradients: the trainable variables that get a dense gradient in each of their updates, by index.
-    """
-
-    function: tf.types.experimental.ConcreteFunction
-
-    def __init__(self, own: OwnTrainStep, weights: LossWeights) -> None:
-        self._own = own
-        self._weights = weights
-
-    def trace(self, arguments: Sequence[Any], outputs: tuple[Any, Any, Any, Any]) -> None:
-        """Called while the step is traced.
-
-        Args:
-            arguments: its own, and then the values after each update, as in `OwnTrainStep.updated`.
-            outputs: the gradients of each update, what is assigned before each and at the end, state, metrics.
-        """
-        *inputs, later = arguments
-        gradients, assigned, state, metrics = outputs
-        self._levels = levels = Levels()
-        phases: list[int] = []
-        last: dict[int, int] = {}
-        for indices, of_update, before, after in zip(self._own.updated, gradients, assigned, later):
-            again = [last[i] + 1 for i in indices if i in last]
-            phase = max([levels.of([of_update, before]), *phases[-1:], *again])
-            levels.arrive(after, phase + 1)
-            phases.append(phase)
-            last |= dict.fromkeys(indices, phase)
-        at_end = [last[i] + 1 for i in assigned[-1] if i in last]
-        num_phases = 1 + max(levels.of([assigned[-1], state, metrics]), *phases, *at_end)
-        live = set(_ancestors(tf.compat.v1.get_default_graph(), flat(outputs)))
-        arriving: list[dict[int, tf.Tensor]] = [{} for _ in range(num_phases)]
-        for indices, phase, after in zip(self._own.updated, phases, later):
-            for i, tensor in zip(indices, after):
-                if tensor.op in live:
-                    arriving[phase + 1][i] = tensor
-        pulled_again = tuple(frozenset(variables) for variables in arriving)
-        everywhere = frozenset(i for found in assigned for i in found)
-        self.updates = updates = StepUpdates(
-            self._own.groups, self._own.updates(phases), pulled_again, everywhere, self._weights
-        )
-        sparse = {i for of_update in gradients for i, g in enumerate(of_update) if isinstance(g, tf.IndexedSlices)}
-        self.dense_gradients = frozenset(i for indices in self._own.updated for i in indices) - sparse
-        self._inputs = [inputs, *([of_phase[i] for i in sorted(of_phase)] for of_phase in arriving[1:])]
-        of_phases = [(updates.merge(gradients, p), updates.merge_assigned(assigned, p)) for p in range(num_phases)]
-        unknown: list[Any] = [None] * len(state)
-        self._outputs: list[Any] = [(*found, unknown, []) for found in of_phases]
-        self._outputs[-1] = *of_phases[-1], state, metrics
-
-    def phases(self, jit_compile: bool | None) -> Phases:
-        """The step, cut; `jit_compile` says whether XLA compiles each phase."""
-        graph = self.function.graph
-        return Phases(graph, graph.captures, self._levels, self._inputs, self._outputs, jit_compile)
+            arguments = yield packed(outputs, values)
 
 
 def flat(values: Any) -> list[Any]:
@@ -194,14 +125,13 @@ def flat(values: Any) -> list[Any]:
     return [tensor for tensor in tf.nest.flatten(values, expand_composites=True) if tensor is not None]
 
 
-def _function(part: tf.compat.v1.GraphDef, ins: list[str], outs: list[str], jit_compile: bool | None) -> Any:
-    def piece(values: list[tf.Tensor]) -> list[tf.Tensor]:
-        return tf.graph_util.import_graph_def(part, dict(zip(ins, values)), outs, name="phase")
+def packed(structure: Any, values: Mapping[str, Any]) -> Any:
+    """A nested structure of tensors of a graph, with values in their places, by the names of the tensors."""
+    found = [None if tensor is None else values[tensor.name] for tensor in tf.nest.flatten(structure, True)]
+    return tf.nest.pack_sequence_as(structure, found, expand_composites=True)
 
-    return tf.function(piece, autograph=False, jit_compile=jit_compile)
 
-
-def _ancestors(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
+def ancestors(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """The operations that tensors need, and those that do something (assertions, output), in the graph's order."""
     operations = graph.get_operations()
     acting = [o for o in operations if o.op_def.is_stateful and o.type != "Placeholder"]
@@ -213,3 +143,10 @@ def _ancestors(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
             seen.add(operation)
             waiting += [tensor.op for tensor in operation.inputs]
     return [operation for operation in operations if operation in seen]
+
+
+def _function(part: tf.compat.v1.GraphDef, ins: list[str], outs: list[str], jit_compile: bool | None) -> Any:
+    def piece(values: list[tf.Tensor]) -> list[tf.Tensor]:
+        return tf.graph_util.import_graph_def(part, dict(zip(ins, values)), outs, name="phase")
+
+    return tf.function(piece, autograph=False, jit_compile=jit_compile)

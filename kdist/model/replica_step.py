@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -19,35 +19,53 @@ from kdist._compat.keras import (
     Reduction,
     compile_arguments,
     global_seed,
+    has_own_compute_loss,
     layers_of,
     loss_scaling,
     loss_tracker,
     losses_of_outputs,
     main_optimizer,
     optimizers_of,
-    recorded_assignments,
-    recorded_reads,
+    outside_of_scopes,
     recorded_reductions,
+    table_of,
 )
 from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas
 from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
-from kdist.model.embedding_lookup import RowLookups, check_dynamic_layers, embedding_layers, why_needed_whole
+from kdist.model.embedding_lookup import (
+    RowLookups,
+    check_dynamic_layers,
+    embedding_layers,
+    layers_looked_up,
+    why_needed_whole,
+)
 from kdist.model.forward import batch_size_of, forward, update_metrics
 from kdist.model.increments import is_increment
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
-from kdist.model.loss_weights import LossTerms, LossWeights, Term, is_of_none, loss_terms, tried_terms
+from kdist.model.loss_weights import (
+    LossTerms,
+    LossWeights,
+    Term,
+    is_of_none,
+    kinds_of,
+    loss_terms,
+    of_any_size,
+    term_of,
+    trial_values,
+)
 from kdist.model.metric_merging import check_metrics
 from kdist.model.metrics import LossCount, ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
-from kdist.model.phases import Phases, TracedPhases
+from kdist.model.phases import Phases
 from kdist.model.seeded_scope import SeededScope
 from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
-from kdist.model.table_groups import TableGroup, group_tables, single_groups
-from kdist.model.train_step import Clock, ClockKind, OwnTrainStep, overrides_train_step
+from kdist.model.table_groups import group_tables
+from kdist.model.traced_step import TracedScope, TracedStep, Values
+from kdist.model.train_step import OwnPhases, OwnTrainStep, clock_of, overrides_train_step
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 from kdist.model.worker_state import WorkerState
 
@@ -83,69 +101,37 @@ class ReplicaStep:
         num_replicas: int = 1,
     ) -> None:
         self.model = model
+        self.batch_spec = batch_spec
         self._num_replicas = num_replicas
         #: The model's own `train_step`, if it has one.
-        self.own: OwnTrainStep | None = None
-        with (
-            recorded_assignments() as assigned,
-            recorded_reads() as read,
-            exchanges_between_replicas() as exchanges,
-        ):
-            if overrides_train_step(model):
-                self.own = OwnTrainStep(model, batch_spec, num_replicas)
-            else:
-                self.returned, self._terms, graph = _build(model, batch_spec, num_replicas)
-                check_metrics(model, batch_spec)
-                self.outside = _of_tensorflow(graph.variables, [*assigned.values(), *read.values()])
-                written = assigned_variables(graph)
-                if {id(v) for v in written} & {id(v.value) for v in model.trainable_variables}:
-                    # SpectralNormalization, for one. Keras's step goes the way of one of the model's own then.
-                    self.own = OwnTrainStep(model, batch_spec, num_replicas)
-        if self.own is not None:
-            self.returned, self._terms = self.own.returned, self.own.terms
-        _check_assigned(model, assigned)
-        if num_replicas > 1:
-            _check_exchanges(model, exchanges, assigned)
-        beside = _read_beside(model, read)
-        self.trainable, others = choose_variables(model, None if self.own is None else self.own.trainable, beside)
-        self.state = [v for v in others if not is_seed(v)]
-        #: State to which a step does not just add, by index; complete when the step was traced.
-        self._replaced = {i for i, v in enumerate(self.state) if not tf.as_dtype(v.dtype).is_floating}
-        # The last one is the state that keras.random uses without a seed.
-        self.seeds = [*(v for v in others if is_seed(v)), global_seed()]
-        states = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
-        self.worker_state = WorkerState(states, epoch_at)
+        self.own = OwnTrainStep(model) if overrides_train_step(model) else None
+        self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
+        #: Embedding layers whose tables are needed as a whole, by `id`, and why; what else is known before a trace.
+        self._why_whole: dict[int, str] = {}
+        self._terms: LossTerms | None = None
+        with exchanges_between_replicas() as exchanges:
+            self._trace()
+            while not self._is_traced_right(exchanges):
+                self._trace()
+        scope, graph, outputs = self._traced.scope, self._traced.graph, self._traced.outputs
+        if self.own is None:
+            check_metrics(model, batch_spec)
+        self.worker_state = WorkerState(self._found.worker_state, epoch_at)
         self.metrics = metric_variables(model, self.returned)
         if not self.trainable:
             warn(f"model {model.name}: nothing to train: it has no trainable variable")
-        self.batch_spec = batch_spec
-        self.updates = StepUpdates.of_all(main_optimizer(model), self.trainable, self._weights())
+        self.updates = self._find_updates()
+        self.clock = clock_of(self.updates.groups, loss_scaling(model), scope.variables)
         self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._losses_counted()
-        self._has_dense: frozenset[int] = frozenset()
-        self.tables: dict[int, keras.layers.Layer] = {}
-        self.table_groups: list[TableGroup] = []
-        self.whole_tables: dict[int, str] = {}
-        self.clock: list[Clock] = []
-        if self.own is None and (scaling := loss_scaling(model)) is not None:
-            self.clock = [Clock(scaling.dynamic_scale, 0, ClockKind.LOSS_SCALE)]
-        self._find_tables()
+        with_gradient = self._find_dense_gradients(outputs)
+        self.table_groups = group_tables(self.tables, self._row_wise(), self.updates, with_gradient)
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
-        self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
-        # Traced once, no matter how many steps a call unrolls.
-        self._dense_step = tf.function(self._run_dense, autograph=False, jit_compile=self._jit_compile)
-        self._phases: Phases | None = None
         self._rounds: LookupRounds | None = None
-        if self.own is not None:
-            graph = self._trace_own()
-            self.outside = _of_tensorflow(graph.variables, [*assigned.values(), *read.values()])
-            written = assigned_variables(graph)
+        self._phases: Phases | None = None
+        self.outside = _of_tensorflow(graph.variables, [*model.variables, *scope.variables.values()])
+        written = assigned_variables(graph)
         self.assigned_outside = sorted(v.name for v in self.outside if any(v is one for one in written))
         remember_groups(model, self.updates.groups)
-
-    @property
-    def _own(self) -> OwnTrainStep:
-        assert self.own is not None
-        return self.own
 
     @property
     def _all_state(self) -> list[keras.Variable]:
@@ -167,18 +153,9 @@ class ReplicaStep:
         fetches = self.tables or self.clock or self.worker_state.variables
         return not fetches and self.updates.num_phases == 1
 
-    def replaced_state(self) -> frozenset[int]:
-        """The state that a step replaces instead of adding to it, by index: whole numbers, and all other functions."""
-        self.dense_gradients()
-        return frozenset(self._replaced)
-
-    def dense_gradients(self) -> frozenset[int]:
-        """The trainable variables that get a dense gradient in every step, by index."""
-        if self.tables or self.own is not None:
-            return self._has_dense
-        traced = self._dense_step.get_concrete_function(*self._specs)
-        others = (type(None), tf.IndexedSlices, tf.IndexedSlicesSpec)
-        return frozenset(i for i, g in enumerate(traced.structured_outputs[0]) if not isinstance(g, others))
+    def send_to_tasks(self) -> None:
+        """Makes the step known to the tasks of a cluster that this process has joined since it was traced."""
+        self._traced.send_to_tasks()
 
     def run(
         self,
@@ -205,31 +182,86 @@ class ReplicaStep:
         if moment is not None:
             state = [*state, *self.worker_state.read(*moment)]
         num_examples = batch_size_of(batch)
-        arguments = list(trainable), list(state), list(metrics), seeds, batch, list(clock)
-        if rows is not None:
-            if self._rounds is None:
-                self._rounds = LookupRounds(self._run_with_rows, self._specs, self.table_groups)
-            gradients, new_state, new_metrics, divisor, overflow = self._rounds.run(arguments, rows)
-            weight = self._weight(num_examples, divisor)
-            shared, unassigned = self._keep(new_state), [None] * len(gradients)
-            yield ReplicaOutput(gradients, unassigned, shared, new_metrics, num_examples, 0, weight, overflow)
-        elif self.updates.num_phases == 1:
-            gradients, assigned, new_state, new_metrics, divisor, overflow = self._dense_step(*arguments)
-            weight = self._weight(num_examples, divisor)
-            shared = self._keep(new_state)
-            yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, 0, weight, overflow)
+        values = self._values(trainable, state, metrics, seeds, clock)
+        if self.updates.num_phases > 1:
+            yield from self._run_phases(batch, values, metrics, num_examples)
+            return
+        if rows is None:
+            outputs: _Outputs = self._traced(batch, values)
+            of_tables = dict[int, Any]()
         else:
-            if self._phases is None:
-                self._phases = self._trace_phases().phases(self._jit_compile)
-            running = self._phases.run(arguments)
-            outputs = next(running)
-            for phase in range(self.updates.num_phases):
-                gradients, assigned, new_state, new_metrics = outputs
-                shared = self._keep(new_state)
-                weight = self._weight(num_examples)
-                fresh = yield ReplicaOutput(gradients, assigned, shared, new_metrics, num_examples, phase, weight)
-                if phase + 1 < self.updates.num_phases:
-                    outputs = running.send([fresh[i] for i in sorted(self.updates.pulled_again[phase + 1])])
+            outputs, gradients_of = self._lookups().run(self._traced.arguments(batch, values), rows)
+            of_tables = gradients_of(outputs.of_rows)
+        gradients = [of_tables.get(i, g) for i, g in enumerate(self.updates.merge(outputs.gradients, 0))]
+        assigned = self.updates.merge_assigned(outputs.assigned, 0)
+        weight = self._weight(num_examples, outputs.divisor)
+        counted = self._counted(metrics, outputs.metrics, outputs.values, num_examples)
+        shared = self._keep(outputs.state)
+        yield ReplicaOutput(gradients, assigned, shared, counted, num_examples, 0, weight, outputs.overflow)
+
+    def _run_phases(
+        self, batch: Any, values: Values, metrics: Sequence[tf.Tensor], num_examples: tf.Tensor | int
+    ) -> RunningStep:
+        if self._phases is None:
+            self._phases = self._own_phases.cut(self._jit_compile)
+        running = self._phases.run(self._traced.arguments(batch, values))
+        outputs = next(running)
+        for phase in range(self.updates.num_phases):
+            gradients, assigned, new_state, new_metrics, logs = outputs
+            shared, weight = self._keep(new_state), self._weight(num_examples)
+            is_last = phase + 1 == self.updates.num_phases
+            counted = self._counted(metrics, new_metrics, logs, num_examples) if is_last else []
+            fresh = yield ReplicaOutput(gradients, assigned, shared, counted, num_examples, phase, weight)
+            if not is_last:
+                outputs = running.send([fresh[i] for i in sorted(self.updates.pulled_again[phase + 1])])
+
+    def _lookups(self) -> LookupRounds:
+        if self._rounds is None:
+            traced, tables = self._traced, self.tables
+            given: _Outputs = traced.outputs
+            outputs = _Outputs(*given[:-1], [])
+            without = [id(self.trainable[i]) for i in tables]
+
+            def cut(arriving: Sequence[Any], wanted: Sequence[Any]) -> Phases:
+                return traced.phases(self._found.lookups.levels, arriving, [*wanted, outputs], without=without)
+
+            self._rounds = LookupRounds(cut, self._found.lookups, tables, self.table_groups)
+        return self._rounds
+
+    def _values(
+        self,
+        trainable: Sequence[tf.Tensor | None],
+        state: Sequence[tf.Tensor],
+        metrics: Sequence[tf.Tensor],
+        seeds: tf.Tensor,
+        clock: Sequence[tf.Tensor],
+    ) -> Values:
+        """The values of all variables that a step may read."""
+        given: dict[int, Any] = {id(v): value for v, value in zip(self.trainable, trainable) if value is not None}
+        given |= {id(v): value for v, value in zip([*self._all_state, *self.metrics], [*state, *metrics])}
+        given |= {id(seed): seeds[i] for i, seed in enumerate(self.seeds) if id(seed) in self._traced.scope.variables}
+        return given | {id(c.variable): value for c, value in zip(self.clock, clock)}
+
+    def _counted(
+        self,
+        before: Sequence[tf.Tensor],
+        after: Sequence[tf.Tensor | None],
+        values: Sequence[tf.Tensor],
+        num_examples: tf.Tensor | int,
+    ) -> list[tf.Tensor]:
+        """The values of `metrics` after a step.
+
+        Args:
+            after: of the variables of the model's metrics; None where they did not change.
+            values: those that the step returned and no metric has counted.
+        """
+        unchanged = [None] * (len(before) - len(after))
+        counted = [old if new is None else new for old, new in zip(before, [*after, *unchanged])]
+        if not self.returned.means:
+            return counted
+        with SeededScope(zip(self.metrics, counted)) as scope:
+            self.returned.count(dict(zip(self.returned.means, values)), num_examples)
+        return [scope.get_current_value(variable) for variable in self.metrics]
 
     def _keep(self, new_state: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
         """Sets the states that stay on the worker; returns the new state that is shared."""
@@ -244,11 +276,12 @@ class ReplicaStep:
         specs = (spec for spec in tf.nest.flatten(self.batch_spec) if not is_of_none(spec))
         return next(specs).shape[0] is not None
 
-    def _weights(self) -> LossWeights:
-        """The weights of replicas' gradients; sets the factors of their losses."""
-        if self._num_replicas > 1:
-            self._terms = self._terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
-        weights = self._terms.weights
+    @property
+    def _known_terms(self) -> LossTerms:
+        assert self._terms is not None
+        return self._terms
+
+    def _check_weights(self, weights: LossWeights | None) -> LossWeights:
         if weights is None:
             raise ConfigError(
                 f"model {self.model.name}: its loss is neither a mean nor a sum over the examples, or of several "
@@ -268,7 +301,7 @@ class ReplicaStep:
 
     def _losses_counted(self) -> list[LossCount]:
         """The losses that a replica does not count as Keras does, see `_count`."""
-        terms, weights = self._terms, self.updates.weights
+        terms, weights = self._known_terms, self.updates.weights
         means = self.returned.means
         counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
         if self.own is not None:
@@ -285,206 +318,326 @@ class ReplicaStep:
                     counted.append(LossCount(metric, term is Term.SUM, int(self._has_one_size)))
         return counted
 
+    def _trace(self) -> None:
+        layers = [] if self.own is not None else layers_looked_up(self.model)
+        self._layers = [layer for layer in layers if id(layer) not in self._why_whole]
+        self._traced = TracedStep(self._step(self._layers), self.batch_spec, self.model, self._jit_compile)
+        self._found: _Found = self._traced.found
+        self.trainable, self.state, self.seeds = self._found.trainable, self._found.state, self._found.seeds
+        #: State to which a step does not just add, by index.
+        self.replaced_state = self._found.replaced
+        self.returned = self._found.returned
+
+    def _step(self, layers: Sequence[keras.layers.Layer]) -> Callable[[Any, TracedScope], tuple[_Outputs, _Found]]:
+        """What is traced, with lookups by rows of the tables of some layers."""
+        return self._run_own if self.own is not None else partial(self._run, layers=layers)
+
+    def _is_traced_right(self, exchanges: Sequence[str]) -> bool:
+        """Whether the step need not be traced again in the light of what its trace shows.
+
+        Raises:
+            ConfigError: it cannot be trained at all.
+        """
+        scaling, is_built = loss_scaling(self.model), True
+        _check_assigned(self.model, self._traced.scope.written)
+        if self._num_replicas > 1:
+            _check_exchanges(self.model, exchanges, self._traced.scope.written)
+        if self.own is not None:
+            is_built = scaling is None or scaling.built
+            self.own.build_optimizers()
+            self.own.check_read(self._traced.scope.variables.values())
+        # The scale of the loss is a variable only when the optimizer is built.
+        return is_built and self._are_tables_right() and self._are_terms_right()
+
+    def _are_tables_right(self) -> bool:
+        """Sets `tables` and `whole_tables`; False if others are looked up by rows than those that can be.
+
+        A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it.
+        """
+        layers = embedding_layers(self.model, self.trainable)
+        if self.own is not None:
+            self.tables, self.whole_tables = {}, dict.fromkeys(layers, "the model's own train_step")
+            return True
+        looked_up = {id(layer) for layer in self._layers}
+        inputs, hidden = self._traced.scope.inputs, self._found.lookups.hidden
+        is_right = True
+        for layer in layers.values():
+            key, table = id(layer), inputs.get((id(table_of(layer)), 0))
+            if key in looked_up and (key in hidden or (table is not None and table.consumers())):
+                self._why_whole[key] = hidden.get(key, "another use of it in the model")
+                is_right = False
+            # It may have been made by the step.
+            is_right &= key in looked_up or key in self._why_whole or why_needed_whole(layer) is not None
+        self.tables = {index: layer for index, layer in layers.items() if id(layer) in looked_up}
+        self.whole_tables = {
+            index: self._why_whole.get(id(layer)) or why_needed_whole(layer) or ""
+            for index, layer in layers.items()
+            if index not in self.tables
+        }
+        return is_right
+
+    def _are_terms_right(self) -> bool:
+        """Sets what is known of the losses of synchronous replicas; False if the trace has assumed something else."""
+        if self._num_replicas == 1:
+            self._terms = LossTerms()
+            return True
+        if self._terms is not None:
+            return True
+        found = self._found
+        if self.own is not None:
+            kinds = self._tried()
+            terms = tuple(kinds[: len(self.own.updated)])
+            sums = {n for n, kind in zip(found.returned.names or (), kinds[len(terms) :]) if kind is Term.SUM}
+            self.returned = replace(found.returned, sums=frozenset(sums))
+            if found.num_divisors:
+                # Of several divisors or updates, only the step knows which belong together.
+                terms = (Term.OWN_MEAN if found.num_divisors == len(self.own.updated) == 1 else Term.UNKNOWN,)
+            self._terms = self._of_replica(LossTerms(terms, is_whole=True))
+            return True
+        self._terms = self._of_replica(found.terms.known(self._tried) if found.terms.has_unknown else found.terms)
+        factors = *self._terms.compiled_factors, *self._terms.added_factors
+        return self._terms == found.assumed and all(factor == 1 for factor in factors)
+
+    def _tried(self) -> list[Term]:
+        """The kinds of the terms of the loss by a try; of a model's own step, of its updates and returned values."""
+        spec = of_any_size(self.batch_spec)
+        is_so = spec == self.batch_spec and not self._layers
+        traced: list[TracedStep] = [self._traced] if is_so else []
+
+        def values(batch: Any, draw: int) -> Sequence[Any]:
+            if not traced:
+                traced.append(TracedStep(self._step([]), spec, self.model))
+            read = traced[0].scope.variables.values()
+            outputs: _Outputs = traced[0](batch, trial_values(read, draw))
+            return outputs.tried
+
+        return kinds_of(values, self.batch_spec, self.model)
+
+    def _of_replica(self, terms: LossTerms) -> LossTerms:
+        return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
+
+    def _find_updates(self) -> StepUpdates:
+        weights = self._check_weights(self._known_terms.weights)
+        outputs: _Outputs = self._traced.outputs
+        if self.own is not None:
+            found = outputs.gradients, outputs.assigned, outputs.state, outputs.metrics, outputs.values
+            self._own_phases = OwnPhases(self.own, self._traced, found, weights)
+            return self._own_phases.updates
+        updates = StepUpdates.of_all(main_optimizer(self.model), self.trainable, weights)
+        return replace(updates, assigned=frozenset(i for found in outputs.assigned for i in found))
+
+    def _find_dense_gradients(self, outputs: _Outputs) -> frozenset[int]:
+        """Sets `dense_gradients`; returns the variables that get any gradient, by index."""
+        index_of = {id(layer): index for index, layer in self.tables.items()}
+        dense, others = set[int](), set[int]()
+        for of_update in outputs.gradients:
+            for i, gradient in enumerate(of_update):
+                if gradient is not None:
+                    (dense if isinstance(gradient, tf.Tensor) else others).add(i)
+        for of_round, gradients in zip(self._found.lookups.rounds, outputs.of_rows):
+            others |= {index_of[id(lookup.layer)] for lookup, g in zip(of_round, gradients) if g is not None}
+        self.dense_gradients = frozenset(dense - others)
+        return frozenset(dense | others)
+
+    def _row_wise(self) -> frozenset[int]:
+        by_rows = can_update_rows(main_optimizer(self.model))
+        return frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
+
     def _recorded(self, num_examples: tf.Tensor | int) -> AbstractContextManager[list[Reduction]]:
         """In this context, losses are those of a replica, and counted so that those of all replicas add up."""
-        terms = self._terms
-        if self._num_replicas == 1 or self.own is not None:
+        if self._num_replicas == 1:
             return nullcontext([])
+        terms = self._terms or LossTerms(is_whole=has_own_compute_loss(self.model))
 
         def count(reduction: Reduction, weight: Any) -> Any:
-            term = terms.compiled[reduction.index]
+            term = terms.compiled[reduction.index] if terms.compiled else term_of(reduction)
             return weight if term is Term.VALUES else _count(term, num_examples, reduction.divisor)
 
         return recorded_reductions(
             self.model, terms.compiled_factors, terms.added_factors, None if terms.is_whole else count
         )
 
-    @property
-    def _specs(self) -> list[Any]:
-        """The arguments of a step."""
-        return [
-            [None if i in self.tables else _spec(v) for i, v in enumerate(self.trainable)],
-            [_spec(v) for v in self._all_state],
-            [_spec(v) for v in self.metrics],
-            tf.TensorSpec([len(self.seeds), 2], tf.uint32),
-            self.batch_spec,
-            [_spec(c.variable) for c in self.clock],
-        ]
+    def _run_own(self, batch: Any, scope: TracedScope) -> tuple[_Outputs, _Found]:
+        """The model's own `train_step`."""
+        model, own, scaling = self.model, self.own, loss_scaling(self.model)
+        assert own is not None
+        lookups = RowLookups([])
+        with scope, recorded_reductions(model) as reductions:
+            logs = {name: tf.convert_to_tensor(value) for name, value in own.trace(batch, scope).items()}
+            # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
+            metrics = [metric for metric in (*model.metrics, loss_tracker(model)) if scope.has_written(metric)]
+            counted = {name for metric in metrics for name in flat({metric.name: metric.result()})}
+        scale = None if scaling is None or not scaling.built else scope.value_of(scaling.dynamic_scale)
+        gradients = own.gradients(scale)
+        tried: list[Any] = []
+        if self._num_replicas > 1:
+            given = [[tf.convert_to_tensor(g) for g in of_update if g is not None] for of_update in gradients]
+            tried = [*(tf.concat([tf.reshape(g, [-1]) for g in of_update], 0) for of_update in given), *logs.values()]
+        means = [name for name in logs if name not in counted]
+        returned = ReturnedValues(
+            {name: keras.metrics.Mean(name=name) for name in means}, list(logs), "loss" in counted
+        )
+        found = _Found.of(model, scope, lookups, returned, own.trainable, num_divisors=len(_divisors(reductions)))
+        values = [logs[name] for name in means]
+        state, counts = found.changed(model, scope)
+        overflow = overflow_of(gradients[0], scale)
+        assigned, divisor = own.assigned(scope), _divisor(reductions)
+        return _Outputs(gradients, assigned, state, counts, values, divisor, overflow, [], tried), found
 
-    def _run_dense(
-        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any
-    ) -> tuple[Any, ...]:
-        if self.own is None:
-            output, _ = self._run(trainable, state, metrics, seeds, batch, clock)
-            found = output.gradients, output.assigned, output.state, output.metrics
-            return *found, output.weight, output.overflow
-        with recorded_reductions(self.model) as reductions:
-            gradients, assigned, *rest, overflow = self._run_own(trainable, state, metrics, seeds, batch, clock)
-        merged = self.updates.merge(gradients, 0), self.updates.merge_assigned(assigned, 0)
-        return *merged, *rest, _divisor(reductions), overflow
-
-    def _run_own(
-        self, trainable: Any, state: Any, metrics: Any, seeds: tf.Tensor, batch: Any, clock: Any, later: Any = ()
-    ) -> tuple[Any, ...]:
-        """As `_run_dense`, by the model's own `train_step`; `later` is that of `OwnTrainStep.scope`.
-
-        Returns:
-            For each update of the step the gradients of all variables; for each and for the end of the step what has
-            been assigned; new state; new metrics; overflow.
-        """
-        own = self._own
-        others = self._others(state, metrics, seeds, clock)
-        with own.scope(list(zip(self.trainable, trainable)), others, later) as scope:
-            gradients, assigned = own(batch, batch_size_of(batch))
-        scale, overflows = self._loss_scale(clock), overflow_of(gradients[0], self._loss_scale(clock))
-        gradients = [unscaled(own.groups[g].optimizer, of_update, scale) for g, of_update in zip(own.order, gradients)]
-        return gradients, assigned, *self._new_values(scope, state), overflows
-
-    def _trace_own(self) -> tf.Graph:
-        """Sets what a trace of the model's own `train_step` tells; returns its graph."""
-        # In a function of its own: a worker knows only those that are traced after it has joined.
-        traced = self._trace_phases()
-        self.clock = self._own.find_clock(traced.function)
-        self.updates = traced.updates
-        self._has_dense = traced.dense_gradients
-        return traced.function.graph
-
-    def _trace_phases(self) -> TracedPhases:
-        """Traces the model's own `train_step` with open values after each update, and sees which of them it needs."""
-        own, traced = self._own, TracedPhases(self._own, self.updates.weights)
-        later = [[_spec(self.trainable[i]) for i in indices] for indices in own.updated]
-
-        def step(*arguments: Any) -> None:
-            *outputs, _ = self._run_own(*arguments)
-            traced.trace(arguments, tuple(outputs))
-
-        function = tf.function(step, autograph=False)
-        traced.function = function.get_concrete_function(*self._specs, later)
-        return traced
-
-    def _run_with_rows(self, *arguments: Any) -> tuple[tuple[Any, ...], RowLookups]:
-        """What `LookupRounds` traces."""
-        output, lookups = self._run(*arguments, tables=self.tables, groups=self.table_groups)
-        return (output.gradients, output.state, output.metrics, output.weight, output.overflow), lookups
-
-    def _run(
-        self,
-        trainable: Sequence[tf.Tensor | None],
-        state: Sequence[tf.Tensor],
-        metrics: Sequence[tf.Tensor],
-        seeds: tf.Tensor,
-        batch: Any,
-        clock: Sequence[tf.Tensor],
-        *,
-        tables: Mapping[int, keras.layers.Layer] = MappingProxyType({}),
-        groups: Sequence[TableGroup] = (),
-        whole_tables: Mapping[int, tf.Tensor] | None = None,
-    ) -> tuple[ReplicaOutput, RowLookups]:
+    def _run(self, batch: Any, scope: TracedScope, *, layers: Sequence[keras.layers.Layer]) -> tuple[_Outputs, _Found]:
+        """Keras's own step, with lookups by rows of the tables of some layers."""
+        model, scaling = self.model, loss_scaling(self.model)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model = self.model
-        whole = [i for i in range(len(trainable)) if i not in tables]
-        mapping = [*((self.trainable[i], trainable[i]) for i in whole), *self._others(state, metrics, seeds, clock)]
-        with tf.GradientTape() as tape, SeededScope(mapping, collect_losses=True) as scope:
-            # Only its layer reads a table: `_find_tables` checks that, by passing the whole tables.
-            tables_seen = whole_tables or {i: tf.zeros([0, layer.output_dim]) for i, layer in tables.items()}
-            scope.state_mapping |= {id(self.trainable[i]): table for i, table in tables_seen.items()}
-            tape.watch([trainable[i] for i in whole])
-            lookups = RowLookups(tables, groups, tape)
-            num_examples = batch_size_of(batch)
+        num_examples = batch_size_of(batch)
+        with tf.GradientTape() as tape, scope:
+            lookups = RowLookups(layers, tape)
             with lookups.active(), self._recorded(num_examples) as reductions:
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
             if loss is None:
                 raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
+            if not model.optimizer.built:
+                with outside_of_scopes():
+                    model.optimizer.build(model.trainable_variables)
             scaled_loss = model.optimizer.scale_loss(loss)
-        dense, of_rows = tape.gradient(scaled_loss, ([trainable[i] for i in whole], lookups.rows))
-        found: dict[int, Any] = dict(zip(whole, dense)) | lookups.gradients(of_rows)
-        gradients = [found.get(i) for i in range(len(trainable))]
-        divisor = _divisor(reductions)
+        trainable = model.trainable_variables
+        read = {id(v): scope.inputs[id(v), 0] for v in trainable if (id(v), 0) in scope.inputs}
+        dense, of_rows = tape.gradient(scaled_loss, (list(read.values()), lookups.rows))
+        of_variables = dict(zip(read, dense))
+        gradients = [of_variables.get(id(v)) for v in trainable]
+        if trainable and all(gradient is None for gradient in [*gradients, *tf.nest.flatten(of_rows)]):
+            raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
+        divisor, tried, term = _divisor(reductions), list[Any](), Term.MEAN
+        terms = assumed = LossTerms()
         with scope:
-            term = _TERMS[self.updates.weights] if self._num_replicas > 1 and not loss.shape.rank else Term.MEAN
+            if self._num_replicas > 1:
+                terms = loss_terms(model, batch, reductions)
+                assumed = self._terms or self._of_replica(terms.known(lambda: []))
+                term = _TERMS[assumed.weights or LossWeights.EXAMPLES] if not loss.shape.rank else term
+                if terms.has_unknown:
+                    tried = [loss] if terms.is_whole else [*(one.value for one in reductions), *model.losses]
             counted = _count(term, num_examples, divisor)
             logs = update_metrics(model, x, y, y_pred, sample_weight, loss, counted)
-            self.returned.count(logs, num_examples)
-        output = self._output(gradients, scope, state, num_examples, self._loss_scale(clock))
-        return replace(output, weight=divisor), lookups
+            others = sorted(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
+            values = [tf.convert_to_tensor(logs[name]) for name in others]
+        scale = None if scaling is None else scope.value_of(scaling.dynamic_scale)
+        overflow = overflow_of([*gradients, *tf.nest.flatten(of_rows)], scale)
+        optimizer = main_optimizer(model)
+        gradients = unscaled(optimizer, gradients, scale)
+        of_rows = [unscaled(optimizer, of_round, scale) for of_round in of_rows]
+        # A model may leave a metric out in training. The loss is always reported.
+        names = dict.fromkeys(["loss", *logs])
+        returned = ReturnedValues({name: keras.metrics.Mean(name=name) for name in others}, list(names))
+        found = _Found.of(model, scope, lookups, returned, trainable, terms=terms, assumed=assumed)
+        state, counts = found.changed(model, scope)
+        index_of = {id(v): i for i, v in enumerate(trainable)}
+        assigned = {index_of[key]: by for key, by in scope.take_assigned(trainable).items()}
+        outputs = _Outputs([gradients], [assigned], state, counts, values, divisor, overflow, of_rows, tried)
+        return outputs, found
 
-    def _others(self, state: Any, metrics: Any, seeds: Any, clock: Any) -> list[tuple[keras.Variable, Any]]:
-        """All variables but the trainable ones, with their values."""
-        seeds_cast = ((seed, tf.cast(seeds[i], seed.dtype)) for i, seed in enumerate(self.seeds))
-        read = ((c.variable, value) for c, value in zip(self.clock, clock))
-        return [*zip(self._all_state, state), *zip(self.metrics, metrics), *seeds_cast, *read]
 
-    def _loss_scale(self, clock: Sequence[tf.Tensor]) -> tf.Tensor | None:
-        """The dynamic scale of the loss, if it has one."""
-        return next((value for c, value in zip(self.clock, clock) if c.kind is ClockKind.LOSS_SCALE), None)
+class _Outputs(NamedTuple):
+    """The outputs of a traced step: tensors of its graph.
 
-    def _output(
-        self,
-        gradients: list[Any],
-        scope: keras.StatelessScope,
-        state: Sequence[tf.Tensor],
-        num_examples: tf.Tensor | int,
-        scale: tf.Tensor | None,
-    ) -> ReplicaOutput:
-        """What came out of a step that ran in `scope`."""
-        if self.trainable and all(gradient is None for gradient in gradients):
-            raise ConfigError(f"model {self.model.name}: the loss depends on no trainable variable")
-        overflows = overflow_of(gradients, scale)
-        gradients = unscaled(main_optimizer(self.model), gradients, scale)
-        new_state, new_metrics = self._new_values(scope, state)
-        unassigned = [None] * len(gradients)
-        return ReplicaOutput(gradients, unassigned, new_state, new_metrics, num_examples, overflow=overflows)
+    Attributes:
+        gradients: of each update of the step, one for each trainable variable, or None.
+        assigned: before each update, and at the end: by how much trainable variables were changed, by index.
+        state: new values; None where the step did not change them.
+        metrics: the same of the model's metrics.
+        values: those that the step returned and no metric has counted.
+        divisor: what the loss was divided by, if that depends on more than the shape of the batch.
+        overflow: see `ReplicaOutput`.
+        of_rows: gradients of rows that were looked up, by round and lookup; None where there is none.
+        tried: the values that tell how the loss grows with the batch; none if that is known.
+    """
 
-    def _new_values(self, scope: keras.StatelessScope, state: Sequence[tf.Tensor]) -> tuple[list[Any], list[Any]]:
-        """State, None where it is the given one, and metrics after a step that ran in `scope`."""
-        new_state = [scope.get_current_value(variable) for variable in self._all_state]
-        changed = [None if new is old else new for old, new in zip(state, new_state)]
-        for i, (old, new) in enumerate(zip(state, changed[: len(self.state)])):
-            if new is not None and not is_increment(old, new):
-                self._replaced.add(i)
-        return changed, [scope.get_current_value(variable) for variable in self.metrics]
+    gradients: list[list[Any]]
+    assigned: list[dict[int, tf.Tensor]]
+    state: list[tf.Tensor | None]
+    metrics: list[tf.Tensor | None]
+    values: list[tf.Tensor]
+    divisor: tf.Tensor | None
+    overflow: tf.Tensor | None
+    of_rows: list[list[Any]]
+    tried: list[Any]
 
-    def _find_tables(self) -> None:
-        """Fills `tables`, `table_groups` and `whole_tables`.
 
-        A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it: a step is traced
-        once with the whole tables as additional inputs, and those that it uses are needed as a whole.
-        """
-        layers = embedding_layers(self.model, self.trainable)
-        if self.own is not None:
-            self.whole_tables = dict.fromkeys(layers, "the model's own train_step")
-            return
-        self.whole_tables = {index: reason for index, layer in layers.items() if (reason := why_needed_whole(layer))}
-        candidates = {index: layer for index, layer in layers.items() if index not in self.whole_tables}
-        if not candidates:
-            return
-        readers: dict[int, list[Any]] = {}
-        with_gradient: set[int] = set()
-        by_rows = can_update_rows(main_optimizer(self.model))
-        row_wise = frozenset(i for i, layer in candidates.items() if by_rows and isinstance(layer, PooledLookup))
+@dataclass(frozen=True)
+class _Found:
+    """What a trace tells of a step.
 
-        def probe(tables: list[tf.Tensor], *arguments: Any) -> None:
-            whole = dict(zip(candidates, tables))
-            single = single_groups(candidates, row_wise)
-            output, lookups = self._run(*arguments, tables=candidates, groups=single, whole_tables=whole)
-            self._has_dense = frozenset(i for i, g in enumerate(output.gradients) if isinstance(g, tf.Tensor))
-            with_gradient.update(i for i, g in enumerate(output.gradients) if g is not None)
-            self.whole_tables |= lookups.hidden
-            readers.update((index, table.consumers()) for index, table in whole.items())
+    Attributes:
+        lookups: of rows of tables.
+        returned: the values that it returns beside metrics.
+        trainable, state, seeds: its variables. The last seed is that of keras.random.
+        worker_state: of stateful layers.
+        replaced: the state that it replaces instead of adding to it, by index: whole numbers, and all other functions.
+        terms: of the loss of a synchronous replica, as far as its graph tells.
+        assumed: the terms for which it was traced.
+        num_divisors: how many losses of a model's own step were divided by more than the shape of a batch.
+    """
 
-        self.tables = candidates
-        tables = [_spec(self.trainable[i]) for i in candidates]
-        tf.function(probe, autograph=False).get_concrete_function(tables, *self._specs)
-        for index, reading in readers.items():
-            if reading:
-                self.whole_tables.setdefault(index, "another use of it in the model")
-        self.tables = {index: layer for index, layer in candidates.items() if index not in self.whole_tables}
-        self.table_groups = group_tables(self.tables, row_wise, self.updates, frozenset(with_gradient))
+    lookups: RowLookups
+    returned: ReturnedValues
+    trainable: list[keras.Variable]
+    state: list[keras.Variable]
+    seeds: list[keras.Variable]
+    worker_state: list[keras.Variable]
+    replaced: frozenset[int]
+    terms: LossTerms
+    assumed: LossTerms
+    num_divisors: int
+
+    @staticmethod
+    def of(
+        model: keras.Model,
+        scope: TracedScope,
+        lookups: RowLookups,
+        returned: ReturnedValues,
+        trainable: list[keras.Variable],
+        *,
+        terms: LossTerms | None = None,
+        assumed: LossTerms | None = None,
+        num_divisors: int = 0,
+    ) -> _Found:
+        """Called at the end of a trace in `scope`."""
+        chosen, others = choose_variables(model, trainable, _read_beside(model, scope.variables))
+        state = [v for v in others if not is_seed(v)]
+        replaced = set[int]()
+        for i, variable in enumerate(state):
+            old, new = scope.inputs.get((id(variable), 0)), scope.new_value(variable)
+            adds = new is None or (old is not None and is_increment(old, new))
+            if not adds or not tf.as_dtype(variable.dtype).is_floating:
+                replaced.add(i)
+        seeds = [*(v for v in others if is_seed(v)), global_seed()]
+        worker_state = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
+        none = LossTerms()
+        return _Found(
+            lookups,
+            returned,
+            chosen,
+            state,
+            seeds,
+            worker_state,
+            frozenset(replaced),
+            terms or none,
+            assumed or none,
+            num_divisors,
+        )
+
+    def changed(self, model: keras.Model, scope: TracedScope) -> tuple[list[Any], list[Any]]:
+        """The new values of state and worker state, and of the model's metrics; None where they did not change."""
+        state = [scope.new_value(variable) for variable in [*self.state, *self.worker_state]]
+        return state, [scope.new_value(variable) for variable in metric_variables(model)]
+
+
+def _divisors(reductions: Sequence[Reduction]) -> list[tf.Tensor]:
+    """The divisors of compiled losses that depend on more than the shape of the batch."""
+    return [reduction.divisor for reduction in reductions if reduction.divisor is not None]
 
 
 def _divisor(reductions: Sequence[Reduction]) -> tf.Tensor | None:
-    """The first divisor of compiled losses that depends on more than the shape of the batch."""
-    return next((reduction.divisor for reduction in reductions if reduction.divisor is not None), None)
+    """The first of them."""
+    return next(iter(_divisors(reductions)), None)
 
 
 #: The kind of the whole loss.
@@ -549,37 +702,3 @@ def _check_exchanges(model: keras.Model, exchanges: Sequence[str], assigned: Map
         "tf.distribute) needs values of the other replicas in the middle of a step, which replicas of kdist do not "
         "exchange; set synchronized=False, or train with one replica (cluster=local) or strategy=parameter_server"
     )
-
-
-def _build(model: keras.Model, batch_spec: Any, num_replicas: int) -> tuple[ReturnedValues, LossTerms, tf.Graph]:
-    """Builds model, metrics and optimizer as the first step of `fit` does; `Model.build` leaves the metrics out.
-
-    Returns:
-        What the step returns beside metrics; the losses of synchronous replicas; its graph.
-    """
-    names: list[str] = []
-    others: list[str] = []
-    terms = [LossTerms()]
-
-    def first_step(batch: Any) -> None:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        with recorded_reductions(model) as reductions:
-            y_pred, loss = forward(model, x, y, sample_weight, training=True)
-        if num_replicas > 1:
-            terms.append(loss_terms(model, batch, reductions))
-        logs = update_metrics(model, x, y, y_pred, sample_weight, loss, batch_size_of(batch))
-        # A model may leave a metric out in training. The loss is always reported.
-        names.extend(dict.fromkeys(["loss", *logs]))
-        others.extend(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
-
-    graph = tf.function(first_step, autograph=False).get_concrete_function(batch_spec).graph
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    means = {name: keras.metrics.Mean(name=name) for name in sorted(others)}
-    if Term.UNKNOWN in (*terms[-1].compiled, *terms[-1].added):
-        terms.append(tried_terms(model, batch_spec, terms[-1]))
-    return ReturnedValues(means, names), terms[-1], graph
-
-
-def _spec(variable: keras.Variable) -> tf.TensorSpec:
-    return tf.TensorSpec(variable.shape, variable.dtype)

@@ -118,7 +118,7 @@ class PreparedTraining:
     ) -> ParameterStore:
         """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
         step = self.replica_step
-        dense = step.dense_gradients()
+        dense = step.dense_gradients
         variables = ModelVariables(
             step.trainable,
             step.state,
@@ -126,7 +126,7 @@ class PreparedTraining:
             dense,
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
-            frozenset(len(step.trainable) + i for i in step.replaced_state()),
+            frozenset(len(step.trainable) + i for i in step.replaced_state),
         )
         store = ParameterStore(
             variables,

@@ -107,6 +107,8 @@ class PsStrategy(StoreBackedStrategy):
             self._connect(cluster, spec.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
+            self._running().before_tracing()
+            self._prepared.replica_step.send_to_tasks()
             watch = partial(self._watched, kind="fill")
             self._store = self._prepared.store(devices, self.plan, self._wire, watch)
         self._is_training = True

@@ -317,7 +317,7 @@ def test_it_is_as_in_keras(name: str, cluster: str, run_dir: Path) -> None:
 
 
 def read_a_slot(model: Any, loss: Any, gradients: Any) -> Any:
-    # Before its slots are built, the last one is the learning rate.
+    model.optimizer.build(model.trainable_variables)
     return {**applied(model, loss, gradients), "slot": ops.sum(model.optimizer.variables[-1])}
 
 
@@ -330,13 +330,6 @@ def apply_nothing(model: Any, loss: Any, gradients: Any) -> Any:
     return {"loss": loss}
 
 
-def apply_another_at_first(model: Any, loss: Any, gradients: Any) -> Any:
-    model.calls = getattr(model, "calls", 0) + 1
-    if model.calls < 3:
-        model.other.apply(gradients, model.trainable_weights)
-    return applied(model, loss, gradients)
-
-
 def return_the_loss(model: Any, loss: Any, gradients: Any) -> Any:
     return applied(model, loss, gradients)["loss"]
 
@@ -344,7 +337,6 @@ def return_the_loss(model: Any, loss: Any, gradients: Any) -> Any:
 REFUSED: dict[Callable[..., Any], str] = {
     apply_in_a_branch: "applies gradients inside tf.cond, a loop, or a function of its own",
     apply_nothing: "applies no gradients",
-    apply_another_at_first: "calls other optimizers when it is traced again",
     read_a_slot: "uses .* of its optimizers, which other tasks do not have",
     return_the_loss: "returns SymbolicTensor; return a dict",
 }

@@ -14,7 +14,6 @@ from keras import layers, ops
 
 import kdist
 from kdist.launch.fit_arguments import FitArguments
-from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -132,7 +131,7 @@ def step_of(build: Callable[..., keras.Model], run_dir: Path) -> ReplicaStep:
 def test_tables_of_one_group_are_fetched_together(build: Any, groups: list[int], rounds: int, run_dir: Path) -> None:
     step = step_of(build, run_dir)
     assert [len(group.tables) for group in step.table_groups] == groups
-    found = LookupRounds(step._run_with_rows, step._specs, step.table_groups)
+    found = step._lookups()
     assert len(found._rounds) == rounds
     assert set(found._rounds[0]) == set(range(len(groups)))
 

@@ -15,7 +15,6 @@ import kdist
 from kdist.launch.fit_arguments import FitArguments
 from kdist.layers import Embedding
 from kdist.layers.pooling import COMBINERS
-from kdist.model.lookup_rounds import LookupRounds
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -237,7 +236,7 @@ def step_of(model: keras.Model, data: tf.data.Dataset, run_dir: Path) -> Replica
 def test_all_rows_are_fetched_at_once_and_no_table_is_needed_whole(kind: Any, run_dir: Path) -> None:
     step = step_of(Model("mean", mask_zero=kind is padded), dataset(kind), run_dir)
     assert not step.whole_tables
-    assert len(LookupRounds(step._run_with_rows, step._specs, step.table_groups)._rounds) == 1
+    assert len(step._lookups()._rounds) == 1
     for own in (ragged, sparse):
         assert not step_of(Averaged(), dataset(own), run_dir).whole_tables
 

@@ -1,0 +1,65 @@
+"""How often a model's step is traced: as often as by Keras, or less."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+
+
+class Traced(keras.layers.Layer):
+    """Notes in a file, of whatever process, that it is traced."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def call(self, inputs: Any) -> Any:
+        with open(self.file, "a") as notes:
+            print(os.getpid(), file=notes)
+        return inputs
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def build(file: Path, kind: type[keras.Model], *, has_table: bool = False) -> keras.Model:
+    inputs = keras.Input((3,))
+    vectors = keras.layers.Flatten()(keras.layers.Embedding(10, 2)(inputs)) if has_table else inputs
+    model = kind(inputs, keras.layers.Dense(1)(Traced(str(file))(vectors)))
+    model.compile("adam", "mse", metrics=["mae"])
+    # Keras has called the layers to find the shapes of their outputs.
+    file.unlink()
+    return model
+
+
+def traces(file: Path) -> Counter[str]:
+    return Counter(file.read_text().split())
+
+
+def train(file: Path, kind: type[keras.Model], run_dir: Path, *, has_table: bool = False, **arguments: Any) -> None:
+    trainer = kdist.Trainer(lambda: build(file, kind, has_table=has_table), run_dir=run_dir, **arguments)
+    trainer.fit(np.ones((60, 3), np.float32), np.ones((60, 1)), batch_size=8, epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_table"), [(keras.Model, False), (keras.Model, True), (OwnStep, False)], ids=["Keras", "table", "own"]
+)
+def test_a_step_is_traced_once_in_one_process(kind: Any, has_table: bool, run_dir: Path) -> None:
+    train(run_dir.with_name("traces"), kind, run_dir, has_table=has_table)
+    assert traces(run_dir.with_name("traces")) == {str(os.getpid()): 1}
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+def test_the_chief_of_parameter_servers_traces_a_step_once_and_no_task_does(strategy: str, run_dir: Path) -> None:
+    train(run_dir.with_name("traces"), OwnStep, run_dir, cluster="1ps2w", strategy=strategy)
+    assert traces(run_dir.with_name("traces")) == {str(os.getpid()): 1}
