@@ -254,6 +254,8 @@ def training_data(
     def size_of_batches(arrays: Any) -> int:
         return math.ceil(_num_examples(arrays) / (steps_per_epoch * readers.replicas)) if steps_per_epoch else 32
 
+    if class_weight and (sample_weight is not None or tf.nest.is_nested(y)):
+        raise ConfigError(f"class_weight: {_ONE_Y}")
     if preprocess is not None:
         x, y, sample_weight = preprocessed(preprocess, x, y, sample_weight, batch_size), None, None
     if isinstance(x, SplitSource):
@@ -352,6 +354,10 @@ def _fed(source: BatchSource, readers: Readers) -> FedData:
     return FedData(source, readers)
 
 
+#: The data that `class_weight` is for.
+_ONE_Y = "needs labels in a single y, and no sample_weight beside it; give sample_weight alone"
+
+
 class _ClassWeighted(TrainingData):
     """Other data with a sample weight by class, as for Keras's `class_weight`.
 
@@ -397,7 +403,7 @@ class _ClassWeighted(TrainingData):
         def add_weight(*batch: Any) -> Any:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             if y is None or sample_weight is not None or tf.nest.is_nested(y):
-                raise ValueError("class_weight needs a single y, and no sample_weight beside it")
+                raise ValueError(f"class_weight: {_ONE_Y}")
             return x, y, self._weights_of(_classes_of(y))
 
         batches = self._data.dataset(context, *arguments)

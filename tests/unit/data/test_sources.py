@@ -259,6 +259,12 @@ def test_what_cannot_be_data_is_refused() -> None:
         batches(training_data(lambda context: 3), 1, 0, 1)
 
 
+@pytest.mark.parametrize("arguments", [{"sample_weight": np.ones(4)}, {"y": {"a": np.ones(4), "b": np.ones(4)}}])
+def test_class_weight_beside_other_weights_or_for_several_outputs_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"class_weight: needs labels in a single y, and no sample_weight beside it"):
+        training_data(**{"x": np.ones(4), "y": np.ones(4), "class_weight": {0: 2.0}, **arguments}, batch_size=2, seed=0)
+
+
 def test_validation_split_takes_the_end_as_keras_does() -> None:
     (x, y, weight), (x_val, y_val, _) = split_validation(numbers(10), -numbers(10), None, 0.2)
     assert list(x_val) == [8, 9]
