@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,13 +27,17 @@ FORMAT = 1
 
 def versions() -> dict[str, str]:
     """The versions of the packages that a run depends on."""
-    found = {"python": platform.python_version()}
-    for package in ("kdist", "tensorflow", "keras", "numpy", "hydra-core"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
-    return found
+    packages = ("kdist", "tensorflow", "keras", "numpy", "hydra-core")
+    return {"python": platform.python_version()} | {package: _version(package) for package in packages}
+
+
+@cache
+def _version(package: str) -> str:
+    """Its version; of one that is not installed, what it says itself. Kept, since Python reads it from files."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return getattr(sys.modules.get(package), "__version__", "unknown")
 
 
 def describe(error: BaseException) -> str:
