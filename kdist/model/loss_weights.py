@@ -229,32 +229,69 @@ def repeated(batch: Any) -> Any:
     return tf.nest.map_structure(of_part, batch)
 
 
-def kinds_of(values: Callable[[Any, int], Sequence[Any]], batch_spec: Any, model: keras.Model) -> list[Term]:
+def kinds_of(
+    values: Callable[[Any, int], Sequence[Any]], batch_spec: Any, model: keras.Model, parts: Collection[int] = ()
+) -> list[Term]:
     """The kind of each value that a function computes of a batch; nothing, with a warning, if it takes no made-up data.
 
     Args:
         values: batch, number of what is drawn at random -> numbers, in the same order for every batch.
         model: whose function it is.
+        parts: the numbers of the values that are to come of those of parts of a batch. The root of a mean does not, nor
+            what compares the examples: there is a warning then.
     """
     try:
         batch = made_up(batch_spec, 1)
         found = _compared(values, batch)
-        if any(_differ(once, again) for once, again, _ in found):
+        draws = any(_differ(once, again) for once, again, _ in found)
+        if draws:
             # Of more examples, what is drawn matters less.
             found = _compared(values, repeated(batch))
+        kinds = [_kind(*of_value) for of_value in found]
+        if parts and not draws and not _come_of_parts(values, batch, [(found[i][0], kinds[i], i) for i in parts]):
+            warn(
+                f"model {model.name}: its loss is neither a mean nor a sum over the examples of a batch; each "
+                "synchronous replica computes it of its own examples, which is not what one process computes of all"
+            )
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises of data that nobody promised to it
         warn(
             f"model {model.name}: its loss could not be tried on made-up data and counts as a mean over the examples; "
             f"if it is a sum, synchronous replicas divide it by their number ({reason(error).splitlines()[0]})"
         )
         return []
-    return [_kind(*of_value) for of_value in found]
+    return kinds
 
 
 def _compared(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[tuple[Any, ...]]:
     """For each value those of a batch, of the same again, and of the same repeated."""
     of_batches = [values(some, draw) for draw, some in enumerate((batch, batch, repeated(batch)))]
     return list(zip(*([np.array(v, np.float64) for v in of_batch] for of_batch in of_batches), strict=True))
+
+
+def _come_of_parts(
+    values: Callable[[Any, int], Sequence[Any]], batch: Any, whole: Sequence[tuple[np.ndarray, Term, int]]
+) -> bool:
+    """Whether the means and sums of a batch, each with its kind and its number, are those of the halves' values."""
+    halves = [values(half, 0) for half in _halves(batch)]
+    for of_batch, kind, i in whole if halves else ():
+        of_halves = [np.array(of_half[i], np.float64) for of_half in halves]
+        if kind in (Term.MEAN, Term.SUM) and all(value.shape == of_batch.shape for value in of_halves):
+            total = np.sum(of_halves, 0)
+            if _differ(total if kind is Term.SUM else total / len(halves), of_batch):
+                return False
+    return True
+
+
+def _halves(batch: Any) -> list[Any]:
+    """The two halves of a made-up batch of dense tensors; nothing of others, which are not cut."""
+    parts = [part for part in tf.nest.flatten(batch) if part is not None]
+    if not all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
+        return []
+    middle = parts[0].shape[0] // 2
+    return [
+        tf.nest.map_structure(lambda part, of=of: None if part is None else part[of], batch)
+        for of in (slice(None, middle), slice(middle, None))
+    ]
 
 
 def _differ(some: np.ndarray, others: np.ndarray) -> bool:

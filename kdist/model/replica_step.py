@@ -411,7 +411,19 @@ class ReplicaStep:
             outputs: _Outputs = traced[0](batch, trial_values(read, draw))
             return outputs.tried
 
-        return kinds_of(values, self.batch_spec, self.model)
+        return kinds_of(values, self.batch_spec, self.model, self._parts_tried())
+
+    def _parts_tried(self) -> Sequence[int]:
+        """The values of a try that make one of those of parts of a batch, if its replicas are one process.
+
+        With statistics of the batch, as in normalization, none do.
+        """
+        found, written = self._found, self._traced.scope.written
+        if any(id(v) in written and not is_seed(v) for v in self.model.non_trainable_variables):
+            return ()
+        if self.own is not None:
+            return () if found.num_divisors else range(len(self.own.updated))
+        return [i for i, term in enumerate((*found.terms.compiled, *found.terms.added)) if term is Term.UNKNOWN]
 
     def _of_replica(self, terms: LossTerms) -> LossTerms:
         return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)

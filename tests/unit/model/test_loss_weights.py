@@ -175,6 +175,32 @@ def test_made_up_strings_are_strings() -> None:
     assert set(batch.numpy().ravel()) <= {b"0", b"1"}
 
 
+def rooted(y: Any, y_pred: Any) -> Any:
+    return ops.sqrt(ops.mean((y - y_pred) ** 2))
+
+
+def contrasted(y: Any, y_pred: Any) -> Any:
+    return ops.mean((y_pred - ops.mean(y_pred, 0)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [rooted, contrasted])
+def test_a_loss_that_examples_make_together_is_computed_by_each_replica_with_a_warning(
+    loss: Any, run_dir: Path
+) -> None:
+    with pytest.warns(UserWarning, match="its loss is neither a mean nor a sum over the examples of a batch"):
+        step = step_of(model_of(loss), run_dir)
+    assert step.updates.weights is LossWeights.EXAMPLES
+
+
+@pytest.mark.filterwarnings("error:.*neither a mean nor a sum")
+@pytest.mark.parametrize("loss", [summed, averaged])
+@pytest.mark.parametrize(
+    "layer", [layers.ReLU, lambda: AddsLoss(ops.mean), layers.BatchNormalization, lambda: layers.Dropout(0.5)]
+)
+def test_other_losses_make_no_warning(loss: Any, layer: Callable[[], layers.Layer], run_dir: Path) -> None:
+    step_of(model_of(loss, layer()), run_dir, same_size=True)
+
+
 @pytest.mark.parametrize("spec", [tf.RaggedTensorSpec([None, None], tf.int64), tf.SparseTensorSpec([None, 3])])
 def test_made_up_data_is_of_the_kind_of_the_data(spec: tf.TypeSpec) -> None:
     batch = made_up({"x": spec}, 1)
