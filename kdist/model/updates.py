@@ -170,7 +170,7 @@ class StepUpdates:
         """As `merge`, of what was assigned before each update, and at the end of the step."""
         phases = [*(update.phase for update in self.updates), self.num_phases - 1]
         merged = {i: value for p, found in zip(phases, assigned) if p == phase for i, value in found.items()}
-        num_variables = 1 + max(i for group in self.groups for i in group.variables)
+        num_variables = 1 + max((i for group in self.groups for i in group.variables), default=-1)
         return [merged.get(i) for i in range(num_variables)]
 
     def clips(self, phase: int) -> bool:

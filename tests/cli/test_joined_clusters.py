@@ -196,7 +196,9 @@ def test_a_server_that_never_comes_is_named_and_nobody_waits_on(tasks: Tasks) ->
     assert tasks.code_of("worker:0", 4 + 2 * SOON) == 75
     _, _, message = tasks.said("worker:0").partition("kdist: error: ")
     assert f"ps:1 ({missing})" in message
-    assert f"did not respond within 4 s (cluster.start_timeout): nothing listens at {missing}" in message
+    # On a busy machine another task may be late as well, and is named beside it.
+    assert "did not respond within 4 s (cluster.start_timeout): " in message
+    assert f"nothing listens at {missing}" in message
     assert "Traceback" not in message
     result = result_of(tasks.folder("worker:0") / "D")
     assert result["status"] == "failed"
