@@ -29,6 +29,8 @@ _UNKNOWN_SIZE = 4
 #: How often the larger of two made-up batches has the examples of the smaller one.
 REPEATS = 4
 _TOLERANCE = 1e-3
+#: Of float32, since examples that differ little make almost a mean.
+_ROUNDING = 2e-5
 
 
 class LossWeights(Enum):
@@ -248,11 +250,16 @@ def kinds_of(
             # Of more examples, what is drawn matters less.
             found = _compared(values, repeated(batch))
         kinds = [_kind(*of_value) for of_value in found]
-        if parts and not draws and not _come_of_parts(values, batch, [(found[i][0], kinds[i], i) for i in parts]):
+        halves = _of_halves(values, batch) if parts and not draws else []
+        together = [i for i in parts if halves and not _comes_of_parts(found[i], kinds[i], [of[i] for of in halves])]
+        if together:
             warn(
                 f"model {model.name}: its loss is neither a mean nor a sum over the examples of a batch; each "
                 "synchronous replica computes it of its own examples, which is not what one process computes of all"
             )
+        for i in together:
+            # One that compares the examples may grow with their number.
+            kinds[i] = Term.SUM if kinds[i] is Term.SUM else Term.MEAN
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises of data that nobody promised to it
         warn(
             f"model {model.name}: its loss could not be tried on made-up data and counts as a mean over the examples; "
@@ -268,18 +275,26 @@ def _compared(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[t
     return list(zip(*([np.array(v, np.float64) for v in of_batch] for of_batch in of_batches), strict=True))
 
 
-def _come_of_parts(
-    values: Callable[[Any, int], Sequence[Any]], batch: Any, whole: Sequence[tuple[np.ndarray, Term, int]]
-) -> bool:
-    """Whether the means and sums of a batch, each with its kind and its number, are those of the halves' values."""
-    halves = [values(half, 0) for half in _halves(batch)]
-    for of_batch, kind, i in whole if halves else ():
-        of_halves = [np.array(of_half[i], np.float64) for of_half in halves]
-        if kind in (Term.MEAN, Term.SUM) and all(value.shape == of_batch.shape for value in of_halves):
-            total = np.sum(of_halves, 0)
-            if _differ(total if kind is Term.SUM else total / len(halves), of_batch):
-                return False
-    return True
+def _comes_of_parts(of_batch: tuple[np.ndarray, ...], kind: Term, of_halves: Sequence[Any]) -> bool:
+    """Whether a value of a batch, as of `_compared`, is one of terms that the examples make each for itself."""
+    once, _, often = of_batch
+    parts = [np.array(value, np.float64) for value in of_halves]
+    if any(part.shape != once.shape for part in parts) or often.shape != once.shape:
+        return True
+    total = np.sum(parts, 0)
+    if kind is Term.MEAN:
+        return not _differ(total / len(parts), once, _ROUNDING)
+    # A sum beside a mean, or a constant, which all parts have.
+    constant = total - once
+    return not _differ(REPEATS * (once - constant) + constant, often, _ROUNDING)
+
+
+def _of_halves(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[Sequence[Any]]:
+    """What a function computes of the halves of a batch; nothing if it does not take them."""
+    try:
+        return [values(half, 0) for half in _halves(batch)]
+    except Exception:  # noqa: BLE001 - as of any made-up data; the whole batch has told the kinds
+        return []
 
 
 def _halves(batch: Any) -> list[Any]:
@@ -294,8 +309,8 @@ def _halves(batch: Any) -> list[Any]:
     ]
 
 
-def _differ(some: np.ndarray, others: np.ndarray) -> bool:
-    return bool(np.linalg.norm(some - others) > _TOLERANCE * max(float(np.linalg.norm(others)), 1e-12))
+def _differ(some: np.ndarray, others: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
+    return bool(np.linalg.norm(some - others) > tolerance * max(float(np.linalg.norm(others)), 1e-12))
 
 
 def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray) -> Term:

@@ -416,9 +416,11 @@ class ReplicaStep:
     def _parts_tried(self) -> Sequence[int]:
         """The values of a try that make one of those of parts of a batch, if its replicas are one process.
 
-        With statistics of the batch, as in normalization, none do.
+        With statistics of the batch, as in normalization, none do; nor can it be told of numbers of low precision.
         """
         found, written = self._found, self._traced.scope.written
+        if any(layer.compute_dtype not in (None, "float32", "float64") for layer in layers_of(self.model)):
+            return ()
         if any(id(v) in written and not is_seed(v) for v in self.model.non_trainable_variables):
             return ()
         if self.own is not None:

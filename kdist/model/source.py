@@ -107,7 +107,12 @@ class _Settings:
         """Whether they are others by now; layers that the model has made since do not count."""
         compiled = compile_arguments(model)
         is_compiled_again = any(value is not self._compiled.get(name) for name, value in compiled.items())
-        return is_compiled_again or any(layer_settings(layer) != before for layer, before in self._layers)
+        return is_compiled_again or any(_differ(before, layer_settings(layer)) for layer, before in self._layers)
+
+
+def _differ(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a setting has another value; `build` may make something else of one, as of the axis of normalization."""
+    return any(now[name] != before[name] for name in before.keys() & now.keys())
 
 
 class _Withheld:

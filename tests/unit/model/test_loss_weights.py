@@ -183,7 +183,12 @@ def contrasted(y: Any, y_pred: Any) -> Any:
     return ops.mean((y_pred - ops.mean(y_pred, 0)) ** 2)
 
 
-@pytest.mark.parametrize("loss", [rooted, contrasted])
+def crossed(y: Any, y_pred: Any) -> Any:
+    """Grows with the logarithm of the number of examples, as the loss of a retrieval with in-batch negatives."""
+    return ops.logsumexp(y_pred) - ops.mean(y * y_pred)
+
+
+@pytest.mark.parametrize("loss", [rooted, contrasted, crossed])
 def test_a_loss_that_examples_make_together_is_computed_by_each_replica_with_a_warning(
     loss: Any, run_dir: Path
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import models
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -130,3 +131,27 @@ def test_a_model_that_was_made_for_another_strategy_is_refused() -> None:
         model = with_dropout()
     with pytest.raises(ConfigError, match=r"made in the scope of a MirroredStrategy, .* make it outside of the scope"):
         ModelSource(model, "test")
+
+
+class Normalized(keras.Model):
+    """Has no config of its own, and layers that `build` changes: it makes a list of an axis."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = keras.layers.LayerNormalization(), keras.layers.Dense(width)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.norm(x))
+
+
+def test_a_model_that_has_only_been_built_since_is_built_by_its_function_elsewhere() -> None:
+    def build() -> keras.Model:
+        model = Normalized(2)
+        model.compile("sgd", "mse")
+        return model
+
+    source = ModelSource(build, "multi_worker_mirrored")
+    source.model(np.ones((2, 4)))
+    assert source.__getstate__()["_build_model"] is build
+    source.model.norm.trainable = False
+    assert source.__getstate__()["_build_model"] is source.model
