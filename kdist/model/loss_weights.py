@@ -211,6 +211,8 @@ def of_any_size(batch_spec: Any) -> Any:
     """The spec of batches of any number of examples."""
 
     def open_first(spec: tf.TypeSpec) -> tf.TypeSpec:
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
             return spec
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)

@@ -524,7 +524,8 @@ class ReplicaStep:
         terms = assumed = LossTerms()
         with scope:
             if self._num_replicas > 1:
-                terms = loss_terms(model, batch, reductions)
+                # What tables have for the batch comes of it, too.
+                terms = loss_terms(model, (batch, lookups.rows), reductions)
                 assumed = self._terms or self._of_replica(terms.known(lambda: []))
                 term = _TERMS[assumed.weights or LossWeights.EXAMPLES] if not loss.shape.rank else term
                 if terms.has_unknown:
