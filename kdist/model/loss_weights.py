@@ -251,23 +251,23 @@ def kinds_of(
         if draws:
             # Of more examples, what is drawn matters less.
             found = _compared(values, repeated(batch))
-        kinds = [_kind(*of_value) for of_value in found]
-        halves = _of_halves(values, batch) if parts and not draws else []
-        together = [i for i in parts if halves and not _comes_of_parts(found[i], kinds[i], [of[i] for of in halves])]
-        if together:
-            warn(
-                f"model {model.name}: its loss is neither a mean nor a sum over the examples of a batch; each "
-                "synchronous replica computes it of its own examples, which is not what one process computes of all"
-            )
-        for i in together:
-            # One that compares the examples may grow with their number.
-            kinds[i] = Term.SUM if kinds[i] is Term.SUM else Term.MEAN
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises of data that nobody promised to it
         warn(
             f"model {model.name}: its loss could not be tried on made-up data and counts as a mean over the examples; "
             f"if it is a sum, synchronous replicas divide it by their number ({reason(error).splitlines()[0]})"
         )
         return []
+    kinds = [_kind(*of_value) for of_value in found]
+    halves = _of_halves(values, batch) if parts and not draws else []
+    together = [i for i in parts if halves and not _comes_of_parts(found[i], kinds[i], [of[i] for of in halves])]
+    if together:
+        warn(
+            f"model {model.name}: its loss is neither a mean nor a sum over the examples of a batch; each synchronous "
+            "replica computes it of its own examples, which is not what one process computes of all"
+        )
+    for i in together:
+        # One that compares the examples may grow with their number.
+        kinds[i] = Term.SUM if kinds[i] is Term.SUM else Term.MEAN
     return kinds
 
 

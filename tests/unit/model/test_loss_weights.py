@@ -45,8 +45,11 @@ def model_of(loss: Any, *more: layers.Layer, kind: type[keras.Model] = keras.Mod
     return model
 
 
-def step_of(model: keras.Model, run_dir: Path, *, same_size: bool = False) -> ReplicaStep:
-    data = tf.data.Dataset.from_tensor_slices((np.ones((8, 3), "float32"), np.ones((8, 1), "float32")))
+def step_of(
+    model: keras.Model, run_dir: Path, *, same_size: bool = False, data: tf.data.Dataset | None = None
+) -> ReplicaStep:
+    if data is None:
+        data = tf.data.Dataset.from_tensor_slices((np.ones((8, 3), "float32"), np.ones((8, 1), "float32")))
     trainer = kdist.Trainer(lambda: model, run_dir=run_dir)
     request = trainer._request(FitArguments(data.batch(4, drop_remainder=same_size)))
     return prepare(request.training_spec(request.training_data), 2, 2).replica_step
@@ -88,6 +91,29 @@ def test_a_sum_beside_a_mean_needs_batches_of_one_size(run_dir: Path) -> None:
     assert step._terms.added_factors == (2.0,)
     with pytest.raises(kdist.ConfigError, match="drop_remainder=True"):
         step_of(model(), run_dir / "other")
+
+
+class OfTable(keras.Model):
+    """Adds a sum of what it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.adds, self.out = layers.Embedding(9, 2), AddsLoss(ops.sum), layers.Dense(1)
+
+    def call(self, ids: Any) -> Any:
+        ids = ids.to_tensor(shape=(None, 3)) if isinstance(ids, tf.RaggedTensor) else ids
+        return self.out(ops.mean(self.adds(self.table(ids)), 1))
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_sum_of_rows_of_a_table_is_a_sum(is_ragged: bool, run_dir: Path) -> None:
+    ids = tf.ragged.constant([[1, 2, 3], [4], [5, 6], [7]] * 2) if is_ragged else np.ones((8, 3), "int32")
+    model = OfTable()
+    model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((ids, np.ones((8, 1), "float32")))
+    step = step_of(model, run_dir, same_size=True, data=data)
+    assert step.updates.weights is LossWeights.EXAMPLES
+    assert step._terms.added_factors == (2.0,)
 
 
 class OwnStep(keras.Model):
