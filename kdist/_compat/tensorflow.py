@@ -49,7 +49,7 @@ __all__ = [
     "number_collectives_when_traced",
     "offer_python_function",
     "outside_of_functions",
-    "send_to_tasks",
+    "sent_to_tasks_that_join",
     "server_def",
     "session_config",
     "set_server_def",
@@ -100,23 +100,28 @@ def function_for_tasks(
     return concrete
 
 
-def send_to_tasks(function: tf.types.experimental.ConcreteFunction) -> None:
-    """Makes a function, and those that it calls, known to the tasks that have joined since it was traced.
+@contextmanager
+def sent_to_tasks_that_join(function: tf.types.experimental.ConcreteFunction) -> Iterator[None]:
+    """Makes a function, and those that it calls, known to the tasks that this process joins in this context.
 
-    TensorFlow sends a function to the tasks when it is added to this process, and only then.
+    TensorFlow sends a function to the tasks when it is added to this process, and only then. So it is added again, and
+    removed before: there are no tasks then that would be told to remove what they do not have.
     """
-    own, known = context.context(), set[str]()
+    own, definitions = context.context(), dict[str, Any]()
     waiting: list[Any] = [function._inference_function]
     while waiting:
         found = waiting.pop()
         name = tf.compat.as_str(found.name)
-        if name not in known and own.has_function(name):
-            known.add(name)
+        if name not in definitions and own.has_function(name):
             # Those of TensorFlow's older layers are of another kind.
             is_older = isinstance(found, _DefinedFunction)
             waiting += found._sub_functions.values() if is_older else found.children or []
-            definition = own.get_function_def(name)
+            definitions[name] = own.get_function_def(name)
             own.remove_function(name)
+    try:
+        yield
+    finally:
+        for definition in definitions.values():
             own.add_function_def(definition)
 
 

@@ -153,9 +153,9 @@ class ReplicaStep:
         fetches = self.tables or self.clock or self.worker_state.variables
         return not fetches and self.updates.num_phases == 1
 
-    def send_to_tasks(self) -> None:
-        """Makes the step known to the tasks of a cluster that this process has joined since it was traced."""
-        self._traced.send_to_tasks()
+    def sent_to_tasks_that_join(self) -> AbstractContextManager[None]:
+        """In this context, the tasks of a cluster that this process joins get to know the step."""
+        return self._traced.sent_to_tasks_that_join()
 
     def run(
         self,

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdist._compat.keras import global_seed, is_being_built, layers_of, stored_dtype, variables_made_at_once
-from kdist._compat.tensorflow import call_with, later_input, send_to_tasks, watch_in_every_tape, with_handle_of
+from kdist._compat.tensorflow import (
+    call_with,
+    later_input,
+    sent_to_tasks_that_join,
+    watch_in_every_tape,
+    with_handle_of,
+)
 from kdist.model.loss_weights import is_of_none
 from kdist.model.names import is_seed
 from kdist.model.phases import Levels, Phases, flat, packed
@@ -193,9 +200,9 @@ class TracedStep:
         results = call_with(self._function, inputs, _parts(batch))
         return packed(self.outputs, dict(zip((tensor.name for tensor in flat(self.outputs)), results)))
 
-    def send_to_tasks(self) -> None:
-        """Makes the step known to tasks that have joined since it was traced."""
-        send_to_tasks(self._function)
+    def sent_to_tasks_that_join(self) -> AbstractContextManager[None]:
+        """In this context, the tasks that this process joins get to know the step."""
+        return sent_to_tasks_that_join(self._function)
 
     def phases(
         self,

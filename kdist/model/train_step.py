@@ -265,7 +265,7 @@ class OwnPhases:
     Args:
         own: the step.
         traced: its trace.
-        outputs: what that results: gradients of each update, what is assigned before each and at the end, state,
+        outputs: what it returns: gradients of each update, what is assigned before each and at the end, state,
             metrics, other values.
         weights: of the gradients of synchronous replicas.
 
@@ -308,7 +308,7 @@ class OwnPhases:
         self._outputs[-1] = *of_phases[-1], state, metrics, values
 
     def cut(self, jit_compile: bool | None) -> Phases:
-        """The step, cut; each phase results merged gradients, merged assignments, state, metrics and other values.
+        """The step, cut; each phase returns merged gradients, merged assignments, state, metrics and other values.
 
         Args:
             jit_compile: whether XLA compiles each phase.

@@ -104,11 +104,10 @@ class PsStrategy(StoreBackedStrategy):
         self._prepared = prepared or self._prepare(spec)
         self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
         if cluster is not None:
-            self._connect(cluster, spec.grace_secs)
+            with self._prepared.replica_step.sent_to_tasks_that_join():
+                self._connect(cluster, spec.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
-            self._running().before_tracing()
-            self._prepared.replica_step.send_to_tasks()
             watch = partial(self._watched, kind="fill")
             self._store = self._prepared.store(devices, self.plan, self._wire, watch)
         self._is_training = True

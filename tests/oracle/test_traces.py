@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -63,3 +65,28 @@ def test_a_step_is_traced_once_in_one_process(kind: Any, has_table: bool, run_di
 def test_the_chief_of_parameter_servers_traces_a_step_once_and_no_task_does(strategy: str, run_dir: Path) -> None:
     train(run_dir.with_name("traces"), OwnStep, run_dir, cluster="1ps2w", strategy=strategy)
     assert traces(run_dir.with_name("traces")) == {str(os.getpid()): 1}
+
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+import kdist
+
+def build():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+for _ in range(2):
+    trainer = kdist.Trainer(build, "1ps1w", run_dir=sys.argv[1], resume="never")
+    trainer.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+"""
+
+
+@pytest.mark.cluster
+def test_a_step_that_was_traced_before_its_cluster_began_makes_no_error_of_tensorflow(run_dir: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    command = [sys.executable, "-c", SCRIPT, str(run_dir)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "remove function" not in done.stderr
