@@ -6,11 +6,11 @@ Where the values come from and where the gradients go is the strategy's business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,14 +18,12 @@ import tensorflow as tf
 from kdist._compat.keras import (
     Reduction,
     compile_arguments,
-    global_seed,
     has_own_compute_loss,
     layers_of,
     loss_scaling,
     loss_tracker,
     losses_of_outputs,
     main_optimizer,
-    optimizers_of,
     outside_of_scopes,
     recorded_reductions,
     table_of,
@@ -42,7 +40,6 @@ from kdist.model.embedding_lookup import (
     why_needed_whole,
 )
 from kdist.model.forward import batch_size_of, forward, update_metrics
-from kdist.model.increments import is_increment
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import (
@@ -62,7 +59,9 @@ from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases
 from kdist.model.seeded_scope import SeededScope
-from kdist.model.state import choose_variables, layer_states, remember_groups, stateful_layers
+from kdist.model.state import remember_groups
+from kdist.model.step_findings import StepFindings, StepOutputs
+from kdist.model.step_variables import check_assigned, check_exchanges, of_tensorflow
 from kdist.model.table_groups import group_tables
 from kdist.model.traced_step import TracedScope, TracedStep, Values
 from kdist.model.train_step import OwnPhases, OwnTrainStep, clock_of, overrides_train_step
@@ -128,7 +127,7 @@ class ReplicaStep:
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
         self._rounds: LookupRounds | None = None
         self._phases: Phases | None = None
-        self.outside = _of_tensorflow(graph.variables, [*model.variables, *scope.variables.values()])
+        self.outside = of_tensorflow(graph.variables, [*model.variables, *scope.variables.values()])
         written = assigned_variables(graph)
         self.assigned_outside = sorted(v.name for v in self.outside if any(v is one for one in written))
         remember_groups(model, self.updates.groups)
@@ -187,7 +186,7 @@ class ReplicaStep:
             yield from self._run_phases(batch, values, metrics, num_examples)
             return
         if rows is None:
-            outputs: _Outputs = self._traced(batch, values)
+            outputs: StepOutputs = self._traced(batch, values)
             of_tables = dict[int, Any]()
         else:
             outputs, gradients_of = self._lookups().run(self._traced.arguments(batch, values), rows)
@@ -218,8 +217,8 @@ class ReplicaStep:
     def _lookups(self) -> LookupRounds:
         if self._rounds is None:
             traced, tables = self._traced, self.tables
-            given: _Outputs = traced.outputs
-            outputs = _Outputs(*given[:-1], [])
+            given: StepOutputs = traced.outputs
+            outputs = StepOutputs(*given[:-1], [])
             without = [id(self.trainable[i]) for i in tables]
 
             def cut(arriving: Sequence[Any], wanted: Sequence[Any]) -> Phases:
@@ -322,13 +321,15 @@ class ReplicaStep:
         layers = [] if self.own is not None else layers_looked_up(self.model)
         self._layers = [layer for layer in layers if id(layer) not in self._why_whole]
         self._traced = TracedStep(self._step(self._layers), self.batch_spec, self.model, self._jit_compile)
-        self._found: _Found = self._traced.found
+        self._found: StepFindings = self._traced.found
         self.trainable, self.state, self.seeds = self._found.trainable, self._found.state, self._found.seeds
         #: State to which a step does not just add, by index.
         self.replaced_state = self._found.replaced
         self.returned = self._found.returned
 
-    def _step(self, layers: Sequence[keras.layers.Layer]) -> Callable[[Any, TracedScope], tuple[_Outputs, _Found]]:
+    def _step(
+        self, layers: Sequence[keras.layers.Layer]
+    ) -> Callable[[Any, TracedScope], tuple[StepOutputs, StepFindings]]:
         """What is traced, with lookups by rows of the tables of some layers."""
         return self._run_own if self.own is not None else partial(self._run, layers=layers)
 
@@ -339,9 +340,9 @@ class ReplicaStep:
             ConfigError: it cannot be trained at all.
         """
         scaling, is_built = loss_scaling(self.model), True
-        _check_assigned(self.model, self._traced.scope.written)
+        check_assigned(self.model, self._traced.scope.written)
         if self._num_replicas > 1:
-            _check_exchanges(self.model, exchanges, self._traced.scope.written)
+            check_exchanges(self.model, exchanges, self._traced.scope.written)
         if self.own is not None:
             is_built = scaling is None or scaling.built
             self.own.build_optimizers()
@@ -408,7 +409,7 @@ class ReplicaStep:
             if not traced:
                 traced.append(TracedStep(self._step([]), spec, self.model))
             read = traced[0].scope.variables.values()
-            outputs: _Outputs = traced[0](batch, trial_values(read, draw))
+            outputs: StepOutputs = traced[0](batch, trial_values(read, draw))
             return outputs.tried
 
         return kinds_of(values, self.batch_spec, self.model, self._parts_tried())
@@ -432,7 +433,7 @@ class ReplicaStep:
 
     def _find_updates(self) -> StepUpdates:
         weights = self._check_weights(self._known_terms.weights)
-        outputs: _Outputs = self._traced.outputs
+        outputs: StepOutputs = self._traced.outputs
         if self.own is not None:
             found = outputs.gradients, outputs.assigned, outputs.state, outputs.metrics, outputs.values
             self._own_phases = OwnPhases(self.own, self._traced, found, weights)
@@ -440,7 +441,7 @@ class ReplicaStep:
         updates = StepUpdates.of_all(main_optimizer(self.model), self.trainable, weights)
         return replace(updates, assigned=frozenset(i for found in outputs.assigned for i in found))
 
-    def _find_dense_gradients(self, outputs: _Outputs) -> frozenset[int]:
+    def _find_dense_gradients(self, outputs: StepOutputs) -> frozenset[int]:
         """Sets `dense_gradients`; returns the variables that get any gradient, by index."""
         index_of = {id(layer): index for index, layer in self.tables.items()}
         dense, others = set[int](), set[int]()
@@ -471,7 +472,7 @@ class ReplicaStep:
             self.model, terms.compiled_factors, terms.added_factors, None if terms.is_whole else count
         )
 
-    def _run_own(self, batch: Any, scope: TracedScope) -> tuple[_Outputs, _Found]:
+    def _run_own(self, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
         """The model's own `train_step`."""
         model, own, scaling = self.model, self.own, loss_scaling(self.model)
         assert own is not None
@@ -491,14 +492,16 @@ class ReplicaStep:
         returned = ReturnedValues(
             {name: keras.metrics.Mean(name=name) for name in means}, list(logs), "loss" in counted
         )
-        found = _Found.of(model, scope, lookups, returned, own.trainable, num_divisors=len(_divisors(reductions)))
+        found = StepFindings.of(model, scope, lookups, returned, own.trainable, num_divisors=len(_divisors(reductions)))
         values = [logs[name] for name in means]
         state, counts = found.changed(model, scope)
         overflow = overflow_of(gradients[0], scale)
         assigned, divisor = own.assigned(scope), _divisor(reductions)
-        return _Outputs(gradients, assigned, state, counts, values, divisor, overflow, [], tried), found
+        return StepOutputs(gradients, assigned, state, counts, values, divisor, overflow, [], tried), found
 
-    def _run(self, batch: Any, scope: TracedScope, *, layers: Sequence[keras.layers.Layer]) -> tuple[_Outputs, _Found]:
+    def _run(
+        self, batch: Any, scope: TracedScope, *, layers: Sequence[keras.layers.Layer]
+    ) -> tuple[StepOutputs, StepFindings]:
         """Keras's own step, with lookups by rows of the tables of some layers."""
         model, scaling = self.model, loss_scaling(self.model)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -542,107 +545,12 @@ class ReplicaStep:
         # A model may leave a metric out in training. The loss is always reported.
         names = dict.fromkeys(["loss", *logs])
         returned = ReturnedValues({name: keras.metrics.Mean(name=name) for name in others}, list(names))
-        found = _Found.of(model, scope, lookups, returned, trainable, terms=terms, assumed=assumed)
+        found = StepFindings.of(model, scope, lookups, returned, trainable, terms=terms, assumed=assumed)
         state, counts = found.changed(model, scope)
         index_of = {id(v): i for i, v in enumerate(trainable)}
         assigned = {index_of[key]: by for key, by in scope.take_assigned(trainable).items()}
-        outputs = _Outputs([gradients], [assigned], state, counts, values, divisor, overflow, of_rows, tried)
+        outputs = StepOutputs([gradients], [assigned], state, counts, values, divisor, overflow, of_rows, tried)
         return outputs, found
-
-
-class _Outputs(NamedTuple):
-    """The outputs of a traced step: tensors of its graph.
-
-    Attributes:
-        gradients: of each update of the step, one for each trainable variable, or None.
-        assigned: before each update, and at the end: by how much trainable variables were changed, by index.
-        state: new values; None where the step did not change them.
-        metrics: the same of the model's metrics.
-        values: those that the step returned and no metric has counted.
-        divisor: what the loss was divided by, if that depends on more than the shape of the batch.
-        overflow: see `ReplicaOutput`.
-        of_rows: gradients of rows that were looked up, by round and lookup; None where there is none.
-        tried: the values that tell how the loss grows with the batch; none if that is known.
-    """
-
-    gradients: list[list[Any]]
-    assigned: list[dict[int, tf.Tensor]]
-    state: list[tf.Tensor | None]
-    metrics: list[tf.Tensor | None]
-    values: list[tf.Tensor]
-    divisor: tf.Tensor | None
-    overflow: tf.Tensor | None
-    of_rows: list[list[Any]]
-    tried: list[Any]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a trace tells of a step.
-
-    Attributes:
-        lookups: of rows of tables.
-        returned: the values that it returns beside metrics.
-        trainable, state, seeds: its variables. The last seed is that of keras.random.
-        worker_state: of stateful layers.
-        replaced: the state that it replaces instead of adding to it, by index: whole numbers, and all other functions.
-        terms: of the loss of a synchronous replica, as far as its graph tells.
-        assumed: the terms for which it was traced.
-        num_divisors: how many losses of a model's own step were divided by more than the shape of a batch.
-    """
-
-    lookups: RowLookups
-    returned: ReturnedValues
-    trainable: list[keras.Variable]
-    state: list[keras.Variable]
-    seeds: list[keras.Variable]
-    worker_state: list[keras.Variable]
-    replaced: frozenset[int]
-    terms: LossTerms
-    assumed: LossTerms
-    num_divisors: int
-
-    @staticmethod
-    def of(
-        model: keras.Model,
-        scope: TracedScope,
-        lookups: RowLookups,
-        returned: ReturnedValues,
-        trainable: list[keras.Variable],
-        *,
-        terms: LossTerms | None = None,
-        assumed: LossTerms | None = None,
-        num_divisors: int = 0,
-    ) -> _Found:
-        """Called at the end of a trace in `scope`."""
-        chosen, others = choose_variables(model, trainable, _read_beside(model, scope.variables))
-        state = [v for v in others if not is_seed(v)]
-        replaced = set[int]()
-        for i, variable in enumerate(state):
-            old, new = scope.inputs.get((id(variable), 0)), scope.new_value(variable)
-            adds = new is None or (old is not None and is_increment(old, new))
-            if not adds or not tf.as_dtype(variable.dtype).is_floating:
-                replaced.add(i)
-        seeds = [*(v for v in others if is_seed(v)), global_seed()]
-        worker_state = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
-        none = LossTerms()
-        return _Found(
-            lookups,
-            returned,
-            chosen,
-            state,
-            seeds,
-            worker_state,
-            frozenset(replaced),
-            terms or none,
-            assumed or none,
-            num_divisors,
-        )
-
-    def changed(self, model: keras.Model, scope: TracedScope) -> tuple[list[Any], list[Any]]:
-        """The new values of state and worker state, and of the model's metrics; None where they did not change."""
-        state = [scope.new_value(variable) for variable in [*self.state, *self.worker_state]]
-        return state, [scope.new_value(variable) for variable in metric_variables(model)]
 
 
 def _divisors(reductions: Sequence[Reduction]) -> list[tf.Tensor]:
@@ -664,56 +572,3 @@ def _count(term: Term, num_examples: tf.Tensor | int, divisor: tf.Tensor | None)
     if term is Term.SUM:
         return 1
     return divisor if term is Term.OWN_MEAN else num_examples
-
-
-def _of_tensorflow(variables: Iterable[tf.Variable], known: Iterable[keras.Variable]) -> list[tf.Variable]:
-    """The variables that are not those of Keras's variables."""
-    values = {id(variable.value) for variable in known}
-    return [variable for variable in variables if id(variable) not in values]
-
-
-def _check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> None:
-    """Refuses, with a `ConfigError`, a step that assigns a variable of Keras that the model does not know.
-
-    The states of random seeds have a place in the step's scope.
-    """
-    if others := [v.path for v in _of_others(model, assigned)]:
-        raise ConfigError(
-            f"model {model.name}: a step assigns {', '.join(others)}, which the model does not have; make it with "
-            "self.add_weight(..., trainable=False) of the model or a layer, or assign its owner to an attribute of them"
-        )
-
-
-def _read_beside(model: keras.Model, read: Mapping[int, keras.Variable]) -> list[keras.Variable]:
-    """The variables that a step reads beside those of the model and its optimizers: of a loss, a metric, a regularizer.
-
-    A callback may assign them, so they belong to the state of the training.
-    """
-    of_optimizers = {id(v) for optimizer in optimizers_of(model).values() for v in optimizer.variables}
-    if (scaling := loss_scaling(model)) is not None:
-        of_optimizers |= {id(v) for v in scaling.variables}
-    return [v for v in _of_others(model, read) if id(v) not in of_optimizers]
-
-
-def _of_others(model: keras.Model, variables: Mapping[int, keras.Variable]) -> list[keras.Variable]:
-    """The variables that the model does not know. Seeds are not among them: a step's scope has their states."""
-    states = (variable for layer in stateful_layers(model) for variable in layer_states(layer))
-    known = {id(v) for v in (*model.variables, *model.metrics_variables, *loss_tracker(model).variables, *states)}
-    return [v for key, v in variables.items() if key not in known and not is_seed(v)]
-
-
-def _check_exchanges(model: keras.Model, exchanges: Sequence[str], assigned: Mapping[int, keras.Variable]) -> None:
-    """Refuses, with a `ConfigError`, a step that reads, before its end, what other replicas have computed.
-
-    A layer whose statistics the step assigns is to read it even where Keras's code does not: with a mask it takes the
-    moments of the replica alone.
-    """
-    layers = [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
-    if not exchanges and not any(id(v) in assigned for layer in layers for v in layer.non_trainable_variables):
-        return
-    names = [f"{type(layer).__name__} {layer.name}" for layer in layers]
-    raise ConfigError(
-        f"model {model.name}: {', '.join(names) or 'its step'} (synchronized=True, or the replica context of "
-        "tf.distribute) needs values of the other replicas in the middle of a step, which replicas of kdist do not "
-        "exchange; set synchronized=False, or train with one replica (cluster=local) or strategy=parameter_server"
-    )
