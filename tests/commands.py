@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 
 from helpers import environment
 
-from kdist.cluster import forkserver, local
+from kdist.cluster import forkserver, task_processes
 
 # They are forked, as Python's multiprocessing does it, from a process that has imported this and nothing else.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -110,7 +110,7 @@ def _run(
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = ["kdist", *arguments]
-    local.ForkServer = _ForkServer  # type: ignore[misc]
+    task_processes.ForkServer = _ForkServer  # type: ignore[misc]
     from kdist.cli.main import main
 
     main()
@@ -137,7 +137,7 @@ class _ForkServer(forkserver.ForkServer):
         def become() -> NoReturn:
             os.environ.clear()
             os.environ.update(self._environment)
-            sys.argv = ["forkserver", str(orders)]
+            sys.argv = ["forkserver", str(orders), self._module]
             forkserver.main()
 
         return _Fork(become, log, keep=orders)

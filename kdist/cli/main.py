@@ -307,14 +307,15 @@ def _job(
         os.environ[quiet_import.LEVEL] = "0"
     with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
-        from kdist.cluster.local import log_path, prepared
+        from kdist.cluster.local import log_path
         from kdist.cluster.resolve import shape_of
+        from kdist.cluster.task_processes import prepared
 
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
         shape = shape_of(checked.cluster, membership)
-        if membership is None and shape.num_ps and not checked.run.plan_only:
+        if membership is None and not shape.is_local and not checked.run.plan_only:
             # The tasks that this process will start import TensorFlow while it does so itself.
-            end.enter_context(prepared(log_path(log_file.parent, shape.tasks[0])))
+            end.enter_context(prepared(log_path(log_file.parent, shape.tasks[0]), train=not shape.num_ps))
         from kdist.cli.experiment import run_experiment
         from kdist.cli.hydra_plugins import overrides_of_job
         from kdist.config.recorded import recorded

@@ -1,12 +1,14 @@
-"""Starts server tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
+"""Starts tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
 
-`python -m kdist.cluster.forkserver <file descriptor of a socket>`, after the fork server of Python's multiprocessing.
-It exits when its socket closes, or with its parent; its tasks exit with it. The chief's side is `ForkServer`.
+`python -m kdist.cluster.forkserver <file descriptor of a socket> <module>`, after the fork server of Python's
+multiprocessing. It also imports a module. It exits when its socket closes, or with its parent; its
+tasks exit with it. The chief's side is `ForkServer`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -27,30 +29,36 @@ from typing import IO, NoReturn
 from kdist import forks
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, start_child
-from kdist.cluster.server import ServerOptions, serve
 
 #: The name of the process.
 NAME = "kdist-forks"
+#: Modules that it imports: for tasks that serve TensorFlow, and for those that run a training loop.
+SERVING, TRAINING = "kdist.data.python_readers", "kdist.launch.in_process"
 
 _REPORT_SECS = 0.05
 _CLOSE_SECS = 2.0
 _SEND_SECS = 60.0
 _MAX_MESSAGE = 1 << 16
+_MAX_DESCRIPTORS = 8
 
 
 @dataclass(frozen=True)
 class _Order:
-    """One task to fork. The message carries its standard input, output and error.
+    """One task to fork. The message carries its standard input, output and error, and other open files.
 
     Attributes:
         number: identifies the task in reports.
-        options: `ServerOptions` as JSON.
+        module: the one whose `run` is called.
+        options: its argument.
         environment: variables that differ from those of the fork server; None unsets the variable.
+        descriptors: the numbers that the other open files have in the chief.
     """
 
     number: int
+    module: str
     options: str
     environment: dict[str, str | None]
+    descriptors: list[int]
 
 
 class ForkedTask:
@@ -67,9 +75,10 @@ class ForkedTask:
         self._server = server
         self.stdin: IO[bytes] = os.fdopen(stdin, "wb", buffering=0)
         forks.keep_from_children(self.stdin)
-        self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
+        self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
         self.returncode: int | None = None
         self.forked_pid: int | None = None
+        self._early_signals: list[int] = []
 
     @property
     def pid(self) -> int:
@@ -96,11 +105,33 @@ class ForkedTask:
             self._server.update(min(left, _REPORT_SECS))
         return code
 
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, as soon as it is forked, unless it has exited."""
+        if self.poll() is None:
+            if self.forked_pid is None:
+                self._early_signals.append(number)
+            else:
+                self._kill(self.forked_pid, number)
+
+    def terminate(self) -> None:
+        """Sends it SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """Kills it; before it is forked, the fork server."""
         if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, 9)
+            self._kill(self.pid, signal.SIGKILL)
+
+    def has_been_forked(self, pid: int) -> None:
+        """Takes its process id, and sends it the signals that came before."""
+        self.forked_pid = pid
+        for number in self._early_signals:
+            self._kill(pid, number)
+
+    @staticmethod
+    def _kill(pid: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class ForkServer:
@@ -109,10 +140,12 @@ class ForkServer:
     Args:
         environment: that of the process.
         log: gets its output.
+        module: imported before tasks are forked: `SERVING` or `TRAINING`.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, environment: Mapping[str, str], log: Path, module: str = SERVING) -> None:
         self._environment = dict(environment)
+        self._module = module
         self._numbers = itertools.count()
         #: The tasks whose end was not reported yet, by number.
         self._tasks: dict[int, ForkedTask] = {}
@@ -128,23 +161,39 @@ class ForkServer:
             self.process = self._start(theirs.fileno(), log_file)
 
     @property
+    def can_train(self) -> bool:
+        """Whether what its tasks need for a training loop is imported."""
+        return self._module == TRAINING
+
+    @property
     def is_alive(self) -> bool:
         """Whether it can fork more tasks."""
         self.update(0.0)
         return self._socket.fileno() >= 0
 
-    def fork(self, options: ServerOptions, environment: Mapping[str, str], log: Path) -> ForkedTask:
+    def fork(
+        self,
+        module: str,
+        options: str,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        prints_to_log: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> ForkedTask:
         """Orders a task, which is forked as soon as TensorFlow is imported; returns at once.
 
         Args:
-            options: what to serve.
+            module, options: the task runs `module.run(options, descriptors)`.
             environment: that of the task; variables that TensorFlow reads on import have no effect.
             log: gets its standard error.
+            prints_to_log: whether it gets its standard output, too.
+            pass_fds: open files that the task gets; `descriptors` has their numbers there, by those here.
         """
         common = self._environment
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
         own |= dict.fromkeys(common.keys() - environment.keys())
-        order = _Order(next(self._numbers), options.to_json(), own)
+        order = _Order(next(self._numbers), module, options, own, list(pass_fds))
         child_in, our_in = os.pipe()
         our_out, child_out = os.pipe()
         task = ForkedTask(self, our_in, our_out)
@@ -152,7 +201,8 @@ class ForkServer:
             self._tasks[order.number] = task
             # If the process has exited, waiting for its tasks will show it.
             with suppress(OSError):
-                descriptors = [child_in, child_out, log_file.fileno()]
+                output = log_file.fileno() if prints_to_log else child_out
+                descriptors = [child_in, output, log_file.fileno(), *pass_fds]
                 socket.send_fds(self._socket, [json.dumps(asdict(order)).encode()], descriptors)
         os.close(child_in)
         os.close(child_out)
@@ -186,7 +236,7 @@ class ForkServer:
 
     def _start(self, orders: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return start_child(
-            [sys.executable, "-m", "kdist.cluster.forkserver", str(orders)],
+            [sys.executable, "-m", "kdist.cluster.forkserver", str(orders), self._module],
             stdout=log,
             stderr=log,
             env=self._environment,
@@ -207,7 +257,7 @@ class ForkServer:
             return
         what, number, value = report.decode().split()
         if what == "pid":
-            self._tasks[int(number)].forked_pid = int(value)
+            self._tasks[int(number)].has_been_forked(int(value))
         else:
             self._tasks.pop(int(number)).returncode = int(value)
 
@@ -247,7 +297,7 @@ class _Forks:
                 os.read(self._woken, _MAX_MESSAGE)
                 self._report_ended()
             if self._orders.fileno() in ready:
-                message, descriptors, _, _ = socket.recv_fds(self._orders, _MAX_MESSAGE, 3)
+                message, descriptors, _, _ = socket.recv_fds(self._orders, _MAX_MESSAGE, _MAX_DESCRIPTORS)
                 if not message:
                     return
                 self._fork(_Order(**json.loads(message)), descriptors)
@@ -269,14 +319,19 @@ class _Forks:
             os.setsid()
             # From the task itself: the chief has it before it hears that the task is ready.
             self._report("pid", order.number, os.getpid())
-            for target, descriptor in enumerate(descriptors):
+            for target, descriptor in enumerate(descriptors[:3]):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
             for own in (self._orders.detach(), self._woken, self._wake):
                 os.close(own)
             for name, value in order.environment.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            serve(ServerOptions.from_json(order.options))
+            # Otherwise all forks would draw the same numbers; Python's own generator sees to itself.
+            import numpy as np
+
+            np.random.seed()
+            task = importlib.import_module(order.module)
+            task.run(order.options, dict(zip(order.descriptors, descriptors[3:], strict=True)))
         except BaseException:  # noqa: BLE001 - the frames above are the fork server's
             traceback.print_exc()
         os._exit(1)
@@ -300,10 +355,10 @@ def main() -> NoReturn:
     name_process(NAME)
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         # Once for all of them.
-        with quick_import(keras=False):
+        with quick_import(keras=sys.argv[2] != SERVING):
             import tensorflow  # noqa: F401
 
-            import kdist.data.python_readers  # noqa: F401
+            importlib.import_module(sys.argv[2])
 
         # Tasks share its memory until something writes there, as the garbage collector does when it visits an object.
         gc.freeze()

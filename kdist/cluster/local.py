@@ -7,15 +7,14 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from kdist._compat import op_libraries
 from kdist.cluster import sigstop_watchdog
-from kdist.cluster.forkserver import ForkedTask, ForkServer
 from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.process import (
     KILLED_SECS,
@@ -28,6 +27,7 @@ from kdist.cluster.process import (
 )
 from kdist.cluster.server import READY, ServerOptions
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
+from kdist.cluster.task_processes import TaskProcess, TaskProcesses
 from kdist.config.schema import ClusterConfig, DevicesConfig
 from kdist.errors import ClusterError
 
@@ -73,33 +73,6 @@ def log_path(log_dir: Path, task: Task) -> Path:
     return log_dir / f"{task.job}-{task.index}.log"
 
 
-#: The fork server of all clusters inside `prepared`; at most one.
-_prepared: list[ForkServer] = []
-
-
-@contextmanager
-def prepared(log: Path) -> Iterator[None]:
-    """Starts the fork server of every `LocalCluster` inside the block.
-
-    It imports TensorFlow while this process does so as well, and only once for clusters that follow each other.
-
-    Args:
-        log: gets its output.
-    """
-    if sys.platform != "linux" or _prepared:
-        yield
-        return
-    _prepared.append(_new_fork_server(log))
-    try:
-        yield
-    finally:
-        _prepared.pop().close()
-
-
-def _new_fork_server(log: Path) -> ForkServer:
-    return ForkServer(task_environment(Task("worker", 0)), log)
-
-
 class LocalCluster:
     """Starts the tasks of `shape` on free ports of this machine; they end with this process.
 
@@ -138,8 +111,9 @@ class LocalCluster:
         self._guard: subprocess.Popen[bytes] | None = None
         #: Process ids of tasks that were killed because they were stopped.
         self._were_stopped: set[int] = set()
-        self._processes: dict[Task, ForkedTask | subprocess.Popen[bytes]] = {}
-        self._fork_server: ForkServer | None = None
+        self._processes: dict[Task, TaskProcess] = {}
+        # Messages from before the first task is forked are in its log.
+        self._task_processes = TaskProcesses(self._log_path(shape.tasks[0]))
         #: Where the part of the present process begins in each log.
         self._log_starts: dict[Task, int] = {}
         self._ready: set[Task] = set()
@@ -193,9 +167,7 @@ class LocalCluster:
         if self._guard is not None:
             end_children([self._guard], _STOP_SECS)
             self._guard = None
-        if self._fork_server is not None and self._fork_server not in _prepared:
-            self._fork_server.close()
-        self._fork_server = None
+        self._task_processes.close()
         self._ports.release()
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
@@ -298,25 +270,9 @@ class LocalCluster:
             path=sys.path,
         )
 
-    def _launch(self, task: Task) -> ForkedTask | subprocess.Popen[bytes]:
+    def _launch(self, task: Task) -> TaskProcess:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
-        # On other systems, a process that has imported TensorFlow may not survive a fork.
-        if sys.platform == "linux":
-            return self._forks().fork(options, environment, log)
-        with log.open("ab") as log_file:
-            return start_child(
-                [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                env=environment,
-            )
-
-    def _forks(self) -> ForkServer:
-        if self._fork_server is None:
-            living = [server for server in _prepared if server.is_alive]
-            # Messages from before the first task is forked are in its log.
-            self._fork_server = living[0] if living else _new_fork_server(self._log_path(self.shape.tasks[0]))
-        return self._fork_server
+        return self._task_processes.start("kdist.cluster.server", options.to_json(), environment, log)
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
@@ -182,5 +182,10 @@ def serve_until_done(
     del server
 
 
+def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:
+    """Serves what `ServerOptions`, as JSON, say: see `kdist.cluster.task_processes`."""
+    serve(ServerOptions.from_json(options))
+
+
 if __name__ == "__main__":
-    serve(ServerOptions.from_json(sys.argv[1]))
+    run(sys.argv[1], {})

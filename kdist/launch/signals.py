@@ -21,11 +21,10 @@ from kdist.console import log
 from kdist.console.warn import warn
 
 if TYPE_CHECKING:
-    import subprocess
-
     from typing_extensions import Self
 
     from kdist.cluster.spec import Task
+    from kdist.cluster.task_processes import TaskProcess
     from kdist.session import TrainSession
 
 #: Schedulers send a signal to a process and to its group, or twice; one that follows so soon is the same.
@@ -298,7 +297,7 @@ class ForwardedSignals(_Signals):
         names: of the signals, beside SIGINT.
     """
 
-    def __init__(self, chief: subprocess.Popen[Any], grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
+    def __init__(self, chief: TaskProcess, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
         super().__init__(names)
         self._chief = chief
         self._grace_secs = grace_secs

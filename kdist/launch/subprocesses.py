@@ -8,7 +8,7 @@ calls the user's hooks and callbacks here, and its outcome (history, values, res
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import threading
@@ -27,15 +27,10 @@ from kdist import forks
 from kdist._compat import op_libraries
 from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.local import available_cores, own_cores_of, thread_budget
-from kdist.cluster.process import (
-    end_children,
-    how_it_ended,
-    log_tail,
-    start_child,
-    task_environment,
-)
+from kdist.cluster.process import end_children, how_it_ended, log_tail, task_environment
 from kdist.cluster.sigstop_watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.task_processes import TaskProcess, TaskProcesses
 from kdist.console import lines, live, log
 from kdist.console.log import Line
 from kdist.console.warn import warn
@@ -195,6 +190,11 @@ class WorkerProcesses:
     print_line: Any = print
     bind: str | None = None
 
+    def __post_init__(self) -> None:
+        self._task_processes = TaskProcesses(self._log(0), train=True)
+        #: Where the part of the present process begins in each log.
+        self._log_starts: dict[int, int] = {}
+
     def run(self, request: WorkerRequest, users_hooks: UsersHooks) -> WorkerOutcome:
         """Runs a request to its end; the chief calls the user's hooks and callbacks here.
 
@@ -216,12 +216,13 @@ class WorkerProcesses:
                 # As the chief has the only other copy, it has ended when the pipe is at its end.
                 there.close()
                 live_pipe.show()
-                # The relay closes it: closing it here as well would wait for what the chief left behind.
-                printed, processes[0].stdout = processes[0].stdout, None
-                assert printed is not None
+                assert processes[0].stdout is not None
+                # The relay closes its own: closing that here would wait for what the chief left behind.
+                printed = os.fdopen(os.dup(processes[0].stdout.fileno()), errors="replace")
                 relay = threading.Thread(target=self._relay, args=[printed], daemon=True)
                 relay.start()
                 at_end.callback(relay.join, _STOP_SECS)
+                at_end.callback(self._task_processes.close)
                 at_end.callback(end_children, processes, _STOP_SECS)
                 with ForwardedSignals(processes[0], self.grace_secs, self.stop_signals) as signals:
                     try:
@@ -235,12 +236,12 @@ class WorkerProcesses:
 
     def _launch(
         self, folder: str, ports: Sequence[int], live_pipe: live.LivePipe, pipe_of_chief: Connection
-    ) -> list[subprocess.Popen[str]]:
+    ) -> list[TaskProcess]:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         workers = [f"127.0.0.1:{port}" for port in ports]
         shape = ClusterShape(0, self.num_workers)
         intra_op, inter_op = thread_budget("worker", shape, available_cores())
-        processes: list[subprocess.Popen[str]] = []
+        processes: list[TaskProcess] = []
         for index in range(self.num_workers):
             options = WorkerOptions(
                 index,
@@ -265,20 +266,20 @@ class WorkerProcesses:
                 raise
         return processes
 
-    def _start(self, options: WorkerOptions) -> subprocess.Popen[str]:
-        with self._log(options.index).open("wb") as log:
-            return start_child(
-                [sys.executable, "-m", "kdist.launch.worker_main", json.dumps(asdict(options))],
-                stdout=subprocess.PIPE if options.index == 0 else log,
-                stderr=log,
-                env=task_environment(Task("worker", options.index), self.devices),
-                pass_fds=[fd for fd in (options.live_line, options.conversation) if fd is not None],
-                text=True,
-                errors="replace",
-            )
+    def _start(self, options: WorkerOptions) -> TaskProcess:
+        log = self._log(options.index)
+        self._log_starts[options.index] = log.stat().st_size if log.exists() else 0
+        return self._task_processes.start(
+            "kdist.launch.worker_main",
+            json.dumps(asdict(options)),
+            task_environment(Task("worker", options.index), self.devices),
+            log,
+            prints_to_log=options.index > 0,
+            pass_fds=[fd for fd in (options.live_line, options.conversation) if fd is not None],
+        )
 
     def _wait(
-        self, processes: Sequence[subprocess.Popen[str]], folder: Path, pipe: Connection, users_hooks: UsersHooks
+        self, processes: Sequence[TaskProcess], folder: Path, pipe: Connection, users_hooks: UsersHooks
     ) -> WorkerOutcome:
         """Answers the chief until it has ended, and watches all of them."""
         deadline, stopped = time.monotonic() + self.start_timeout, Stopped()
@@ -300,9 +301,7 @@ class WorkerProcesses:
                 return self._outcome_of(index, ended, folder)
         return self._outcome_of(0, code, folder)
 
-    def _check(
-        self, processes: Sequence[subprocess.Popen[str]], folder: Path, deadline: float, stopped: Stopped
-    ) -> None:
+    def _check(self, processes: Sequence[TaskProcess], folder: Path, deadline: float, stopped: Stopped) -> None:
         """Checks processes whose chief runs.
 
         Raises:
@@ -321,7 +320,7 @@ class WorkerProcesses:
             names = ", ".join(str(Task("worker", i)) for i in missing)
             raise ClusterError(
                 f"{names} did not respond within {self.start_timeout:g} s (cluster.start_timeout)"
-                + log_tail(self._log(missing[0]))
+                + self._log_tail(missing[0])
             )
         # A chief that is stopped finds out nothing, and others wait for it.
         pids = [process.pid for process in processes]
@@ -335,7 +334,7 @@ class WorkerProcesses:
         try:
             outcome: WorkerOutcome = unpickled((folder / f"outcome-{index}").read_bytes())
         except FileNotFoundError:
-            message = f"{Task('worker', index)} died ({how_it_ended(code)})" + log_tail(self._log(index))
+            message = f"{Task('worker', index)} died ({how_it_ended(code)})" + self._log_tail(index)
             return WorkerOutcome(ClusterError(message))
         return outcome
 
@@ -353,6 +352,10 @@ class WorkerProcesses:
                         self.print_line(Line.from_json(own))
                     if is_warning:
                         warn(warning, prefix="")
+
+    def _log_tail(self, index: int) -> str:
+        """The end of the log of a process that was started."""
+        return log_tail(self._log(index), self._log_starts.get(index, 0))
 
     def _log(self, index: int) -> Path:
         return self.log_dir / f"worker-{index}.log"

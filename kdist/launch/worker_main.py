@@ -1,8 +1,9 @@
 """One process of a fit that runs in processes of its own.
 
-`python -m kdist.launch.worker_main '<WorkerOptions as JSON>'` joins the other workers, reads the request from a file,
-runs the fit, and leaves the outcome in another file. Worker 0 is the chief; the process that started it shows its
-standard output.
+`run` is called in a fork of a process that has imported TensorFlow, or by `python -m
+kdist.launch.worker_main '<WorkerOptions as JSON>'`. It joins the other workers, reads the request from a file, runs the
+fit, and leaves the outcome in another file. Worker 0 is the chief; the process that started it shows its standard
+output.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,6 +42,14 @@ from kdist.launch.worker_messages import (
     values_of,
 )
 from kdist.run.files import written_whole
+
+
+def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
+    """Runs what `WorkerOptions`, as JSON, say: see `kdist.cluster.task_processes`."""
+    given = json.loads(options)
+    for name in ("live_line", "conversation"):
+        given[name] = descriptors.get(given[name], given[name])
+    main(WorkerOptions(**given))
 
 
 def main(options: WorkerOptions) -> NoReturn:
@@ -144,4 +154,4 @@ def _sendable(error: BaseException, task: str) -> BaseException:
 
 
 if __name__ == "__main__":
-    main(WorkerOptions(**json.loads(sys.argv[1])))
+    run(sys.argv[1], {})

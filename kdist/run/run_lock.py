@@ -217,8 +217,9 @@ def check_not_taken_over(folder: Path) -> None:
         return
     holder, _ = found
     here = (_boot_id(), _pid_namespace())
-    # The chief may be a child of the holder. Host names may change while a process runs.
-    if (holder.boot, holder.namespace) != here or holder.pid not in (os.getpid(), os.getppid()):
+    # The chief may be a child of the holder, or of one of its fork servers. Host names may change while a process runs.
+    own = (os.getpid(), os.getppid(), _parent_of(os.getppid()))
+    if (holder.boot, holder.namespace) != here or holder.pid not in own:
         raise ConfigError(
             f"run.dir={folder}: was taken over by {holder} at {holder.since}: this run gave no heartbeat for "
             f"{STALE_SECS:g} s; it ends, and saves nothing more"
@@ -267,12 +268,24 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _start_of(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; -1 if it has exited."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    if (fields := _stat_of(pid)) is None:
         return None
     # A zombie has exited; its parent has not waited for it yet.
-    return -1 if state in "ZX" else int(fields[18])
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def _parent_of(pid: int) -> int | None:
+    """The process id of a process's parent."""
+    fields = _stat_of(pid)
+    return None if fields is None else int(fields[1])
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """The fields of `/proc/<pid>/stat` after the name, see proc(5); None if the system has none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 def _slurm_job() -> tuple[str | None, int]:

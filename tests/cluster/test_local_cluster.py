@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from helpers import catches, descendants, ignores, tasks_running, wait_until
 
-from kdist.cluster import local
-from kdist.cluster.local import LocalCluster, cores_of, prepared
+from kdist.cluster import task_processes
+from kdist.cluster.local import LocalCluster, cores_of
 from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.task_processes import prepared
 from kdist.errors import ClusterError
 
 pytestmark = pytest.mark.cluster
@@ -37,7 +38,7 @@ with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides what tests of other files have prepared."""
-    monkeypatch.setattr(local, "_prepared", [])
+    monkeypatch.setattr(task_processes, "_prepared", [])
 
 
 def running_since(earlier: list[int]) -> list[int]:

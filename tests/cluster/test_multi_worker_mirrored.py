@@ -14,14 +14,14 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import free_ports, process_name, result_of, tags_of, toy_data
+from helpers import free_ports, process_name, result_of, tags_of, tasks_running, toy_data
 
 import kdist
 from kdist.hooks import CheckpointSaver, Hook, MetricsServer, Session
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import read_rows
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 
 class Scrapes(Hook):
@@ -73,15 +73,10 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
 
 
 def signal_task(name: str, number: signal.Signals) -> None:
-    """Sends a signal to a process that this one has started."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                if int(parent) == os.getpid() and process_name(int(entry.name)) == name:
-                    os.kill(int(entry.name), number)
-            except OSError:
-                continue
+    """Sends a signal to a task of this process."""
+    for pid in tasks_running(under=os.getpid()):
+        if process_name(pid) == name:
+            os.kill(pid, number)
 
 
 class KillAWorker(Hook):

@@ -1,0 +1,102 @@
+"""Processes of tasks on this machine: forked from one that has imported TensorFlow, where the system allows that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kdist.cluster.forkserver import SERVING, TRAINING, ForkedTask, ForkServer
+from kdist.cluster.process import start_child, task_environment
+from kdist.cluster.spec import Task
+
+#: A task that was started, here.
+TaskProcess = ForkedTask | subprocess.Popen[bytes]
+
+#: The fork server of all processes inside `prepared`; at most one.
+_prepared: list[ForkServer] = []
+
+
+@contextmanager
+def prepared(log: Path, *, train: bool = False) -> Iterator[None]:
+    """Starts the fork server of the processes that are started inside the block.
+
+    It imports TensorFlow while this process does so as well, and only once for clusters that follow each other.
+
+    Args:
+        log: gets its output.
+        train: whether processes are to run a training loop, or only to serve TensorFlow.
+    """
+    if sys.platform != "linux" or _prepared:
+        yield
+        return
+    _prepared.append(_new_fork_server(log, train=train))
+    try:
+        yield
+    finally:
+        _prepared.pop().close()
+
+
+def _new_fork_server(log: Path, *, train: bool) -> ForkServer:
+    return ForkServer(task_environment(Task("worker", 0)), log, TRAINING if train else SERVING)
+
+
+class TaskProcesses:
+    """Starts processes that end with this one; `close` ends what they were forked from.
+
+    Args:
+        log: gets what is said before the first one is forked.
+        train: as in `prepared`.
+    """
+
+    def __init__(self, log: Path, *, train: bool = False) -> None:
+        self._log = log
+        self._train = train
+        self._fork_server: ForkServer | None = None
+
+    def start(
+        self,
+        module: str,
+        options: str,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        prints_to_log: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> TaskProcess:
+        """Starts a process that runs `module.run(options, descriptors)`; returns at once.
+
+        Args:
+            environment: its variables; those that TensorFlow reads on import may have no effect.
+            log: gets its standard error, at the end.
+            prints_to_log: whether its standard output goes there, too; otherwise, `stdout` has it.
+            pass_fds: open files that it gets; `descriptors` has their numbers there, by those here.
+        """
+        # On other systems, a process that has imported TensorFlow may not survive a fork.
+        if sys.platform == "linux":
+            return self._forks().fork(module, options, environment, log, prints_to_log=prints_to_log, pass_fds=pass_fds)
+        with log.open("ab") as log_file:
+            return start_child(
+                [sys.executable, "-m", module, options],
+                stdout=log_file if prints_to_log else subprocess.PIPE,
+                stderr=log_file,
+                env=environment,
+                pass_fds=pass_fds,
+            )
+
+    def close(self) -> None:
+        """Ends what the processes were forked from, and with it those that are left, unless `prepared` has started it.
+
+        More can be started afterwards.
+        """
+        if self._fork_server is not None and self._fork_server not in _prepared:
+            self._fork_server.close()
+        self._fork_server = None
+
+    def _forks(self) -> ForkServer:
+        if self._fork_server is None:
+            living = [server for server in _prepared if server.is_alive and server.can_train >= self._train]
+            self._fork_server = living[0] if living else _new_fork_server(self._log, train=self._train)
+        return self._fork_server
