@@ -153,6 +153,11 @@ def reached_line(step: int, run: str) -> Line:
     return _line("done", _step(step), f"nothing is left to do: {run} has reached its last step", step=step)
 
 
+def no_epoch_line(step: int, epochs: int, first_epoch: int) -> Line:
+    """`done  | step   2000      | nothing to train: epochs=2, initial_epoch=2`"""
+    return _line("done", _step(step), f"nothing to train: epochs={epochs}, initial_epoch={first_epoch}", step=step)
+
+
 def again_line(error: BaseException, newest: Path, number: int, of: int, *, cluster_is_there: bool = False) -> str:
     """The message when training resumes from the newest checkpoint after `error`."""
     reason = str(error).splitlines()[0]

@@ -53,7 +53,6 @@ class FitArguments:
         for key in (
             "batch_size",
             "steps",
-            "epochs",
             "steps_per_epoch",
             "validation_batch_size",
             "validation_steps",
@@ -61,7 +60,8 @@ class FitArguments:
         ):
             check_whole_number(key, getattr(self, key))
         check_verbose("verbose", self.verbose)
-        check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
+        for key in ("epochs", "initial_epoch"):
+            check_whole_number(key, getattr(self, key), at_least=0)
 
     def within_limits(self) -> FitArguments:
         """The arguments, limited by `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
@@ -96,6 +96,11 @@ class FitArguments:
             self.validation_steps,
             self.validate_with_ema,
         )
+
+    @property
+    def have_no_epoch(self) -> bool:
+        """Whether the last epoch is before the first one, as in a program whose stages may be empty."""
+        return self.steps is None and self.epochs is not None and self.epochs <= self.initial_epoch
 
     @property
     def ends_by_epochs(self) -> bool:

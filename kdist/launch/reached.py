@@ -1,4 +1,4 @@
-"""A fit whose run dir has reached its end already: it starts no cluster."""
+"""A fit with nothing to train, as its run dir has reached its end already or it has no epoch: it starts no cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,26 @@ from kdist.strategies.prepared_training import prepare
 
 
 def reached(request: FitRequest) -> FitOutcome | None:
-    """The outcome of a fit with nothing left to do, whose model then has the trained values; None of any other.
+    """The outcome of a fit with nothing to train; None of any other."""
+    return _ended_before(request) or (_without_epochs(request) if request.arguments.have_no_epoch else None)
+
+
+def _without_epochs(request: FitRequest) -> FitOutcome:
+    """The outcome of a fit that has no epoch: the model is built, and callbacks see begin and end, as in Keras."""
+    arguments, model = request.arguments, request.source.model
+    prepare(request.training_spec(request.training_data), 1)
+    step = int(step_counter(main_optimizer(model)))
+    if not arguments.is_quiet:
+        lines.print_line(lines.no_epoch_line(step, arguments.epochs or 0, arguments.initial_epoch))
+    history = keras.callbacks.History()
+    callbacks = keras.callbacks.CallbackList([history, *arguments.callbacks], model=model, epochs=arguments.epochs)
+    callbacks.on_train_begin()
+    callbacks.on_train_end()
+    return FitOutcome(request.result(status="done", global_step=step), request.resume, history)
+
+
+def _ended_before(request: FitRequest) -> FitOutcome | None:
+    """The outcome of a fit whose run has reached its end already, and whose model then has the trained values.
 
     The earlier run must have ended well: otherwise its model and its result are still to be written.
     """

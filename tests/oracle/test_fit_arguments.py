@@ -39,9 +39,13 @@ def summed() -> keras.Model:
     return model
 
 
-def frozen() -> keras.Model:
+def linear() -> keras.Model:
     keras.utils.set_random_seed(4)
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+
+
+def frozen() -> keras.Model:
+    model = linear()
     model.trainable = False
     model.compile("sgd", "mse", metrics=["mae"])
     return model
@@ -77,13 +81,34 @@ def test_it_trains_as_in_keras(name: str, run_dir: Path) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_a_model_that_is_not_compiled_predicts_and_is_trained_once_it_is_compiled(run_dir: Path) -> None:
-    def build() -> keras.Model:
-        keras.utils.set_random_seed(4)
-        return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+@pytest.mark.usefixtures("tasks_prepared")
+@pytest.mark.parametrize("cluster", ["local", pytest.param("2w", marks=pytest.mark.cluster)])
+def test_a_stage_without_epochs_trains_nothing(cluster: str, run_dir: Path) -> None:
+    # A program that trains in stages, of which one is empty, or has been done before.
+    def stages(fit: Callable[..., Any]) -> tuple[list[str], list[list[int]]]:
+        seen: list[str] = []
+        told = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: seen.append("begin"),
+            on_epoch_end=lambda epoch, logs: seen.append(f"epoch {epoch}"),
+            on_train_end=lambda logs: seen.append("end"),
+        )
+        given = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [told]}
+        stages = [{"epochs": 0}, {"epochs": 1}, {"initial_epoch": 1, "epochs": 1}, {"initial_epoch": 1, "epochs": 2}]
+        return seen, [fit(X, Y, **given, **stage).epoch for stage in stages]
 
-    trainer = kdist.Trainer(build, run_dir=run_dir)
-    np.testing.assert_allclose(trainer.predict(X, verbose=0), build().predict(X, verbose=0), rtol=1e-6)
+    def build() -> keras.Model:
+        model = linear()
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = kdist.Trainer(build, cluster=cluster, run_dir=run_dir)
+    assert stages(trainer.fit) == stages(build().fit)
+    assert trainer.result.status == "done"
+
+
+def test_a_model_that_is_not_compiled_predicts_and_is_trained_once_it_is_compiled(run_dir: Path) -> None:
+    trainer = kdist.Trainer(linear, run_dir=run_dir)
+    np.testing.assert_allclose(trainer.predict(X, verbose=0), linear().predict(X, verbose=0), rtol=1e-6)
     with pytest.raises(kdist.ConfigError, match="is not compiled"):
         trainer.fit(X, Y, verbose=0)
     trainer.model.compile("sgd", "mse")
