@@ -6,11 +6,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kdist.cluster.forkserver import NAME as FORK_SERVER
 from kdist.cluster.held_ports import HeldPorts
@@ -163,3 +164,8 @@ def environment() -> dict[str, str]:
     """This process's environment, for one that imports from `tests` as well."""
     path = os.pathsep.join(filter(None, [str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
+
+
+def in_short(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """The values of a test's parameter; those that are not chosen are left to `make long`."""
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.long) for value in values]

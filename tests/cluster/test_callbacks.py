@@ -11,7 +11,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import tags_of, toy_batches, toy_data
+from helpers import in_short, tags_of, toy_batches, toy_data
 
 import kdist
 
@@ -40,7 +40,7 @@ class ValidatesZeros(callbacks.Callback):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "parameter_server",
+        pytest.param("parameter_server", marks=pytest.mark.long),
         "sync_replicas",
         "mirrored",
         # As `mirrored`, in two processes.
@@ -241,7 +241,7 @@ class Keeper(callbacks.Callback):
         self.events.append("end")
 
 
-@pytest.mark.parametrize("strategy", ["single", "mirrored"])
+@pytest.mark.parametrize("strategy", in_short(["single", "mirrored"], {"mirrored"}))
 def test_hooks_and_callbacks_of_the_user_run_in_the_process_of_the_user(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,10 +286,9 @@ class Anneal(callbacks.Callback):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "single",
         "parameter_server",
         "mirrored",
-        *(pytest.param(s, marks=pytest.mark.long) for s in ("sync_replicas", "multi_worker_mirrored")),
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("single", "sync_replicas", "multi_worker_mirrored")),
     ],
 )
 def test_a_variable_that_loss_metric_and_regularizer_read_is_what_a_callback_assigns(

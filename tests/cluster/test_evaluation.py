@@ -89,6 +89,7 @@ def test_evaluate_and_predict_on_workers_see_each_example_once(tmp_path: Path) -
     np.testing.assert_allclose(trainer.predict(x, on_workers=True), trainer.predict(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_lost_while_it_validates_leaves_its_part_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

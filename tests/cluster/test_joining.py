@@ -137,6 +137,7 @@ def test_a_session_takes_the_role_of_its_task_and_only_the_chief_has_a_model_aft
         assert found["global_step"].startswith(f"session.global_step: {task} is not the chief")
 
 
+@pytest.mark.long
 def test_a_worker_of_an_all_reduce_has_the_trained_values_and_writes_nothing(tmp_path: Path) -> None:
     said = _in_every_task("fit", tmp_path, {"worker": 2})
     assert [found["is_chief"] for found in said.values()] == [True, False]

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import in_short
 from keras import layers
 
 import kdist
@@ -245,6 +246,7 @@ def test_servers_make_all_large_variables_whatever_their_initializers(
             np.testing.assert_allclose(trained[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_an_initializer_with_values_of_another_shape_is_named(run_dir: Path) -> None:
     def build_wrong() -> keras.Model:
         wrong = layers.Dense(1000, kernel_initializer=lambda shape, dtype: tf.zeros([3]))
@@ -452,7 +454,7 @@ def test_an_evaluation_that_needs_a_whole_table_gets_it(run_dir: Path) -> None:
         large.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0)
 
 
-@pytest.mark.parametrize("wrong", [ROWS + 3, -1])
+@pytest.mark.parametrize("wrong", in_short([ROWS + 3, -1], {-1}))
 def test_an_id_that_no_server_has_is_named_with_its_table(wrong: int, run_dir: Path) -> None:
     x, y = ids()
     x[7, 1] = wrong

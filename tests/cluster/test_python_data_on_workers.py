@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import python_data
 import tensorflow as tf
+from helpers import in_short
 from python_data import Batches
 
 import kdist
@@ -57,7 +58,9 @@ def times(number: int) -> np.ndarray:
     return np.where(np.arange(counted.NUM_RECORDS) < 223, number, 0)
 
 
-@pytest.mark.parametrize("make", [Batches, python_data.filtered, python_data.with_python_function])
+@pytest.mark.parametrize(
+    "make", in_short([Batches, python_data.filtered, python_data.with_python_function], {python_data.filtered})
+)
 @pytest.mark.filterwarnings("ignore:.*is read in this process")
 def test_one_worker_gives_the_same_numbers_as_keras(make: Any, run_dir: Path) -> None:
     ours, theirs = models.mlp("sgd"), models.mlp("sgd")
@@ -88,7 +91,7 @@ def test_sparse_matrices_travel(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
-@pytest.mark.parametrize(("make", "epochs"), [(generated, 1), (unknown_length, 2)])
+@pytest.mark.parametrize(("make", "epochs"), [pytest.param(generated, 1, marks=pytest.mark.long), (unknown_length, 2)])
 @pytest.mark.filterwarnings("ignore:.*is read in this process")
 def test_every_batch_is_used_once_per_epoch(make: Any, epochs: int, strategy: str, run_dir: Path) -> None:
     trainer = kdist.Trainer(counted.counting_model, "2ps2w", strategy, run_dir=run_dir)

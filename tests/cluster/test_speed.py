@@ -10,7 +10,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import in_short, toy_data
 
 import kdist
 
@@ -39,6 +39,7 @@ class Watch(kdist.hooks.Hook):
         return None if self._only_looks else 0
 
 
+@pytest.mark.long
 def test_workers_wait_for_a_hook_unless_it_only_looks(run_dir: Path) -> None:
     x, y = toy_data()
     seen = {}
@@ -101,9 +102,7 @@ def test_in_a_synchronous_step_one_tensor_travels_each_way(wire_dtype: str | Non
         assert not [op for op in graph.get_operations() if _job(op.device) is None and op.type.startswith("Assign")]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"wire_dtype": "bfloat16"}, marks=pytest.mark.long), {"local_steps": 3}], ids=str
-)
+@pytest.mark.parametrize("options", in_short([{}, {"wire_dtype": "bfloat16"}, {"local_steps": 3}], [{}]), ids=str)
 def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, Any], run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(

@@ -50,7 +50,8 @@ def build() -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "strategy"), [("2ps2w", "parameter_server"), ("1ps2w", "sync_replicas"), ("2w", "auto")]
+    ("cluster", "strategy"),
+    [("2ps2w", "parameter_server"), pytest.param("1ps2w", "sync_replicas", marks=pytest.mark.long), ("2w", "auto")],
 )
 def test_no_value_is_one_that_nobody_has_computed(cluster: str, strategy: str, run_dir: Path) -> None:
     trainer = kdist.Trainer(build, cluster, strategy, run_dir=run_dir)

@@ -80,6 +80,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was_on_another_machine(
     assert int(said.partition("load  | step")[2].split()[0]) >= 300
 
 
+@pytest.mark.long
 def test_a_sweep_whose_storage_is_gone_ends_with_one_message(bucket: Any, tmp_path: Path) -> None:
     sweep = ["-m", *MINE, "cluster=local", "train.steps=100000,20", "hooks.checkpoint.every_steps=100"]
     stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"

@@ -14,7 +14,7 @@ import keras
 import models
 import numpy as np
 import pytest
-from helpers import environment, toy_data
+from helpers import environment, in_short, toy_data
 from keras import ops
 from test_keras_parity import BATCH, STEPS, assert_same_as_keras
 
@@ -208,9 +208,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "compiled with XLA" else pytest.mark.long) for n in CASES]
-)
+@pytest.mark.parametrize("name", in_short(CASES, {"compiled with XLA"}))
 def test_it_is_as_in_keras(name: str, run_dir: Path) -> None:
     build, data = CASES[name]
     assert_same_as_keras(build, *data(), run_dir, "local", epochs=2)
@@ -218,7 +216,9 @@ def test_it_is_as_in_keras(name: str, run_dir: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", in_short(CASES, {"metrics with several values", "metrics that are not sums", "compiled with XLA"})
+)
 def test_it_is_as_in_keras_on_servers(name: str, run_dir: Path) -> None:
     build, data = CASES[name]
     assert_same_as_keras(build, *data(), run_dir, "2ps1w", epochs=2)
@@ -355,7 +355,10 @@ RATES: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    "cluster",
+    [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)],
+)
 @pytest.mark.parametrize("name", RATES)
 @pytest.mark.usefixtures("tasks_prepared")
 def test_optimizers_and_schedules_need_no_config(name: str, cluster: str, run_dir: Path) -> None:
@@ -403,7 +406,10 @@ class FreezesAfterTheFirstEpoch(keras.callbacks.Callback):
         self.model.layers[0].trainable = False
 
 
-@pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    "cluster",
+    [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)],
+)
 @pytest.mark.usefixtures("tasks_prepared")
 def test_a_layer_that_a_callback_freezes_is_trained_as_by_keras(cluster: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from compatibility import CALLBACKS
-from helpers import tags_of, toy_data
+from helpers import in_short, tags_of, toy_data
 
 import kdist
 from kdist.errors import ClusterError, ConfigError
@@ -133,13 +133,14 @@ def test_early_stopping_restores_the_best_weights(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swap_on_epoch", [pytest.param(False, marks=pytest.mark.long), True])
 def test_swap_ema_weights(swap_on_epoch: bool, tmp_path: Path) -> None:
     came_to = both(lambda folder: [callbacks.SwapEMAWeights(swap_on_epoch)], tmp_path, use_ema=True)
     assert_same(came_to)
 
 
-@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize("assigns", in_short([False, True], {True}))
 def test_the_end_of_training_has_the_moving_averages(assigns: bool, tmp_path: Path) -> None:
     class AtEnd(callbacks.Callback):
         def on_train_end(self, logs: Any = None) -> None:
@@ -198,6 +199,7 @@ def test_model_checkpoint_by_batches(tmp_path: Path) -> None:
     assert int(keras.saving.load_model(tmp_path / "last.keras").optimizer.iterations) == 14
 
 
+@pytest.mark.long
 def test_csv_logger(tmp_path: Path) -> None:
     (*_,), (*_,) = both(lambda folder: [callbacks.CSVLogger(folder / "log.csv")], tmp_path)
     theirs, ours = (list(csv.DictReader((tmp_path / who / "log.csv").open())) for who in ("keras", "kdist"))

@@ -13,7 +13,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import in_short, toy_data
 
 import kdist
 from kdist._compat.keras import optimizers_of
@@ -133,7 +133,7 @@ def test_every_kind_of_model_is_trained_as_by_keras(name: str, run_dir: Path) ->
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("name", ["ema", pytest.param("global_clipnorm", marks=pytest.mark.long), *ACCUMULATING])
+@pytest.mark.parametrize("name", in_short(["ema", "global_clipnorm", *ACCUMULATING], {"ema", *list(ACCUMULATING)[:1]}))
 def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
     make = {**OPTIMIZERS, **ACCUMULATING}[name]
@@ -142,7 +142,7 @@ def test_two_servers_do_keras_maths(name: str, run_dir: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("name", ["batch_normalized", "two_inputs_two_outputs"])
+@pytest.mark.parametrize("name", in_short(["batch_normalized", "two_inputs_two_outputs"], {"two_inputs_two_outputs"}))
 def test_two_servers_train_every_kind_of_model(name: str, run_dir: Path) -> None:
     build, data = MODELS[name]
     assert_same_as_keras(build, *data(), run_dir, "2ps1w", epochs=2)
@@ -176,7 +176,7 @@ LABELS: dict[str, tuple[str, Any, dict[float, float], bool]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("kind", in_short(LABELS, {"time steps", "smoothed, one-hot", "-1 and 1"}))
 def test_class_weight_counts_by_the_label_of_each_place(kind: str, run_dir: Path) -> None:
     loss, y, class_weight, from_dataset = LABELS[kind]
     places = [6] if y.ndim == 3 else []

@@ -12,7 +12,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import in_short, toy_data
 from test_keras_parity import assert_same_as_keras
 
 import kdist
@@ -62,7 +62,7 @@ def result(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())
 
 
-@pytest.mark.parametrize("kind", [keras.Sequential, OwnStep])
+@pytest.mark.parametrize("kind", in_short([keras.Sequential, OwnStep], {OwnStep}))
 @pytest.mark.parametrize(
     "cluster", [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)]
 )

@@ -49,7 +49,10 @@ def stateful(layer: Any = None) -> keras.Model:
 
 
 @pytest.mark.parametrize("reset", [Reset, pytest.param(ResetInTheMiddle, marks=pytest.mark.long)])
-@pytest.mark.parametrize("cluster", ["local", pytest.param("2ps1w", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    "cluster",
+    [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)],
+)
 @pytest.mark.usefixtures("tasks_prepared")
 def test_states_are_those_of_keras(cluster: str, reset: type[Reset], run_dir: Path) -> None:
     assert_same_as_keras(

@@ -11,17 +11,12 @@ import agreement
 import keras
 import numpy as np
 import pytest
-from helpers import environment, free_addresses
+from helpers import environment, free_addresses, in_short
 
 import kdist
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
-IN_SHORT = {"sgd", agreement.SEVERAL, agreement.MULTI, agreement.SCALED, agreement.STATEFUL, *agreement.REDUCED}
-OPTIMIZERS = [
-    name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in agreement.optimizers()
-]
-#: Of all-reduce workers, which take longer to start.
-WORKERS_IN_SHORT = {"sgd", agreement.SEVERAL, "weighted"}
+OPTIMIZERS = in_short(agreement.optimizers(), {agreement.SEVERAL, agreement.SCALED, agreement.STATEFUL, "masked"})
 
 
 @cache
@@ -84,10 +79,7 @@ def test_two_mirrored_devices_are_one_process_with_twice_the_batch(optimizer: st
     agreement.assert_same(saved(mirrored / f"mirrored-{optimizer}.npz"), one_process(optimizer, mirrored))
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in WORKERS_IN_SHORT)) for name in agreement.optimizers()],
-)
+@pytest.mark.parametrize("optimizer", in_short(agreement.optimizers(), {"weighted"}))
 def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_worker: Path) -> None:
     expected = one_process(optimizer, multi_worker)
     agreement.assert_same(saved(multi_worker / f"worker-0-{optimizer}.npz"), expected)
@@ -113,7 +105,7 @@ def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer:
     [
         pytest.param("1ps1w", "round_robin", "parameter_server", marks=pytest.mark.long),
         pytest.param("2ps1w", "greedy", "parameter_server", marks=pytest.mark.long),
-        ("3ps1w", "partitioned", "parameter_server"),
+        pytest.param("3ps1w", "partitioned", "parameter_server", marks=pytest.mark.long),
         ("3ps2w", "partitioned", "sync_replicas"),
     ],
 )
@@ -131,6 +123,7 @@ def test_placement_only_moves_bytes(cluster: str, placement: str, strategy: str,
     agreement.assert_same(ours, one_process("adam", folder))
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
 def test_local_steps_of_a_single_worker_are_plain_gradient_descent(folder: Path) -> None:
@@ -162,6 +155,7 @@ def test_local_steps_of_a_single_worker_are_plain_gradient_descent(folder: Path)
     assert plain.result.examples == 30 * 32
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
 def test_bfloat16_on_the_wire_rounds_what_travels_and_nothing_else(folder: Path) -> None:

@@ -288,9 +288,9 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 
 
 #: The others run in `make long`.
-LOCAL_IN_SHORT = {"written out", "two optimizers and spectral norms"}
+LOCAL_IN_SHORT = {"two optimizers and spectral norms"}
 SERVER_IN_SHORT = {
-    *LOCAL_IN_SHORT,
+    "written out",
     "optimizer read with a schedule",
     "weights clipped after each update",
     "two updates of the same weights",

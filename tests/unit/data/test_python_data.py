@@ -12,7 +12,7 @@ import models
 import numpy as np
 import pytest
 import python_data
-from helpers import result_of, tags_of
+from helpers import in_short, result_of, tags_of
 from python_data import BATCH, Batches, X, Y, batch
 
 import kdist
@@ -233,7 +233,7 @@ def test_how_an_epoch_of_unknown_length_ends_is_said(run_dir: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    "make", [python_data.filtered, Batches, pytest.param(python_data.from_generator, marks=pytest.mark.long)]
+    "make", in_short([python_data.filtered, Batches, python_data.from_generator], {python_data.filtered})
 )
 def test_a_resumed_run_continues_in_the_middle_of_a_pass(make: Any, run_dir: Path) -> None:
     straight, _ = fit(make(), run_dir / "straight", epochs=2)

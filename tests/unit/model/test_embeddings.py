@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from helpers import in_short
 from keras import layers
 
 import kdist
@@ -43,7 +44,7 @@ def train(build_model: Any, run_dir: Path, x: np.ndarray, y: np.ndarray) -> kera
     return trainer.model
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "ftrl", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("optimizer", in_short(["adam", "adamw", "ftrl", "rmsprop", "adagrad"], {"adam", "ftrl"}))
 def test_rows_that_no_batch_looks_up_keep_values_and_slots(optimizer: str, run_dir: Path) -> None:
     x, y = data(num_ids=10)
     before = build(Embedding, optimizer).get_weights()[0]
@@ -70,6 +71,7 @@ def test_without_moments_rows_are_updated_as_by_keras(options: dict[str, Any], r
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_when_a_batch_has_every_row_once_rows_are_updated_as_by_keras(run_dir: Path) -> None:
     x = np.stack([np.random.default_rng(i).permutation(ROWS) for i in range(8)]).reshape(-1, 3).astype(np.int32)
     y = (x[:, 0] % 2).astype(np.int64)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import in_short
 from keras import layers, ops
 
 import kdist
@@ -98,7 +99,7 @@ def trained(build: Callable[..., keras.Model], run_dir: Path, embedding: type[la
     return trainer.model
 
 
-@pytest.mark.parametrize("embedding", [kdist.layers.Embedding, layers.Embedding])
+@pytest.mark.parametrize("embedding", in_short([kdist.layers.Embedding, layers.Embedding], {kdist.layers.Embedding}))
 @pytest.mark.parametrize(
     "build", [many_tables, one_after_the_other, ids_of_weights, without_gradient, recurrent], ids=lambda b: b.__name__
 )

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import in_short
 
 import kdist
 from kdist.errors import ConfigError
@@ -56,7 +57,7 @@ def batches() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((WORDS, Y)).batch(8)
 
 
-@pytest.mark.parametrize("kind", ["list", "array", "dataset", "function"])
+@pytest.mark.parametrize("kind", in_short(["list", "array", "dataset", "function"], {"list", "function"}))
 def test_the_preprocessing_of_a_model_is_applied_as_its_own_fit_does(run_dir: Path, kind: str) -> None:
     plain = build()
     plain.fit(batches(), epochs=2, verbose=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import in_short
 
 from kdist.errors import CheckpointError
 from kdist.parameters.changes import Since
@@ -240,7 +241,7 @@ def test_a_delta_that_was_complete_but_for_its_name_counts(checkpoints: Checkpoi
     assert names_in(checkpoints) == set(CHAINS)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", in_short([1, 2, 3], {1, 2}))
 @pytest.mark.parametrize("sets_aside", [True, False])
 def test_whatever_is_damaged_the_newest_state_that_loads_survives_every_save(
     checkpoints: Checkpoints, tmp_path: Path, keep: int, sets_aside: bool
