@@ -41,7 +41,8 @@ class Readers:
         run_the_program: whether the readers are processes that each run the user's program.
         serve: whether they are tasks that the program calls.
         here: whether this process reads datasets for them: they cannot.
-        by_passes: whether an epoch of data of unknown length is a pass over it, rather than a number of steps.
+        by_passes: whether epochs end with data of unknown length, which is repeated otherwise.
+        steps_per_epoch: of an epoch that ends before; None if it is a pass.
         timeout: seconds that the user's own process may take to make a batch.
     """
 
@@ -52,6 +53,7 @@ class Readers:
     serve: bool = False
     here: bool = False
     by_passes: bool = False
+    steps_per_epoch: int | None = None
     timeout: float = ClusterConfig.step_timeout
 
     @property

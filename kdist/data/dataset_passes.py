@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import Share
 from kdist.data.serialization import dataset_graph, dataset_of_graph, uses_libraries
-from kdist.data.splits import SplitEnumerator, SplitQueue
+from kdist.data.splits import Passes, SplitEnumerator, SplitQueue
 
 
 class DatasetPasses(TrainingData):
@@ -20,13 +20,14 @@ class DatasetPasses(TrainingData):
     Args:
         dataset: its graph is sent to the workers.
         num_parts: of a pass, one for each worker.
+        steps_per_epoch: see `Passes`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, num_parts: int) -> None:
+    def __init__(self, dataset: tf.data.Dataset, num_parts: int, steps_per_epoch: int | None = None) -> None:
         self._element_spec = dataset.element_spec
         self._graph = dataset_graph(dataset, num_parts)
         self.is_untried = uses_libraries(self._graph)
-        self._queue = PassQueue(num_parts)
+        self._queue = PassQueue(num_parts, steps_per_epoch)
 
     @property
     def splits(self) -> PassQueue:
@@ -56,8 +57,9 @@ class PassEnumerator(SplitEnumerator):
         num_parts: of a pass.
 
     Attributes:
-        pass_number: of the present pass, from 0.
+        first_epoch: the number, from 0, of the epoch with which the present pass has begun.
         is_found: whether its parts were found.
+        num_finished: batches of those that were read to their end.
     """
 
     place = "the dataset"
@@ -67,8 +69,11 @@ class PassEnumerator(SplitEnumerator):
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
-        self.pass_number = 0
-        self.is_found = False
+        self.begin_pass(0)
+
+    def begin_pass(self, first_epoch: int) -> None:
+        """Lets the parts be found again, for the pass that begins with an epoch."""
+        self.first_epoch, self.is_found, self.num_finished = first_epoch, False, 0
 
     @staticmethod
     def part_of(name: str) -> tuple[int, int]:
@@ -83,37 +88,51 @@ class PassEnumerator(SplitEnumerator):
         return [f"part {i} of {self._num_parts}" for i in range(1, self._num_parts + 1)]
 
     def state(self) -> Any:
-        return [self.pass_number, self.is_found]
+        return [self.first_epoch, self.is_found, self.num_finished]
 
     def restore(self, state: Any) -> None:
-        self.pass_number, self.is_found = state
+        self.begin_pass(state[0])
+        # Checkpoints of kdist 0.1.0 have two values.
+        self.is_found, self.num_finished = (*state[1:], 0)[:2]
 
 
-class PassQueue(SplitQueue):
+class PassQueue(SplitQueue, Passes):
     """Hands out the parts of a pass, and those of the next one when it is begun.
 
     Args:
         num_parts: of a pass.
+        steps_per_epoch: see `Passes`.
     """
 
     arrive = False
     is_only_pass = False
 
-    def __init__(self, num_parts: int) -> None:
+    def __init__(self, num_parts: int, steps_per_epoch: int | None = None) -> None:
         self._passes = PassEnumerator(num_parts)
+        self.steps_per_epoch = steps_per_epoch
         # What was read of a part is counted in batches.
         super().__init__(self._passes, batch_size=1)
 
     @property
-    def pass_number(self) -> int:
-        return self._passes.pass_number
+    def first_epoch(self) -> int:  # type: ignore[override]
+        return self._passes.first_epoch
+
+    @property
+    def num_read(self) -> int:
+        with self._lock:
+            return self._passes.num_finished + sum(p.num_read for p in (*self._waiting, *self._reading.values()))
+
+    def finish(self, worker: int) -> None:
+        with self._lock:
+            if split := self._reading.pop(worker, None):
+                self._passes.num_finished += split.num_read
 
     def pass_has_ended(self) -> bool:
         with self._lock:
             return self._passes.is_found and not self._waiting and not self._reading
 
     def begin_pass(self) -> None:
-        self._passes.restore([self.pass_number + 1, False])
+        self._passes.begin_pass(self.epoch_after(self.num_read))
 
     def skip(self, worker: int, reason: str) -> bool:
         return False

@@ -14,7 +14,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.data.base import Readers
 from kdist.data.batch_source import BatchSource
-from kdist.data.splits import NothingToRead, Split, Splits
+from kdist.data.splits import NothingToRead, Passes, Split, Splits
 from kdist.errors import TaskError
 from kdist.forks import children_end_here
 
@@ -43,7 +43,7 @@ class Batch(Split):
         return self.name
 
 
-class FeedQueue(Splits):
+class FeedQueue(Splits, Passes):
     """Hands each batch to one reader; a bounded number of them is made ahead. A pass begins when it is needed.
 
     Args:
@@ -72,10 +72,13 @@ class FeedQueue(Splits):
         self._has_ended = False
         self._error: BaseException | None = None
         self._made_at = 0.0
+        self.steps_per_epoch = readers.steps_per_epoch
+        self.first_epoch = 0
 
     @property
-    def pass_number(self) -> int:
-        return self._pass
+    def num_read(self) -> int:
+        with self._changed:
+            return min([*(b.number for b in (*self._waiting, *self._reading.values())), self._next])
 
     @property
     def is_only_pass(self) -> bool:
@@ -150,7 +153,10 @@ class FeedQueue(Splits):
             unread = [(batch.pass_number, batch.number) for batch in (*self._waiting, *self._reading.values())]
             present = (self._pass + 1, 0) if self._is_made else (self._pass, self._next)
             pass_number, batch = min([*unread, present])
-            return json.dumps({"pass": pass_number, "batch": batch})
+            position = {"pass": pass_number, "batch": batch}
+            if self.steps_per_epoch:
+                position["epoch"] = self.first_epoch if pass_number == self._pass else self.epoch_after(self._next)
+            return json.dumps(position)
 
     def restore(self, state: str | None) -> None:
         if not self._source.repeats:
@@ -164,6 +170,7 @@ class FeedQueue(Splits):
             self._reading.clear()
             position = json.loads(state) if state else {}
             self._pass, self._next = position.get("pass", 0), position.get("batch", 0)
+            self.first_epoch = position.get("epoch", self._pass)
             self._is_made = self._has_ended = False
             self._error = None
 
@@ -205,6 +212,7 @@ class FeedQueue(Splits):
         return True
 
     def _begin_pass(self) -> None:
+        self.first_epoch = self.epoch_after(self._next)
         self._pass, self._next, self._is_made = self._pass + 1, 0, False
         self._changed.notify_all()
 

@@ -335,7 +335,7 @@ def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) 
         if not (readers.by_passes and length_is_unknown) or readers.run_the_program:
             return DatasetData(x, readers.num_iterators)
         if readers.at_once == 1:
-            return DatasetPasses(x, readers.number)
+            return DatasetPasses(x, readers.number, readers.steps_per_epoch)
     except CannotTravel:
         if readers.run_the_program:
             raise
@@ -349,7 +349,7 @@ def _fed(source: BatchSource, readers: Readers) -> FedData:
             "runs the program in a process of its own; give arrays, a tf.data.Dataset, a keras.utils.PyDataset with a "
             "length or a function (context) -> tf.data.Dataset, or use parameter servers (cluster=1ps2w)"
         )
-    if readers.by_passes and source.is_endless:
+    if readers.by_passes and readers.steps_per_epoch is None and source.is_endless:
         raise ConfigError(f"{source.name} has no length and never ends; give steps (train.steps) or steps_per_epoch")
     return FedData(source, readers)
 

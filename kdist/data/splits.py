@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import abc
 import json
+import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from kdist.console.warn import warn
 from kdist.errors import DataSourceError
@@ -130,25 +131,45 @@ class Splits(abc.ABC):
         """Continues where `state` was, or begins anew if it is None; no worker has a split."""
 
 
-class Passes(Protocol):
+class Passes(abc.ABC):
     """Data that is read in passes, of a length that nobody knows: one ends when all of it was read.
 
     Attributes:
-        pass_number: of the present pass, from 0.
+        steps_per_epoch: of an epoch that does not end with its pass, which one worker reads; None if a pass is an
+            epoch.
+        first_epoch: the number, from 0, of the epoch with which the present pass has begun.
     """
 
-    @property
-    def pass_number(self) -> int: ...
+    steps_per_epoch: int | None
+    first_epoch: int
 
     @property
+    @abc.abstractmethod
+    def num_read(self) -> int:
+        """Batches of the present pass that were read."""
+
+    @property
+    @abc.abstractmethod
     def is_only_pass(self) -> bool:
         """Whether there is no other one."""
 
+    @abc.abstractmethod
     def pass_has_ended(self) -> bool:
         """Whether the present pass was read to its end."""
 
+    @abc.abstractmethod
     def begin_pass(self) -> None:
         """Begins the next pass."""
+
+    def epoch_at(self, num_read: int) -> int:
+        """The number of the epoch that has begun when so many batches of the present pass were read."""
+        return self.first_epoch + (num_read // self.steps_per_epoch if self.steps_per_epoch else 0)
+
+    def epoch_after(self, num_read: int) -> int:
+        """The number of the epoch with which the next pass begins if this one has so many batches."""
+        if not self.steps_per_epoch:
+            return self.first_epoch + 1
+        return self.first_epoch + max(1, math.ceil(num_read / self.steps_per_epoch))
 
 
 class SplitEnumerator(abc.ABC):

@@ -34,7 +34,7 @@ class EpochRecorder(Hook):
         history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
         callbacks: called at the events of training; includes the history.
         lengths: of the epochs; without it, and without `passes`, the whole run is one epoch.
-        passes: each is an epoch.
+        passes: of data of unknown length, with which an epoch ends at the latest.
         epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
@@ -75,6 +75,10 @@ class EpochRecorder(Hook):
     _has_begun: bool = field(default=False, init=False)
 
     def after_create_session(self, session: Session) -> None:
+        self._pass_began = session.global_step
+        if self.passes is not None and self.passes.steps_per_epoch:
+            # The pass of a resumed run began before.
+            self._pass_began -= self.passes.num_read
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
         #: What metrics keep of earlier epochs: nothing, unless they are not reset.
@@ -82,7 +86,6 @@ class EpochRecorder(Hook):
         self._steps_in_totals = self._steps_in_batch = 0
         self._validated_step: int | None = None
         self._num_empty_passes = 0
-        self._pass_began = session.global_step
         self.best.forget_after(session.global_step)
         if self.passes is not None and self._is_past_last(self._epoch):
             session.request_stop(EPOCHS)
@@ -113,10 +116,12 @@ class EpochRecorder(Hook):
         if self._batch_at(step) % self.callbacks.steps_per_batch == 0:
             self._end_batch(context.session)
         # A run never passes the end of an epoch, but repeated steps of a lost worker may.
-        if self._epoch_at(step) > self._epoch:
-            self._warn_of_end_of_data()
+        if (following := self._epoch_at(step)) > self._epoch:
+            if self.passes is not None and self._is_past_last(following):
+                context.session.request_stop(EPOCHS)
+            self._warn_of_end_of_data(step)
             self._finish_epoch(context.session, validate=self._is_validation_epoch(), is_complete=True)
-            self._epoch = self._epoch_at(step)
+            self._epoch = following
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
 
@@ -133,10 +138,11 @@ class EpochRecorder(Hook):
         if self.passes is None or not self.passes.pass_has_ended():
             return
         # In a run that was resumed at the end of a pass there was nothing left of it.
-        self._num_empty_passes = self._num_empty_passes + 1 if self._totals is None else 0
+        self._num_empty_passes = self._num_empty_passes + 1 if session.global_step == self._pass_began else 0
         if self._num_empty_passes > 1:
             raise TaskError("a worker", ValueError("the dataset has not a single batch"))
-        is_last = self._is_past_last(self._epoch + 1)
+        following = self.passes.epoch_after(session.global_step - self._pass_began) + self.first_epoch
+        is_last = self._is_past_last(following)
         if not is_last and self.passes.is_only_pass:
             warn(
                 f"the data can be read once, and ended in epoch {self._epoch + 1} of {self.epochs} at step "
@@ -145,11 +151,12 @@ class EpochRecorder(Hook):
             session.request_stop("the end of the data")
         elif is_last:
             session.request_stop(EPOCHS)
-        self._finish_epoch(session, validate=self._is_validation_epoch(), is_complete=True)
+        if self._totals is not None:
+            self._warn_of_end_of_data(session.global_step)
+            self._finish_epoch(session, validate=self._is_validation_epoch(), is_complete=True)
         if not session.should_stop():
             self.passes.begin_pass()
-            self._epoch += 1
-            self._pass_began = session.global_step
+            self._epoch, self._pass_began = following, session.global_step
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         # Its own, or that of values that another hook has restored.
@@ -166,6 +173,8 @@ class EpochRecorder(Hook):
         due = []
         if self.lengths is not None:
             due.append(self.lengths.begin_of(self.lengths.epoch_at(step) + 1) - step)
+        elif self.passes is not None and self.passes.steps_per_epoch:
+            due.append(self.passes.steps_per_epoch - self._batch_at(step))
         if self.callbacks.wants_batches:
             due.append(self.callbacks.steps_per_batch - self._batch_at(step) % self.callbacks.steps_per_batch)
         if self.validation_every_steps:
@@ -186,15 +195,16 @@ class EpochRecorder(Hook):
 
     def _epoch_at(self, step: int) -> int:
         if self.passes is not None:
-            return self.first_epoch + self.passes.pass_number
+            return self.first_epoch + self.passes.epoch_at(step - self._pass_began)
         if self.lengths is None:
             return self.first_epoch
         return self.first_epoch + self.lengths.epoch_at(step)
 
     def _batch_at(self, step: int) -> int:
-        if self.passes is not None or self.lengths is None:
-            return step - (self._pass_began if self.passes is not None else self.first_step)
-        return self.lengths.batch_at(step)
+        if self.passes is not None:
+            in_pass = step - self._pass_began
+            return in_pass % self.passes.steps_per_epoch if self.passes.steps_per_epoch else in_pass
+        return step - self.first_step if self.lengths is None else self.lengths.batch_at(step)
 
     def _is_validation_epoch(self) -> bool:
         epoch = self._epoch + 1
@@ -202,13 +212,18 @@ class EpochRecorder(Hook):
             return epoch % self.validation_freq == 0
         return epoch in self.validation_freq
 
-    def _warn_of_end_of_data(self) -> None:
-        """Warns, as Keras does, of an epoch that the data has ended."""
-        lengths, epoch = self.lengths, self._epoch - self.first_epoch
-        if lengths is not None and (length := lengths.length_of(epoch)) < lengths.steps_per_epoch:
+    def _warn_of_end_of_data(self, step: int) -> None:
+        """Warns, as Keras does, of an epoch that the data has ended at a step."""
+        if self.passes is not None:
+            length, wanted = self._batch_at(step), self.passes.steps_per_epoch or 0
+        elif self.lengths is not None:
+            length, wanted = self.lengths.length_of(self._epoch - self.first_epoch), self.lengths.steps_per_epoch
+        else:
+            return
+        if 0 < length < wanted:
             warn(
-                f"your input ran out of data in epoch {self._epoch + 1}, after {length} of {lengths.steps_per_epoch} "
-                "steps (steps_per_epoch); for epochs of one length, repeat it: dataset.repeat()"
+                f"your input ran out of data in epoch {self._epoch + 1}, after {length} of {wanted} steps "
+                "(steps_per_epoch); for epochs of one length, repeat it: dataset.repeat()"
             )
 
     def _finish_epoch(self, session: Session, *, validate: bool, is_complete: bool) -> None:

@@ -283,13 +283,17 @@ class FitRequest:
         run_the_program = strategy.name == "multi_worker_mirrored"
         # All-reduce workers know more only when they have joined each other.
         replicas = number if run_the_program else strategy.make().batches_per_step
+        # As in Keras, epochs end with the data at the latest. Those of several workers have so many steps.
+        one_reads = number == replicas == 1 and self.steps_per_call in (None, 1) and strategy.config.local_steps == 1
+        by_passes = self.arguments.ends_by_epochs and (self.steps_per_epoch is None or one_reads)
         return Readers(
             number=number,
             at_once=replicas if strategy.name == "mirrored" else 1,
             replicas=replicas,
             run_the_program=run_the_program,
             serve=strategy.shape.num_ps > 0,
-            by_passes=self.arguments.ends_by_epochs,
+            by_passes=by_passes,
+            steps_per_epoch=self.steps_per_epoch if by_passes else None,
             timeout=strategy.cluster.step_timeout,
         )
 
@@ -309,16 +313,21 @@ class FitRequest:
                 f"strategy.local_steps={self.strategy.config.local_steps}: with {what} a step is one batch; use 1"
             )
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """As given, in whole executions: as in Keras, epochs consist of them as long as there is data."""
+        given, per_execution = self.arguments.steps_per_epoch, self.source.model.steps_per_execution
+        return None if given is None else math.ceil(given / per_execution) * per_execution
+
     def epoch_lengths(self, data: TrainingData, replicas: int | None = None) -> EpochLengths | None:
-        """Global steps of epochs; None if neither the arguments nor the data say how many.
+        """Global steps of epochs; None if they end with data of unknown length, or nobody knows where.
 
         Args:
             replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
-        steps_per_epoch, per_execution = self.arguments.steps_per_epoch, self.source.model.steps_per_execution
-        if steps_per_epoch is not None:
-            # As in Keras, whose epochs are of whole executions as long as there is data.
-            steps_per_epoch = math.ceil(steps_per_epoch / per_execution) * per_execution
+        if data.passes is not None:
+            return None
+        steps_per_epoch = self.steps_per_epoch
         joins = self.strategy.name == "multi_worker_mirrored"
         batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
         all_reduce = self.strategy.name in registry.ALL_REDUCE

@@ -104,8 +104,8 @@ class FitArguments:
 
     @property
     def ends_by_epochs(self) -> bool:
-        """Whether training ends after epochs that are as long as the data."""
-        return self.steps is None and self.epochs is not None and self.steps_per_epoch is None
+        """Whether training ends after a number of epochs."""
+        return self.steps is None and self.epochs is not None
 
     def training_data(
         self, seed: int | None, readers: Readers, preprocess: Callable[..., Any] | None = None

@@ -84,7 +84,7 @@ def _is_last(request: FitRequest, result: dict[str, Any], first_step: int, step:
     if data.passes is not None and data.splits is not None:
         state = request.files.checkpoints().data_state(step)
         data.splits.restore(state)
-        return state is not None and data.passes.pass_number >= num_epochs
+        return state is not None and data.passes.epoch_at(data.passes.num_read) >= num_epochs
     lengths = request.epoch_lengths(data, replicas=result.get("workers"))
     return lengths is not None and step >= lengths.begin_of(num_epochs)
 

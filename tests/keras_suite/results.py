@@ -26,7 +26,6 @@ EXCEPTIONS = {
 }
 #: What kdist does otherwise in tests that fail, by pattern; each counts as a failure.
 DIFFERENCES = {
-    "*epoch_unknown_data_size_not_match_*": "with steps_per_epoch, data of unknown length is repeated",
     "*::test_custom_summary": "tf.summary inside a step writes nothing: a step runs where no callback has a writer",
 }
 

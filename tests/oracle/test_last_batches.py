@@ -11,7 +11,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import in_short, toy_data
 
 import kdist
 
@@ -39,6 +39,15 @@ def dataset() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
 
 
+def of_unknown_length() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda *_: True).batch(4)
+
+
+def of_python() -> tf.data.Dataset:
+    signature = (tf.TensorSpec((6,)), tf.TensorSpec((), tf.int64))
+    return tf.data.Dataset.from_generator(lambda: zip(X, Y), output_signature=signature).batch(4)
+
+
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "arrays": ((X, Y), {"batch_size": 8, "epochs": 3}),
     "arrays and fewer steps": ((X, Y), {"batch_size": 8, "epochs": 4, "steps_per_epoch": 2}),
@@ -46,6 +55,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "arrays without a batch size": ((X, Y), {"epochs": 2, "steps_per_epoch": 3}),
     "a dataset and fewer steps": ((dataset(),), {"epochs": 4, "steps_per_epoch": 2}),
     "a dataset and more steps": ((dataset(),), {"epochs": 2, "steps_per_epoch": 5}),
+    # Of 5 batches. An epoch that begins at the end of a pass is empty in Keras; here it begins with the next pass.
+    "unknown length and fewer steps": ((of_unknown_length(),), {"epochs": 5, "steps_per_epoch": 2}),
+    "unknown length and more steps": ((of_unknown_length(),), {"epochs": 2, "steps_per_epoch": 7}),
+    "unknown length and steps of two passes": ((of_python(),), {"epochs": 4, "steps_per_epoch": 3}),
     "fewer examples than a batch": ((X[:3], Y[:3]), {"epochs": 2}),
 }
 
@@ -65,7 +78,7 @@ def test_weights_history_and_batches_are_those_of_keras(name: str, run_dir: Path
 
 
 @pytest.mark.filterwarnings("ignore:(?i).*your input ran out of data")
-@pytest.mark.parametrize("steps_per_epoch", [None, 1, 3])
+@pytest.mark.parametrize("steps_per_epoch", in_short([None, 1, 3], {3}))
 def test_an_epoch_is_of_whole_executions(steps_per_epoch: int | None, run_dir: Path) -> None:
     arguments = {"batch_size": 4, "epochs": 3, "steps_per_epoch": steps_per_epoch}
     compared_with_keras((X, Y), arguments, lambda: {"steps_per_execution": 2}, run_dir)
@@ -92,6 +105,35 @@ def compared_with_keras(
     for key, values in expected.history.items():
         np.testing.assert_allclose(history.history[key], values, rtol=1e-5, err_msg=key)
     for value, wanted in zip(ours.get_weights(), theirs.get_weights()):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:(?i).*your input ran out of data")
+@pytest.mark.parametrize("stops_at", [4, 5, 6, 9])
+@pytest.mark.parametrize("make", [of_unknown_length, of_python])
+def test_a_run_that_stopped_within_a_pass_of_unknown_length_goes_on_there(
+    make: Callable[[], tf.data.Dataset], stops_at: int, run_dir: Path
+) -> None:
+    """Epochs of 2, 2 and 1 steps: it stops at their ends, and in the middle of one."""
+    keras.utils.set_random_seed(3)
+    arguments: dict[str, Any] = {"epochs": 6, "steps_per_epoch": 2, "verbose": 0}
+    whole, first, again = (models.mlp("sgd") for _ in range(3))
+    for model in (first, again):
+        model.set_weights(whole.get_weights())
+    batches = Batches()
+    expected = kdist.Trainer(whole, run_dir=run_dir / "whole", callbacks=[batches]).fit(make(), **arguments)
+    saver = kdist.hooks.CheckpointSaver(every_steps=1)
+    hooks = [saver, kdist.hooks.StopAtStep(stops_at)]
+    kdist.Trainer(first, run_dir=run_dir / "parts", hooks=hooks).fit(make(), **arguments)
+    seen = Batches()
+    trainer = kdist.Trainer(again, run_dir=run_dir / "parts", hooks=[saver], callbacks=[seen])
+    history = trainer.fit(make(), **arguments)
+    assert trainer.result.global_step == 10
+    numbers, whole_numbers = ([e for e in c.seen[1:] if isinstance(e, int)] for c in (seen, batches))
+    assert numbers == whole_numbers[stops_at:]
+    assert history.epoch == [0, 1, 2, 3, 4, 5]
+    np.testing.assert_allclose(history.history["loss"][4:], expected.history["loss"][4:], rtol=1e-5)
+    for value, wanted in zip(again.get_weights(), whole.get_weights()):
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
 
 

@@ -101,7 +101,7 @@ def test_by_passes_readers_wait_for_the_next_one(queue_of: Any) -> None:
     assert not queue.look()
     assert queue.wait() is None
     queue.begin_pass()
-    assert (queue.pass_number, queue.look(), read(queue, 1)) == (1, True, 0)
+    assert (queue.first_epoch, queue.look(), read(queue, 1)) == (1, True, 0)
 
 
 def test_a_batch_of_a_lost_worker_is_the_next_one(queue_of: Any) -> None:
@@ -172,9 +172,9 @@ def test_it_continues_where_its_state_was(queue_of: Any) -> None:
     other = queue_of(Source())
     other.restore(state)
     assert [read(other) for _ in range(3)] == [2, 3, 0]
-    assert other.pass_number == 2
+    assert other.first_epoch == 2
     other.restore(None)
-    assert (read(other), other.pass_number) == (0, 0)
+    assert (read(other), other.first_epoch) == (0, 0)
 
 
 def test_the_state_after_a_whole_pass_is_the_beginning_of_the_next(queue_of: Any) -> None:
