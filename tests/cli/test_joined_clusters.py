@@ -137,6 +137,7 @@ def test_four_commands_in_any_order_are_one_cluster_whose_chief_is_worker_0(task
         assert last == f"done  | {task} | the chief has finished"
 
 
+@pytest.mark.long
 def test_a_chief_of_its_own_trains_on_all_workers(tasks: Tasks) -> None:
     ps, worker_0, chief = free_addresses(3)
     for task in ("worker:0", "chief", "ps:0"):
@@ -151,6 +152,7 @@ def test_a_chief_of_its_own_trains_on_all_workers(tasks: Tasks) -> None:
     assert f"at {worker_0}, chief chief at {chief}" in tasks.said("worker:0")
 
 
+@pytest.mark.long
 def test_tf_config_says_who_is_who(tasks: Tasks) -> None:
     chief, ps, worker = free_addresses(3)
     # As Estimator wrote it: nothing listens at the evaluator's address.

@@ -116,7 +116,9 @@ class Run:
         return not [pid for pid in self.tasks if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_a_signal_saves_and_ends_everything_within_five_seconds(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -141,7 +143,9 @@ def test_a_signal_saves_and_ends_everything_within_five_seconds(
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)]
+)
 def test_a_signal_before_training_ends_the_run_with_a_result(tmp_path: Path, number: signal.Signals, code: int) -> None:
     arguments = [sys.executable, "-m", "kdist", *MINE, "data._target_=user_code.slow_data", "run.dir=D"]
     with subprocess.Popen(

@@ -78,6 +78,7 @@ def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path,
     assert set(by_worker) == {"worker:0", "worker:1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:.*worker.[01] ")
 def test_a_file_that_kills_its_readers_is_set_aside(folder: Path, run_dir: Path, strategy: str) -> None:

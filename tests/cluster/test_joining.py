@@ -33,6 +33,7 @@ multi_worker_mirrored.join(Membership(ClusterSpec((), tuple(addresses)), Task("w
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_worker_does_not_wait_for_one_that_was_lost_after_they_had_met(own: int) -> None:
     began = time.monotonic()

@@ -37,6 +37,7 @@ def all_runs(client: Any) -> list[Any]:
     return list(client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cluster", "options"),
     [

@@ -73,6 +73,7 @@ def test_a_hook_that_only_reads_gets_values_of_one_step(run_dir: Path) -> None:
     assert hook.read[-1][0] == 300
 
 
+@pytest.mark.long
 def test_a_hook_that_only_writes_loses_no_step(run_dir: Path) -> None:
     class Writer(Hook):
         def after_run(self, context: Any, values: Any) -> None:
@@ -207,6 +208,7 @@ def test_state_goes_back_as_a_sum_of_changes(run_dir: Path) -> None:
     assert np.abs(normalization.moving_mean.numpy() - expected).max() < 0.5 * np.abs(expected).max() + 0.5
 
 
+@pytest.mark.long
 def test_workers_read_different_parts(run_dir: Path) -> None:
     """Each worker's own feature is all ones: only if both shards are read do both weights move."""
 
@@ -382,6 +384,7 @@ def test_only_parameters_and_gradients_cross_the_network(run_dir: Path) -> None:
     assert 2 * parameter_bytes <= num_bytes / num_steps <= 1.05 * 2 * parameter_bytes
 
 
+@pytest.mark.long
 def test_schedules_and_bias_correction_follow_the_exact_global_step(run_dir: Path) -> None:
     """With a gradient of one in every step, what a parameter comes to is known, whoever computed which step."""
     steps = 400

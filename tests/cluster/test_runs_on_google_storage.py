@@ -64,6 +64,7 @@ def test_a_run_is_resumed_on_another_machine(tmp_path: Path, monkeypatch: pytest
     assert json.loads(ObjectStorage(URL, 1.0).read("result.json") or b"")["global_step"] == 50
 
 
+@pytest.mark.long
 def test_starting_over_sets_checkpoints_in_the_bucket_aside() -> None:
     train(20, "local")
     train(5, "local", resume="never")

@@ -93,6 +93,7 @@ def test_starting_over_sets_the_checkpoints_in_the_bucket_aside(bucket: Any) -> 
     assert not files_of(20) & names
 
 
+@pytest.mark.long
 def test_a_second_fit_continues_from_the_model(bucket: Any) -> None:
     trainer = train(20, "local")
     x, y = toy_data()

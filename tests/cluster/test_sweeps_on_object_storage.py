@@ -126,6 +126,7 @@ def test_plugins_of_hydra_sweep_to_a_url(plugin: str, keys: list[str], bucket: A
     assert not tasks_running(under=os.getpid())
 
 
+@pytest.mark.long
 def test_a_sweep_in_a_mounted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = f"file://{tmp_path}/mounted/sweep"

@@ -254,6 +254,7 @@ def test_all_workers_share_one_traced_function(run_dir: Path, monkeypatch: pytes
     assert len(traced) == 1
 
 
+@pytest.mark.long
 def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = in_graph_sync.InGraphSyncCalls.function
     cancelled: list[int] = []

@@ -208,6 +208,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", in_short(CASES, {"compiled with XLA"}))
 def test_it_is_as_in_keras(name: str, run_dir: Path) -> None:
     build, data = CASES[name]
@@ -359,7 +360,7 @@ RATES: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "cluster",
     [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)],
 )
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("name", in_short(RATES, {"an optimizer without a config"}))
 @pytest.mark.usefixtures("tasks_prepared")
 def test_optimizers_and_schedules_need_no_config(name: str, cluster: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
@@ -417,6 +418,7 @@ def test_a_layer_that_a_callback_freezes_is_trained_as_by_keras(cluster: str, ru
     assert_same_as_keras(lambda: models.mlp("adam"), x, y, run_dir, cluster, epochs=3, callbacks=callbacks)
 
 
+@pytest.mark.long
 def test_a_loaded_model_begins_with_the_first_batch(run_dir: Path, tmp_path: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
     before = models.mlp("sgd")

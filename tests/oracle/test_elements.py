@@ -117,7 +117,7 @@ def test_own_steps_get_the_element_as_it_is(name: str, tmp_path: Path) -> None:
     assert_as_keras(ELEMENTS[name], "local", tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["a tensor", "a dict", pytest.param("sparse", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", in_short(["a tensor", "a dict", "sparse"], {"a dict"}))
 def test_workers_pass_it_on(name: str, tmp_path: Path) -> None:
     assert_as_keras(ELEMENTS[name], "1ps1w", tmp_path / "run")
 

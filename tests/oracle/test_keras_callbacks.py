@@ -113,8 +113,8 @@ def test_batch_events_come_once_for_the_steps_of_an_execution(tmp_path: Path) ->
     assert ours.events == theirs.events
 
 
-#: One that sets the learning rate by the epoch, one by the logs; the others run in `make long`.
-IN_SHORT = {"LearningRateScheduler", "ReduceLROnPlateau"}
+#: It sets the learning rate by the logs; the others run in `make long`.
+IN_SHORT = {"ReduceLROnPlateau"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_SHORT else pytest.mark.long) for n in CALLBACKS])

@@ -44,7 +44,7 @@ ACCUMULATING: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
         0.1, momentum=0.9, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.9
     ),
 }
-_LONG = {"amsgrad", "rmsprop", "clipvalue"}
+_SHORT = {"adamw", "global_clipnorm", "ema", "accumulating"}
 
 
 def multi_data() -> tuple[Any, Any]:
@@ -116,9 +116,7 @@ def with_optimizer_built(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in _LONG)) for name in (*OPTIMIZERS, *ACCUMULATING)]
-)
+@pytest.mark.parametrize("name", in_short([*OPTIMIZERS, *ACCUMULATING], _SHORT))
 def test_every_option_of_an_optimizer_does_keras_maths(name: str, run_dir: Path) -> None:
     x, y = toy_data(BATCH * STEPS)
     make = {**OPTIMIZERS, **ACCUMULATING}[name]

@@ -69,7 +69,7 @@ def _assert_same(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=str(name))
 
 
-@pytest.mark.parametrize("seed", [0, 6])
+@pytest.mark.parametrize("seed", [0])
 def test_some_models(seed: int, run_dir: Path) -> None:
     compare(seed, "1ps2w", run_dir)
 

@@ -31,6 +31,7 @@ def build(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [pytest.param(n, marks=[pytest.mark.long] * (n == "ftrl")) for n in OPTIMIZERS])
 def test_strict_sync_is_that_of_tf1_and_so_are_the_hooks(optimizer: str, tmp_path: Path) -> None:
     x, y = toy_data(256)

@@ -288,9 +288,9 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 
 
 #: The others run in `make long`.
-LOCAL_IN_SHORT = {"two optimizers and spectral norms"}
-SERVER_IN_SHORT = {
+IN_SHORT = {
     "written out",
+    "two optimizers and spectral norms",
     "optimizer read with a schedule",
     "weights clipped after each update",
     "two updates of the same weights",
@@ -301,9 +301,9 @@ SERVER_IN_SHORT = {
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [
-        *[pytest.param(n, "local", marks=[] if n in LOCAL_IN_SHORT else pytest.mark.long) for n in CASES],
+        *[pytest.param(n, "local", marks=pytest.mark.long) for n in CASES],
         *[
-            pytest.param(n, "2ps1w", marks=[pytest.mark.cluster] + [pytest.mark.long] * (n not in SERVER_IN_SHORT))
+            pytest.param(n, "2ps1w", marks=[pytest.mark.cluster] + [pytest.mark.long] * (n not in IN_SHORT))
             for n in CASES
         ],
     ],

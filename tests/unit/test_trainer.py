@@ -480,6 +480,7 @@ def test_a_hook_that_waits_for_validations_is_refused_without_any(hook: kdist.ho
         kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[hook]).fit(x, y, steps=2, verbose=0)
 
 
+@pytest.mark.long
 def test_histograms_and_hyperparameters_are_there_if_asked_for(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(

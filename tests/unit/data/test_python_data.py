@@ -72,18 +72,11 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-#: These take the ways of others.
-LONG = (
-    "PyDataset with threads",
-    "PyDataset and class weights",
-    "PyDataset and fewer steps",
-    "generator with weights",
-    "dataset with a Python function",
-    "DataLoader",
-)
+#: Others take the ways of these.
+IN_SHORT = {"PyDataset", "generator and steps", "Grain DataLoader", "filtered dataset"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in CASES])
+@pytest.mark.parametrize("name", in_short(CASES, IN_SHORT))
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_the_same_numbers_as_keras(name: str, run_dir: Path) -> None:
     make, arguments = CASES[name]

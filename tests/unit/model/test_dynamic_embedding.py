@@ -139,6 +139,7 @@ def test_a_run_resumes_and_the_checkpoint_is_one_of_tensorflow(run_dir: Path) ->
     assert reader.get_tensor("state/ids/embeddings_counts").min() > 1
 
 
+@pytest.mark.long
 def test_a_model_with_rows_is_trained_from_them(tmp_path: Path) -> None:
     x, y = data()
     model = dynamic(keras.optimizers.SGD(0.0))

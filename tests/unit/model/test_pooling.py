@@ -213,6 +213,7 @@ class Averaged(keras.Model):
         return self.out(tf.reduce_sum(self.embedding(inputs["ids"]), 1))
 
 
+@pytest.mark.long
 def test_keras_own_layer_is_looked_up_by_rows_too(run_dir: Path) -> None:
     for kind in (ragged, sparse):
 
