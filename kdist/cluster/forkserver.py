@@ -51,6 +51,7 @@ class _Order:
         module: the one whose `run` is called.
         options: its argument.
         environment: variables that differ from those of the fork server; None unsets the variable.
+        folder: the chief's working directory; None if it was deleted.
         descriptors: the numbers that the other open files have in the chief.
     """
 
@@ -58,6 +59,7 @@ class _Order:
     module: str
     options: str
     environment: dict[str, str | None]
+    folder: str | None
     descriptors: list[int]
 
 
@@ -193,7 +195,7 @@ class ForkServer:
         common = self._environment
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
         own |= dict.fromkeys(common.keys() - environment.keys())
-        order = _Order(next(self._numbers), module, options, own, list(pass_fds))
+        order = _Order(next(self._numbers), module, options, own, _working_directory(), list(pass_fds))
         child_in, our_in = os.pipe()
         our_out, child_out = os.pipe()
         task = ForkedTask(self, our_in, our_out)
@@ -270,6 +272,12 @@ class ForkServer:
             self._tasks.clear()
 
 
+def _working_directory() -> str | None:
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
+
+
 class _Forks:
     """The process: forks tasks on order, and reports how its children end.
 
@@ -326,6 +334,8 @@ class _Forks:
                 os.close(own)
             for name, value in order.environment.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            if order.folder is not None:
+                os.chdir(order.folder)
             # Otherwise all forks would draw the same numbers; Python's own generator sees to itself.
             import numpy as np
 

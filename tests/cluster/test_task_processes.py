@@ -20,7 +20,7 @@ import numpy as np
 def run(options, descriptors):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    print("draws", flush=True)
+    print(os.getcwd(), flush=True)
     os.write(descriptors[int(options)], np.random.bytes(8))
     time.sleep(60)
 """
@@ -40,9 +40,11 @@ def server(variables: dict[str, str], tmp_path: Path) -> Iterator[ForkServer]:
     server.close()
 
 
-def test_it_has_open_files_random_numbers_of_its_own_and_signals_from_before_it_was_forked(
-    server: ForkServer, variables: dict[str, str], tmp_path: Path
+def test_it_has_open_files_random_numbers_a_folder_and_signals_from_before_it_was_forked(
+    server: ForkServer, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "trial").mkdir()
+    monkeypatch.chdir(tmp_path / "trial")
     pipes = [os.pipe() for _ in range(3)]
     logs = [tmp_path / f"task-{number}.log" for number in range(3)]
     early, *tasks = [
@@ -58,6 +60,6 @@ def test_it_has_open_files_random_numbers_of_its_own_and_signals_from_before_it_
     for task in tasks:
         task.terminate()
     assert [task.wait(10) for task in tasks] == [-signal.SIGTERM] * 2
-    assert [log.read_text() for log in logs[1:]] == ["draws\n"] * 2
+    assert [log.read_text() for log in logs[1:]] == [f"{tmp_path}/trial\n"] * 2
     for descriptor in itertools.chain(*pipes):
         os.close(descriptor)
