@@ -14,6 +14,8 @@ class Cluster(Protocol):
     spec: ClusterSpec
     #: `host:port` at which the tasks reach this process; known when it is launched.
     chief_address: str
+    #: Whether they reach it at any other port as well.
+    any_chief_port: bool
     #: The network interface at which all listen, see `kdist.cluster.bind`; None for all.
     bind: str | None
 

@@ -59,6 +59,7 @@ class ExternalCluster:
     ) -> None:
         self.spec = spec
         self.chief_address = ""
+        self.any_chief_port = chief_port is None
         self.bind = bind
         self._description = description
         self._agreement: Agreement | None = None

@@ -123,6 +123,7 @@ class LocalCluster:
         self._ports = HeldPorts(0)
         self.spec = ClusterSpec((), ())
         self.chief_address = ""
+        self.any_chief_port = True
 
     def launch(self) -> None:
         """Starts the processes and returns at once; `wait` waits until they serve."""

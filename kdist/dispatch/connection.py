@@ -5,6 +5,9 @@ this process from `localhost` to `chief`, so that every earlier variable is at a
 sends a session config that differs from that of this process; TensorFlow then replaces the local devices, and assigning
 to an earlier variable silently does nothing. Connecting under the old name, with the config of this process, keeps the
 devices and everything on them.
+
+TensorFlow serves at the address of this process until that ends, with ninety threads. The next cluster is connected to
+the same server.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ _ENVIRONMENT = {
 }
 #: What was there before.
 _environment_before: dict[str, str | None] = {}
+#: Where this process serves, once it was connected: its address, and the network interface.
+_served: list[tuple[str, str | None]] = []
 
 
 #: Held by whoever may connect this process.
@@ -58,18 +63,25 @@ def reserved() -> Iterator[None]:
         _only_one.release()
 
 
-def connect(spec: tf.train.ClusterSpec, own_address: str, interface: str | None = None) -> None:
+def connect(
+    spec: tf.train.ClusterSpec, own_address: str, interface: str | None = None, *, any_port: bool = False
+) -> None:
     """Makes the tasks of `spec`, which all serve already, devices of this process.
 
     Args:
         own_address: `host:port` of this process, as the tasks reach it; TensorFlow serves at the port from now on.
         interface: the one at which it does, see `kdist.cluster.bind`; None for all.
+        any_port: whether another port would do: that of an earlier cluster.
 
     Raises:
         ClusterError: the port is in use.
         tf.errors.OpError: a task does not respond.
     """
-    _check_port(own_address)
+    present = tf_compat.server_def()
+    if serves := present is not None and _served and _fits(_served[-1], own_address, interface, any_port):
+        own_address, _ = _served[-1]
+    else:
+        _check_port(own_address)
     _environment_before.update({name: os.environ.get(name) for name in _ENVIRONMENT})
     os.environ.update(_ENVIRONMENT)
     probe = tf.Variable(0, trainable=False)
@@ -92,12 +104,14 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, interface: str | None 
         cluster_device_filters=tf_compat.filters_as_proto(filters),
     )
     try:
-        tf_compat.set_server_def(definition)
+        (tf_compat.update_server_def if serves else tf_compat.set_server_def)(definition)
     except tf.errors.OpError:
-        tf_compat.forget_server_def(None)
+        tf_compat.forget_server_def(present if serves else None)
         _restore_environment()
         raise
-    bind.bind_port(int(own_address.rpartition(":")[2]), interface)
+    if not serves:
+        bind.bind_port(int(own_address.rpartition(":")[2]), interface)
+        _served.append((own_address, interface))
     tf_compat.initialize()
     probe.assign(1)
     if int(probe) != 1:
@@ -165,6 +179,12 @@ def _jobs_of_this_process(definition: tf.train.ServerDef) -> list[Any]:
     return [job for job in definition.cluster.job if job.name == _JOB]
 
 
+def _fits(served: tuple[str, str | None], own_address: str, interface: str | None, any_port: bool) -> bool:
+    """Whether a server that is there serves where this process is to serve."""
+    (host, _, port), (own_host, _, own_port) = served[0].rpartition(":"), own_address.rpartition(":")
+    return (host, served[1]) == (own_host, interface) and (any_port or port == own_port)
+
+
 def _check_port(own_address: str) -> None:
     """Finds out that a port is in use before TensorFlow does, which would end the process."""
     port = int(own_address.rpartition(":")[2])
@@ -175,5 +195,5 @@ def _check_port(own_address: str) -> None:
     except OSError:
         raise ClusterError(
             f"the chief cannot serve at {own_address}: the port is in use; give another cluster.chief_port, or null "
-            "for any that is free (TensorFlow keeps a port until its process ends, also for a second fit)"
+            "for any that is free (TensorFlow keeps a port until its process ends)"
         ) from None

@@ -94,7 +94,7 @@ class Coordinator:
         # Functions that are already garbage would be looked up on every task, which does not know them.
         gc.collect()
         first_calls.forget()
-        connect(self._spec, supervisor.chief_address, supervisor.bind)
+        connect(self._spec, supervisor.chief_address, supervisor.bind, any_port=supervisor.any_chief_port)
 
     @property
     def present(self) -> list[int]:

@@ -54,6 +54,11 @@ class Supervisor:
         return self._cluster.chief_address
 
     @property
+    def any_chief_port(self) -> bool:
+        """Whether it may be at any other port."""
+        return self._cluster.any_chief_port
+
+    @property
     def bind(self) -> str | None:
         """The network interface at which this process listens; None for all."""
         return self._cluster.bind
