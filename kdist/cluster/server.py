@@ -14,20 +14,23 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster import bind
 from kdist.cluster.description import Description
 from kdist.cluster.process import end_with_parent, name_process, visible_devices
-from kdist.cluster.spec import Membership
+from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.console import log
 from kdist.errors import ChiefStoppedError, ClusterError
 from kdist.version import __version__
 
 READY = b"ready\n"
+
+#: What this process serves in clusters that others started, for each fit anew: TensorFlow cannot stop a server.
+_servers: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -137,31 +140,17 @@ def serve_until_done(
     if visible is not None or task.job == "ps":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""
     with quick_import(keras=False):
-        import tensorflow as tf
+        import tensorflow  # noqa: F401 - what follows needs it
 
     from kdist.cluster.agreement import agree_with_chief
     from kdist.cluster.done_queue import Chief
-    from kdist.cluster.port_probe import accepts_connections
     from kdist.cluster.tcp_timeouts import TcpTimeouts
     from kdist.data.python_readers import offer_readers
 
     offer_readers()
     address = spec.address(task)
-    if accepts_connections(address):
-        raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
-    try:
-        server = tf.distribute.Server(
-            tf.train.ClusterSpec(spec.jobs),
-            job_name=task.job,
-            task_index=task.index,
-            protocol="grpc",
-            config=tf.compat.v1.ConfigProto(log_device_placement=log_device_placement),
-            start=False,
-        )
-    except tf.errors.OpError as error:
-        raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
-    bind.bind_port(spec.port(task), config.bind)
-    server.start()
+    if address not in _servers:
+        _servers[address] = _started_server(spec, task, config, log_device_placement)
     chief = Chief(spec, task, config.patience)
     log.say(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}")
     timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
@@ -179,7 +168,30 @@ def serve_until_done(
     if config.stay and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
     log.say(f"done  | {task} | the chief has finished")
-    del server
+
+
+def _started_server(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_placement: bool) -> Any:
+    import tensorflow as tf
+
+    from kdist.cluster.port_probe import accepts_connections
+
+    address = spec.address(task)
+    if accepts_connections(address):
+        raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(spec.jobs),
+            job_name=task.job,
+            task_index=task.index,
+            protocol="grpc",
+            config=tf.compat.v1.ConfigProto(log_device_placement=log_device_placement),
+            start=False,
+        )
+    except tf.errors.OpError as error:
+        raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
+    bind.bind_port(spec.port(task), config.bind)
+    server.start()
+    return server
 
 
 def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:

@@ -135,8 +135,7 @@ class MultiWorkerMirrored(AllReduce):
     def start(self, spec: TrainingSpec) -> None:
         self._tcp_timeouts.start()
         self._start(spec, self._distribution)
-        say = tf.function(self._all_say, autograph=False)
-        self._say_together = say.get_concrete_function(tf.TensorSpec([2], tf.int64))
+        self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
         self._bounded(lambda: self._share(self._store.values.read()))
         self._pids = self._bounded(self._find_pids)
         self._is_started = True
@@ -195,15 +194,20 @@ class MultiWorkerMirrored(AllReduce):
         said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
         return int(said[0]), int(said[1])
 
-    def _all_say(self, values: tf.Tensor) -> tf.Tensor:
-        return _sum_over_workers(self._membership, values)
+    def _sum_of_all(self, values: tf.Tensor) -> np.ndarray:
+        """The sum of what every worker calls it with, of a shape that may be used only once."""
+        return self._traced_sum(tf.TensorSpec(values.shape, values.dtype))(values).numpy()
+
+    def _traced_sum(self, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
+        # Not called by its `tf.function`, which would warn of traces: each fit makes some.
+        return tf.function(partial(_sum_over_workers, self._membership), autograph=False).get_concrete_function(spec)
 
     def _find_pids(self) -> dict[Task, int]:
         """The process ids of the other workers on this machine, which each worker tells all others."""
         spec, own = self._membership.spec, self._membership.task
         told = np.zeros(len(spec.worker), np.int64)
         told[own.index] = os.getpid()
-        pids = tf.function(self._all_say, autograph=False)(tf.constant(told)).numpy()
+        pids = self._sum_of_all(tf.constant(told))
         hosts = [address.rpartition(":")[0] for address in spec.worker]
         others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
         return {Task("worker", i): int(pids[i]) for i in others}
@@ -225,7 +229,7 @@ class MultiWorkerMirrored(AllReduce):
                 continue
             flat = np.concatenate([values[name].astype(kind).ravel() for name in names])
             mine = tf.constant(flat if self._is_chief else np.zeros_like(flat))
-            shared = tf.function(self._all_say, autograph=False)(mine).numpy()
+            shared = self._sum_of_all(mine)
             bounds = np.cumsum([values[name].size for name in names])[:-1]
             parts = np.split(shared, bounds)
             super().write({n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)})
