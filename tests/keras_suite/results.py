@@ -16,7 +16,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "1ps1w": {"cluster": "1ps1w"},
     "sync": {"cluster": "1ps1w", "strategy": "sync_replicas"},
     "1w": {"cluster": "1w"},
-    "mirrored": {"cluster": "local", "strategy": "mirrored", "devices": 1},
 }
 #: Tests that cannot pass, by pattern, and why.
 EXCEPTIONS = {
@@ -26,6 +25,7 @@ EXCEPTIONS = {
 }
 #: What kdist does otherwise in tests that fail, by pattern; each counts as a failure.
 DIFFERENCES = {
+    "*::test_TensorBoard_weight_images": "diverges from some initial values, and a run whose loss is not finite ends",
     "*::test_custom_summary": "tf.summary inside a step writes nothing: a step runs where no callback has a writer",
 }
 

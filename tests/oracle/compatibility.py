@@ -411,7 +411,7 @@ KERAS_SUITE = """
 
 The tests of Keras's trainers, callbacks and models that call `fit`, `evaluate` or `predict`, with those of a `Trainer`
 in their place (`tests/keras_suite`): in one process, on a parameter server with one worker, with
-`strategy=sync_replicas` (`sync`), with one all-reduce worker, and under `mirrored` with one device. Where there is a
+`strategy=sync_replicas` (`sync`), and with one all-reduce worker; `mirrored` has two devices at least. Where there is a
 cluster, only tests that call `fit` count. `make keras-suite` runs them, and writes this table.
 
 """
