@@ -292,11 +292,12 @@ def test_the_first_of_two_ends_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"batch_size": 2.5}, {"steps_per_epoch": -1}, {"epochs": 0}, {"steps": 0}]
+    ("name", "value", "at_least"),
+    [("batch_size", 0, 1), ("batch_size", 2.5, 1), ("steps_per_epoch", -1, 1), ("epochs", -1, 0), ("steps", 0, 1)],
 )
-def test_wrong_arguments_are_refused_with_what_is_allowed(run_dir: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(kdist.ConfigError, match=rf"{next(iter(wrong))}=.*at least 1"):
-        fit(kdist.Trainer(models.mlp, run_dir=run_dir), **wrong)
+def test_wrong_arguments_are_refused_with_what_is_allowed(run_dir: Path, name: str, value: Any, at_least: int) -> None:
+    with pytest.raises(kdist.ConfigError, match=rf"{name}=.*at least {at_least}$"):
+        fit(kdist.Trainer(models.mlp, run_dir=run_dir), **{name: value})
 
 
 def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
