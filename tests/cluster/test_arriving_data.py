@@ -55,6 +55,7 @@ class WhenWaiting(Hook):
             self._functions.pop(0)()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
 def test_files_that_come_later_are_read_once_by_one_of_the_workers(folder: Path, run_dir: Path, strategy: str) -> None:
     def write(first: int) -> None:

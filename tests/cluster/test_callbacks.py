@@ -146,6 +146,7 @@ def test_hooks_feed_workers_that_begin_one_after_the_other(tmp_path: Path) -> No
     assert (tmp_path / "best" / "validation.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [

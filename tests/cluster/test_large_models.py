@@ -454,6 +454,7 @@ def test_an_evaluation_that_needs_a_whole_table_gets_it(run_dir: Path) -> None:
         large.fit(x, y, batch_size=16, epochs=1, validation_data=(x, y), verbose=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", in_short([ROWS + 3, -1], {-1}))
 def test_an_id_that_no_server_has_is_named_with_its_table(wrong: int, run_dir: Path) -> None:
     x, y = ids()

@@ -209,6 +209,7 @@ def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
     assert seen == [False, True]
 
 
+@pytest.mark.long
 def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
     class KillOne(Hook):
         has_killed = False

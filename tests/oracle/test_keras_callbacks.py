@@ -105,6 +105,7 @@ def test_every_event_comes_as_in_keras(tmp_path: Path) -> None:
     assert ours.events == theirs.events
 
 
+@pytest.mark.long
 def test_batch_events_come_once_for_the_steps_of_an_execution(tmp_path: Path) -> None:
     # Four steps are an execution of three and one of the rest.
     came_to = both(lambda folder: [EveryEvent()], tmp_path, steps_per_execution=3)

@@ -79,7 +79,15 @@ def test_two_mirrored_devices_are_one_process_with_twice_the_batch(optimizer: st
     agreement.assert_same(saved(mirrored / f"mirrored-{optimizer}.npz"), one_process(optimizer, mirrored))
 
 
-@pytest.mark.parametrize("optimizer", in_short(agreement.optimizers(), {"weighted"}))
+@pytest.mark.cluster
+@pytest.mark.usefixtures("tasks_prepared")
+def test_two_workers_that_kdist_starts_are_one_process_with_twice_the_batch(folder: Path) -> None:
+    ours = agreement.train("weighted", folder / "two-workers", "2w", 2)
+    agreement.assert_same(ours, one_process("weighted", folder))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", agreement.optimizers())
 def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_worker: Path) -> None:
     expected = one_process(optimizer, multi_worker)
     agreement.assert_same(saved(multi_worker / f"worker-0-{optimizer}.npz"), expected)

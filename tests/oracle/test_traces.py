@@ -83,6 +83,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_a_step_that_was_traced_before_its_cluster_began_makes_no_error_of_tensorflow(run_dir: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}

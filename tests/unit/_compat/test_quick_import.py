@@ -24,7 +24,8 @@ def test_what_goes_wrong_goes_on_and_leaves_everything_as_it_was() -> None:
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(("keras", "found"), [pytest.param(True, "True", marks=pytest.mark.long), (False, "False")])
+@pytest.mark.long
+@pytest.mark.parametrize(("keras", "found"), [(True, "True"), (False, "False")])
 def test_keras_is_imported_only_if_it_is_wanted_and_stays_importable(keras: bool, found: str) -> None:
     program = f"""
 import sys

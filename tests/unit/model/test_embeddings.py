@@ -125,6 +125,7 @@ def test_the_plan_says_how_a_table_is_looked_up(build_model: Any, note: str, run
     assert (run_dir / "placement.txt").read_text() == table
 
 
+@pytest.mark.long
 def test_a_table_that_is_needed_whole_trains_as_by_keras(run_dir: Path) -> None:
     x, y = data()
     for i, make in enumerate([tied, lambda: build(Embedding, embeddings_regularizer="l2")]):

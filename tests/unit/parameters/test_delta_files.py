@@ -172,6 +172,7 @@ def test_a_delta_of_one_percent_of_the_rows_has_less_than_three_percent_of_the_b
     assert len(tf.train.load_checkpoint(str(delta)).get_tensor("delta/ids/fixed_0/embeddings")) == rows // 100
 
 
+@pytest.mark.long
 def test_rows_stay_marked_until_a_save_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = Servers(tmp_path)
     servers.train(1)
