@@ -98,7 +98,7 @@ class FitArguments:
         )
 
     @property
-    def have_no_epoch(self) -> bool:
+    def has_no_epoch(self) -> bool:
         """Whether the last epoch is before the first one, as in a program whose stages may be empty."""
         return self.steps is None and self.epochs is not None and self.epochs <= self.initial_epoch
 

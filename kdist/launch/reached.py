@@ -22,7 +22,7 @@ from kdist.strategies.prepared_training import prepare
 
 def reached(request: FitRequest) -> FitOutcome | None:
     """The outcome of a fit with nothing to train; None of any other."""
-    return _ended_before(request) or (_without_epochs(request) if request.arguments.have_no_epoch else None)
+    return _ended_before(request) or (_without_epochs(request) if request.arguments.has_no_epoch else None)
 
 
 def _without_epochs(request: FitRequest) -> FitOutcome:
