@@ -1,8 +1,8 @@
 """Starts tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
 
 `python -m kdist.cluster.forkserver <file descriptor of a socket> <module>`, after the fork server of Python's
-multiprocessing. It also imports a module. It exits when its socket closes, or with its parent; its
-tasks exit with it. The chief's side is `ForkServer`.
+multiprocessing; the module is imported as well. It exits when its socket closes, or with its parent; its tasks exit
+with it. The chief's side is `ForkServer`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,26 @@ _CLOSE_SECS = 2.0
 _SEND_SECS = 60.0
 _MAX_MESSAGE = 1 << 16
 _MAX_DESCRIPTORS = 8
+
+
+@dataclass(frozen=True)
+class TaskProgram:
+    """The program of a task, which runs `module.run(options, descriptors)`.
+
+    Attributes:
+        module, options: the program, and its argument.
+        environment: the variables of the task; those that TensorFlow reads on import may have no effect.
+        log: gets its standard error, at the end.
+        prints_to_log: whether its standard output goes there, too; otherwise, `stdout` of the process has it.
+        pass_fds: open files that it gets; `descriptors` has their numbers there, by those here.
+    """
+
+    module: str
+    options: str
+    environment: Mapping[str, str]
+    log: Path
+    prints_to_log: bool = False
+    pass_fds: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -173,38 +193,22 @@ class ForkServer:
         self.update(0.0)
         return self._socket.fileno() >= 0
 
-    def fork(
-        self,
-        module: str,
-        options: str,
-        environment: Mapping[str, str],
-        log: Path,
-        *,
-        prints_to_log: bool = False,
-        pass_fds: Sequence[int] = (),
-    ) -> ForkedTask:
-        """Orders a task, which is forked as soon as TensorFlow is imported; returns at once.
-
-        Args:
-            module, options: the task runs `module.run(options, descriptors)`.
-            environment: that of the task; variables that TensorFlow reads on import have no effect.
-            log: gets its standard error.
-            prints_to_log: whether it gets its standard output, too.
-            pass_fds: open files that the task gets; `descriptors` has their numbers there, by those here.
-        """
-        common = self._environment
+    def fork(self, program: TaskProgram) -> ForkedTask:
+        """Orders a task, which is forked as soon as TensorFlow is imported; returns at once."""
+        common, environment = self._environment, program.environment
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
         own |= dict.fromkeys(common.keys() - environment.keys())
-        order = _Order(next(self._numbers), module, options, own, _working_directory(), list(pass_fds))
+        number, passed = next(self._numbers), list(program.pass_fds)
+        order = _Order(number, program.module, program.options, own, _working_directory(), passed)
         child_in, our_in = os.pipe()
         our_out, child_out = os.pipe()
         task = ForkedTask(self, our_in, our_out)
-        with self._lock, log.open("ab") as log_file:
+        with self._lock, program.log.open("ab") as log_file:
             self._tasks[order.number] = task
             # If the process has exited, waiting for its tasks will show it.
             with suppress(OSError):
-                output = log_file.fileno() if prints_to_log else child_out
-                descriptors = [child_in, output, log_file.fileno(), *pass_fds]
+                output = log_file.fileno() if program.prints_to_log else child_out
+                descriptors = [child_in, output, log_file.fileno(), *passed]
                 socket.send_fds(self._socket, [json.dumps(asdict(order)).encode()], descriptors)
         os.close(child_in)
         os.close(child_out)

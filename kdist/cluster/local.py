@@ -15,6 +15,7 @@ from typing import IO
 
 from kdist._compat import op_libraries
 from kdist.cluster import sigstop_watchdog
+from kdist.cluster.forkserver import TaskProgram
 from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.process import (
     KILLED_SECS,
@@ -273,7 +274,7 @@ class LocalCluster:
 
     def _launch(self, task: Task) -> TaskProcess:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
-        return self._task_processes.start("kdist.cluster.server", options.to_json(), environment, log)
+        return self._task_processes.start(TaskProgram("kdist.cluster.server", options.to_json(), environment, log))
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:

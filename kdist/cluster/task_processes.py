@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kdist.cluster.forkserver import SERVING, TRAINING, ForkedTask, ForkServer
+from kdist.cluster.forkserver import SERVING, TRAINING, ForkedTask, ForkServer, TaskProgram
 from kdist.cluster.process import start_child, task_environment
 from kdist.cluster.spec import Task
 
@@ -56,34 +56,18 @@ class TaskProcesses:
         self._train = train
         self._fork_server: ForkServer | None = None
 
-    def start(
-        self,
-        module: str,
-        options: str,
-        environment: Mapping[str, str],
-        log: Path,
-        *,
-        prints_to_log: bool = False,
-        pass_fds: Sequence[int] = (),
-    ) -> TaskProcess:
-        """Starts a process that runs `module.run(options, descriptors)`; returns at once.
-
-        Args:
-            environment: its variables; those that TensorFlow reads on import may have no effect.
-            log: gets its standard error, at the end.
-            prints_to_log: whether its standard output goes there, too; otherwise, `stdout` has it.
-            pass_fds: open files that it gets; `descriptors` has their numbers there, by those here.
-        """
+    def start(self, program: TaskProgram) -> TaskProcess:
+        """Starts a process that runs a program; returns at once."""
         # On other systems, a process that has imported TensorFlow may not survive a fork.
         if sys.platform == "linux":
-            return self._forks().fork(module, options, environment, log, prints_to_log=prints_to_log, pass_fds=pass_fds)
-        with log.open("ab") as log_file:
+            return self._forks().fork(program)
+        with program.log.open("ab") as log_file:
             return start_child(
-                [sys.executable, "-m", module, options],
-                stdout=log_file if prints_to_log else subprocess.PIPE,
+                [sys.executable, "-m", program.module, program.options],
+                stdout=log_file if program.prints_to_log else subprocess.PIPE,
                 stderr=log_file,
-                env=environment,
-                pass_fds=pass_fds,
+                env=program.environment,
+                pass_fds=program.pass_fds,
             )
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ _ENVIRONMENT = {
 }
 #: What was there before.
 _environment_before: dict[str, str | None] = {}
-#: Where this process serves, once it was connected: its address, and the network interface.
+#: Where this process serves, once it was connected: its newest address, and the network interface.
 _served: list[tuple[str, str | None]] = []
 
 
@@ -77,11 +77,12 @@ def connect(
         ClusterError: the port is in use.
         tf.errors.OpError: a task does not respond.
     """
-    present = tf_compat.server_def()
-    if serves := present is not None and _served and _fits(_served[-1], own_address, interface, any_port):
-        own_address, _ = _served[-1]
-    else:
+    served = _server_for(own_address, interface, any_port=any_port)
+    if served is None:
         _check_port(own_address)
+    else:
+        own_address = served
+    before = tf_compat.server_def()
     _environment_before.update({name: os.environ.get(name) for name in _ENVIRONMENT})
     os.environ.update(_ENVIRONMENT)
     probe = tf.Variable(0, trainable=False)
@@ -104,14 +105,14 @@ def connect(
         cluster_device_filters=tf_compat.filters_as_proto(filters),
     )
     try:
-        (tf_compat.update_server_def if serves else tf_compat.set_server_def)(definition)
+        (tf_compat.set_server_def if served is None else tf_compat.update_server_def)(definition)
     except tf.errors.OpError:
-        tf_compat.forget_server_def(present if serves else None)
+        tf_compat.forget_server_def(None if served is None else before)
         _restore_environment()
         raise
-    if not serves:
+    if served is None:
         bind.bind_port(int(own_address.rpartition(":")[2]), interface)
-        _served.append((own_address, interface))
+        _served[:] = [(own_address, interface)]
     tf_compat.initialize()
     probe.assign(1)
     if int(probe) != 1:
@@ -179,10 +180,15 @@ def _jobs_of_this_process(definition: tf.train.ServerDef) -> list[Any]:
     return [job for job in definition.cluster.job if job.name == _JOB]
 
 
-def _fits(served: tuple[str, str | None], own_address: str, interface: str | None, any_port: bool) -> bool:
-    """Whether a server that is there serves where this process is to serve."""
-    (host, _, port), (own_host, _, own_port) = served[0].rpartition(":"), own_address.rpartition(":")
-    return (host, served[1]) == (own_host, interface) and (any_port or port == own_port)
+def _server_for(own_address: str, interface: str | None, *, any_port: bool) -> str | None:
+    """The address at which this process serves already, if that is where it is to serve."""
+    if tf_compat.server_def() is None:
+        return None
+    for address, at in _served:
+        (host, _, port), (own_host, _, own_port) = address.rpartition(":"), own_address.rpartition(":")
+        if (host, at) == (own_host, interface) and (any_port or port == own_port):
+            return address
+    return None
 
 
 def _check_port(own_address: str) -> None:

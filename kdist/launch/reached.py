@@ -30,9 +30,11 @@ def _without_epochs(request: FitRequest) -> FitOutcome:
     arguments, model = request.arguments, request.source.model
     prepare(request.training_spec(request.training_data), 1)
     step = int(step_counter(main_optimizer(model)))
+    history = keras.callbacks.History()
+    if not request.strategy.is_chief:
+        return FitOutcome(Result(), request.resume, history)
     if not arguments.is_quiet:
         lines.print_line(lines.no_epoch_line(step, arguments.epochs or 0, arguments.initial_epoch))
-    history = keras.callbacks.History()
     callbacks = keras.callbacks.CallbackList([history, *arguments.callbacks], model=model, epochs=arguments.epochs)
     callbacks.on_train_begin()
     callbacks.on_train_end()

@@ -25,6 +25,7 @@ import keras
 
 from kdist import forks
 from kdist._compat import op_libraries
+from kdist.cluster.forkserver import TaskProgram
 from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.local import available_cores, own_cores_of, thread_budget
 from kdist.cluster.process import end_children, how_it_ended, log_tail, task_environment
@@ -269,7 +270,7 @@ class WorkerProcesses:
     def _start(self, options: WorkerOptions) -> TaskProcess:
         log = self._log(options.index)
         self._log_starts[options.index] = log.stat().st_size if log.exists() else 0
-        return self._task_processes.start(
+        program = TaskProgram(
             "kdist.launch.worker_main",
             json.dumps(asdict(options)),
             task_environment(Task("worker", options.index), self.devices),
@@ -277,6 +278,7 @@ class WorkerProcesses:
             prints_to_log=options.index > 0,
             pass_fds=[fd for fd in (options.live_line, options.conversation) if fd is not None],
         )
+        return self._task_processes.start(program)
 
     def _wait(
         self, processes: Sequence[TaskProcess], folder: Path, pipe: Connection, users_hooks: UsersHooks

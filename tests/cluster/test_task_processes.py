@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import environment
 
-from kdist.cluster.forkserver import ForkServer
+from kdist.cluster.forkserver import ForkServer, TaskProgram
 
 pytestmark = pytest.mark.cluster
 
@@ -48,7 +48,7 @@ def test_it_has_open_files_random_numbers_a_folder_and_signals_from_before_it_wa
     pipes = [os.pipe() for _ in range(3)]
     logs = [tmp_path / f"task-{number}.log" for number in range(3)]
     early, *tasks = [
-        server.fork("a_task", str(end), variables, log, prints_to_log=True, pass_fds=[end])
+        server.fork(TaskProgram("a_task", str(end), variables, log, prints_to_log=True, pass_fds=[end]))
         for (_, end), log in zip(pipes, logs, strict=True)
     ]
     # TensorFlow is still being imported.
