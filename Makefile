@@ -12,7 +12,7 @@ help:
 	@echo "make drills  every fault that kdist is to survive, injected for real, about 16 minutes; prints a table"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; prints a table"
 	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
-	@echo "make programs  programs of docs/compatibility.md, by Keras and by kdist, 40 minutes; writes its table"
+	@echo "make programs  programs of docs/compatibility.md, by Keras and by kdist, 25 minutes; writes its table"
 	@echo "make keras-suite  Keras's own tests of fit, evaluate and predict, with kdist in their place, an hour;"
 	@echo "             writes its table in docs/compatibility.md"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, an hour"
