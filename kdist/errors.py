@@ -9,7 +9,7 @@ import re
 import traceback
 from typing import Any
 
-from kdist.console.log import plain_text
+from kdist.log import plain_text
 
 # Lines that say where in a graph an error happened; the reason comes before or after them.
 _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+File "|\s+\[\[')

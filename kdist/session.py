@@ -17,10 +17,10 @@ import numpy as np
 
 from kdist.config.schema import RESUME_MODES, RunConfig, TrainConfig
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.log import warn
 from kdist.model.names import LEARNING_RATE
 from kdist.run.restarts import Restarts
 from kdist.run.run_length import RunLength

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdist import log
 from kdist._compat.keras import in_order
 from kdist.cluster.resolve import common_seed, membership_of, shape_of, with_given
 from kdist.cluster.spec import Membership
@@ -27,7 +28,7 @@ from kdist.config.hparams import plain
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConfig
 from kdist.config.strategy_options import strategy_config
-from kdist.console import live, log
+from kdist.console import live
 from kdist.data.sources import split_validation
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
@@ -83,7 +84,7 @@ class Trainer:
         grace_secs: seconds to save and exit after a stop signal or Ctrl-C; None: 20 in a Slurm job or pod, else 30.
         stop_signals: names of the signals at which the run saves and exits; a handler of the program's own stays.
         storage_timeout: seconds for which object storage may fail before a save counts as failed.
-        log_format: `text` prints lines for people, `json` an object a line for programs; see `kdist.console.log`.
+        log_format: `text` prints lines for people, `json` an object a line for programs; see `kdist.log`.
         use_default_hooks: whether to add the default hooks.
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and

@@ -28,8 +28,8 @@ from kdist.recipes.criteo_files import (
 from kdist.recipes.criteo_truth import CRITEO_CARDINALITIES, Truth, exact_auc, scaled_cardinalities
 
 from kdist.config.checks import check_more_than_zero, check_one_of, check_seed, check_whole_number
-from kdist.console.log import say
 from kdist.errors import ConfigError
+from kdist.log import say
 
 if TYPE_CHECKING:
     import keras

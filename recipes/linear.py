@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdist.console import lines
-from kdist.console.log import say
 from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, Session
+from kdist.log import say
 
 if TYPE_CHECKING:
     import keras

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.console.log import say
 from kdist.errors import ConfigError
+from kdist.log import say
 
 if TYPE_CHECKING:
     import keras

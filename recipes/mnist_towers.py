@@ -20,9 +20,9 @@ from kdist.recipes import mnist
 
 from kdist.config.checks import check_whole_number
 from kdist.console import lines
-from kdist.console.log import say
 from kdist.errors import ConfigError
 from kdist.hooks import Hook, RunContext, RunValues, SecondOrStepTimer, Session, StepCounter
+from kdist.log import say
 
 if TYPE_CHECKING:
     import keras

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.console.log import say
+from kdist.log import say
 
 if TYPE_CHECKING:
     import keras

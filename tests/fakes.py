@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.bounded import in_thread
 from kdist.hooks import Hook
 from kdist.parameters.changes import Since
 from kdist.parameters.named_values import NamedValues, Part
@@ -25,6 +24,7 @@ from kdist.run.run_lock import Holder
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.traced_calls import StepLogs
+from kdist.threads import in_thread
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kdist import log
 from kdist._compat.quick_import import quick_import
 from kdist.cli.hydra_plugins import overrides_of_job
 from kdist.cluster.resolve import membership_of, shape_of
@@ -17,7 +18,6 @@ from kdist.config import targets
 from kdist.config.build import build_model, data_arguments, parts_of
 from kdist.config.hparams import CHOSEN, hparams_of
 from kdist.config.schema import Config
-from kdist.console import log
 from kdist.errors import ConfigError
 from kdist.strategies import registry
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kdist import log
 from kdist._compat import quiet_import
 from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained, without_hydra
@@ -21,11 +22,10 @@ from kdist.cluster import bind, isolate
 from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
-from kdist.console import log
 from kdist.console.native_stderr import native_log
-from kdist.console.warn import warn
 from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.launch import signals
+from kdist.log import warn
 from kdist.run.files import make_new, make_private, relative
 from kdist.run.mirror import Mirror
 from kdist.run.object_storage import is_url

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kdist import forks
-from kdist.console import log
+from kdist import forks, log
 from kdist.console.native_stderr import keep_python_stderr
 from kdist.errors import KdistError
 from kdist.launch import signals

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist import log
 from kdist.cli.sweep_folder import SweepFolder
 from kdist.config.hparams import by_key, is_of_training
-from kdist.console import log
 from kdist.errors import ConfigError, KdistError
 from kdist.run.files import OWNER_ONLY
 from kdist.run.result import content_of

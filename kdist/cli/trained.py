@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kdist import log
 from kdist.cli.process import exit_code_of
-from kdist.console import log
 from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 

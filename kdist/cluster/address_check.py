@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from functools import cache, partial
 
-from kdist.cluster.bounded import in_thread
 from kdist.errors import ConfigError
+from kdist.threads import in_thread
 
 _LOOKUP_SECS = 3.0
 # Providers share one address among many customers with it (RFC 6598); it cannot be reached from the internet.

@@ -16,11 +16,11 @@ from contextlib import suppress
 import tensorflow as tf
 
 from kdist._compat import op_libraries
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.description import Description, differences, differing
 from kdist.cluster.done_queue import chief_server, server_session
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
+from kdist.threads import in_thread
 
 _DESCRIPTION, _REPORTS = "kdist_description", "kdist_reports"
 _MAX_REPORTS = 1 << 20

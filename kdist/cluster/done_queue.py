@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 
 import tensorflow as tf
 
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.port_probe import PortProbes
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
+from kdist.threads import in_thread
 
 _POLL_SECS = 0.2
 _LAST_WORD_SECS = 1.0

@@ -19,8 +19,8 @@ from kdist.cluster.process import end_children, how_it_ended, start_child, task_
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
-from kdist.console.warn import warn
 from kdist.errors import ClusterError
+from kdist.log import warn
 
 if TYPE_CHECKING:
     from kdist.config.schema import DevicesConfig

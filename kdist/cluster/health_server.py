@@ -10,9 +10,9 @@ from concurrent.futures import TimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.http_server import ANY_HOST, HttpServer, Page
 from kdist.cluster.spec import Membership
+from kdist.threads import in_thread
 
 ALIVE, READY = "/healthz", "/readyz"
 _CHIEF_SECS = 1.0

@@ -14,9 +14,8 @@ import struct
 import sys
 from pathlib import Path
 
-from kdist.console.log import Line
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
+from kdist.log import Line, warn
 
 MODES = ("never", "auto", "must")
 

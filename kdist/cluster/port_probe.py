@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from kdist.cluster import bind
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
+from kdist.threads import in_thread
 
 _PAUSE_SECS = 0.5
 # A lost SYN packet is sent again after one second.

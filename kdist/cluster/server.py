@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
+from kdist import log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster import bind
@@ -23,7 +24,6 @@ from kdist.cluster.description import Description
 from kdist.cluster.process import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
-from kdist.console import log
 from kdist.errors import ChiefStoppedError, ClusterError
 from kdist.version import __version__
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist.console import log
-from kdist.console.log import Line
+from kdist import log
+from kdist.log import Line
 from kdist.version import __version__
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kdist import forks
-from kdist.console import log
+from kdist import forks, log
 
 _BAR_WIDTH = 24
 # On a narrower terminal, the text matters more than the bar.

@@ -10,13 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.config.checks import check_more_than_zero, check_one_of, check_whole_number
-from kdist.console.warn import warn
 from kdist.data import kafka_client
 from kdist.data.kafka_client import Messages
 from kdist.data.python_readers import offer_readers, read_by
 from kdist.data.split_data import SplitSource
 from kdist.data.splits import SplitEnumerator
 from kdist.errors import ConfigError, DataSourceError
+from kdist.log import warn
 
 
 def kafka_topic(

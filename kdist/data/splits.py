@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kdist.console.warn import warn
 from kdist.errors import DataSourceError
+from kdist.log import warn
 
 #: A dataset prefetches two, and what a user's `parse` does may prefetch more.
 _BATCHES_READ_AHEAD = 10

@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import call_in_turn, first_calls
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import Task
-from kdist.console.warn import warn
 from kdist.dispatch.connection import connect, disconnect, reconnect
 from kdist.dispatch.health import Supervisor, ask, describe_lost
 from kdist.dispatch.worker_threads import (
@@ -35,6 +33,8 @@ from kdist.dispatch.worker_threads import (
     next_in,
 )
 from kdist.errors import ClusterError
+from kdist.log import warn
+from kdist.threads import in_thread
 
 T = TypeVar("T")
 

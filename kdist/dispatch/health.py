@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.cluster.base import Cluster
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.spec import ClusterSpec, Task
-from kdist.console.warn import warn
 from kdist.errors import ClusterError
+from kdist.log import warn
+from kdist.threads import in_thread
 
 _SOON_SECS = 2.0
 _POLL_SECS = 0.1

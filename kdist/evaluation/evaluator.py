@@ -18,11 +18,11 @@ from pathlib import Path
 from kdist.cluster.process import end_children, how_it_ended, start_child, task_environment
 from kdist.cluster.spec import EVALUATOR
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.data.pickling import packed_program
 from kdist.evaluation.checkpoint_evaluator import Evaluation
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.log import warn
 from kdist.model.source import ModelSource
 from kdist.run.best_values import BestValues
 

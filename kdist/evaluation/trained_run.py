@@ -16,10 +16,10 @@ from kdist.cluster.resolve import membership_of, shape_of
 from kdist.config.build import build_model
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
-from kdist.console.warn import warn
 from kdist.data.base import TrainingData
 from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import ValidationArguments, WorkerPool, evaluate, predict
+from kdist.log import warn
 from kdist.model.logs import Logs
 from kdist.model.model_checks import preprocessing_of
 from kdist.model.names import AVERAGE

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.errors import CheckpointError
 from kdist.hooks.base import Session
 from kdist.hooks.monitor import Monitor, MonitoringHook
+from kdist.log import warn
 from kdist.run.files import write_whole
 from kdist.run.run_lock import check_not_taken_over
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from kdist.config.checks import check_whole_number
-from kdist.console.warn import warn
 from kdist.errors import CheckpointError
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
+from kdist.log import warn
 
 
 class CheckpointSaverListener:

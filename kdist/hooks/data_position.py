@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kdist.console.warn import warn
 from kdist.data.splits import SplitQueue, Splits
 from kdist.hooks.arrivals import Arrivals
 from kdist.hooks.base import Hook, Session
+from kdist.log import warn
 
 #: Data whose cost was told; once is enough for programs that call `fit` in a loop.
 _warned_of: set[str] = set()

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError, TaskError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.metrics_recorder import MetricsRecorder
+from kdist.log import warn
 from kdist.run.metrics_file import Epoch, epochs_of
 
 if TYPE_CHECKING:

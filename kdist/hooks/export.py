@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
+from kdist.log import warn
 from kdist.parameters.tensorflow_paths import literal_path
 
 _FORMATS = ("tf_saved_model", "onnx", "openvino")

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
+from kdist.log import warn
 
 if TYPE_CHECKING:
     from kdist.cluster.spec import Task

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kdist.config.checks import check_more_than_zero
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.files import written_whole
 from kdist.run.result import Result

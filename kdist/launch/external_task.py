@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdist import log
 from kdist.cluster.server import serve_until_done
 from kdist.cluster.spec import Membership, Task
-from kdist.console import lines, log
+from kdist.console import lines
 from kdist.errors import ChiefStoppedError, ConfigError
 from kdist.evaluation.external_evaluator import evaluate_until_done
 from kdist.launch import signals

@@ -10,12 +10,12 @@ import keras
 
 from kdist.config.checks import check_verbose, check_whole_number
 from kdist.config.schema import RunConfig, TrainConfig
-from kdist.console.warn import warn
 from kdist.data.base import Readers, TrainingData
 from kdist.data.sources import training_data
 from kdist.data.split_data import SplitSource
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import ValidationArguments
+from kdist.log import warn
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from kdist.cluster import isolate
 from kdist.cluster.local import log_path
 from kdist.config.hparams import of_run
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
@@ -29,6 +28,7 @@ from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.launch.base import FitOutcome, FitRequest, Launcher
 from kdist.launch.signals import StopSignals
+from kdist.log import warn
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.best_values import BestValues

@@ -8,12 +8,12 @@ import keras
 
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.console import lines
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.hooks import StopAtStep
 from kdist.hooks.epochs import fill
 from kdist.hooks.keras_callbacks import RATE_ONLY
 from kdist.launch.base import FitOutcome, FitRequest
+from kdist.log import warn
 from kdist.model.state import finalize_ema, names_here, parameter_names, write_to_model
 from kdist.run.metrics_file import epochs_of, read_rows
 from kdist.run.result import Result

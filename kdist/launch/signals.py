@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kdist import forks
+from kdist import forks, log
 from kdist.cluster.process import does_nothing
 from kdist.config.checks import STOP_SIGNALS
-from kdist.console import log
-from kdist.console.warn import warn
+from kdist.log import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self

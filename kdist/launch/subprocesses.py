@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import keras
 
-from kdist import forks
+from kdist import forks, log
 from kdist._compat import op_libraries
 from kdist.cluster.forkserver import TaskProgram
 from kdist.cluster.held_ports import HeldPorts
@@ -32,9 +32,7 @@ from kdist.cluster.process import end_children, how_it_ended, log_tail, task_env
 from kdist.cluster.sigstop_watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.cluster.task_processes import TaskProcess, TaskProcesses
-from kdist.console import lines, live, log
-from kdist.console.log import Line
-from kdist.console.warn import warn
+from kdist.console import lines, live
 from kdist.data.pickling import packed_program, unpickled
 from kdist.errors import ClusterError
 from kdist.hooks.keras_callbacks import as_hooks
@@ -52,6 +50,7 @@ from kdist.launch.worker_messages import (
     set_values,
     values_of,
 )
+from kdist.log import Line, warn
 from kdist.model.metrics import MetricReader
 from kdist.run.result import Result
 from kdist.run.run_dir import RunDir

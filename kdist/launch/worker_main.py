@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from kdist import forks
+from kdist import forks, log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
-from kdist.console import live, log
+from kdist.console import live
 from kdist.data.pickling import unpacked_program
 from kdist.errors import KdistError, TaskError, traceback_of
 from kdist.launch import signals

@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import Reduction, has_own_compute_loss, num_compiled_losses
-from kdist.console.warn import warn
 from kdist.errors import reason
+from kdist.log import warn
 from kdist.model.names import is_seed
 
 #: Of a dimension of a made-up batch that its data leaves open.

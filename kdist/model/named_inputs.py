@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
+from kdist.log import warn
 
 _NUMBERS = "biuf"
 

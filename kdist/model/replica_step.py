@@ -29,9 +29,9 @@ from kdist._compat.keras import (
     table_of,
 )
 from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
+from kdist.log import warn
 from kdist.model.embedding_lookup import (
     RowLookups,
     check_dynamic_layers,

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import UninitializedVariable
-from kdist.console.warn import warn
 from kdist.errors import NonFiniteError
+from kdist.log import warn
 from kdist.model.names import FOLLOWS
 from kdist.parameters.changes import Since
 from kdist.parameters.delta_files import DeltaFiles

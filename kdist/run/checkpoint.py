@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from kdist.console.warn import warn
 from kdist.errors import CheckpointError, NonFiniteError
+from kdist.log import warn
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, FOLLOWS, SEED
 from kdist.parameters.changes import Since
 from kdist.parameters.tensorflow_paths import open_checkpoint

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
+from kdist.log import warn
 from kdist.run.files import make_private, write_whole
 from kdist.run.run_lock import check_not_taken_over
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
+from kdist.log import warn
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, make_private
 from kdist.run.metrics_file import NAME as METRICS
 from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from kdist.cluster.bounded import in_thread
-from kdist.console.warn import warn
 from kdist.errors import CheckpointError
+from kdist.log import warn
 from kdist.parameters.changes import Since
 from kdist.run.checkpoint import Checkpoints, Stored
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX
 from kdist.run.mirror import Mirror
 from kdist.run.object_storage import StorageError
+from kdist.threads import in_thread
 
 
 class MirroredCheckpoints(Checkpoints):

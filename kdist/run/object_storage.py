@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
+from kdist.log import warn
 from kdist.parameters.tensorflow_paths import cache_folder
 from kdist.run.files import written_whole
 

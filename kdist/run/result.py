@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kdist.console.log import plain_text
 from kdist.errors import ConfigError
+from kdist.log import plain_text
 from kdist.model.logs import Logs, scalars
 from kdist.run.origin import now
 from kdist.strategies.gradient_counts import GradientCounts

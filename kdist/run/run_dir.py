@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import RunConfig
-from kdist.console.warn import warn
 from kdist.errors import ConfigError, KdistError
+from kdist.log import warn
 from kdist.parameters.placement_plot import draw_plan
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.files import make_new, make_private, write_whole

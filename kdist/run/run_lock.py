@@ -22,8 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
+from kdist.log import warn
 from kdist.run.files import make_private
 
 HEARTBEAT_SECS = 10.0

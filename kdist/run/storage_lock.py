@@ -11,8 +11,8 @@ from dataclasses import asdict
 from functools import cached_property
 from types import TracebackType
 
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
+from kdist.log import warn
 from kdist.run.object_storage import NotThereError, ObjectStorage, StorageError
 from kdist.run.run_lock import HEARTBEAT_SECS, STALE_SECS, Holder, holder_in
 

@@ -29,7 +29,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kdist.cluster.spec import EVALUATOR
-from kdist.console.warn import warn
+from kdist.log import warn
 from kdist.model.logs import scalars
 
 _numbers = itertools.count()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.config.hparams import by_key, value_of
-from kdist.console.warn import warn
 from kdist.errors import ConfigError
+from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, metrics_of, rows_in
 from kdist.run.metrics_file import NAME as METRICS

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from kdist import log
 from kdist.cluster.address_check import look_up
 from kdist.cluster.process import how_it_ended
 from kdist.cluster.spec import ClusterShape, Task
-from kdist.console import log
 from kdist.errors import ClusterError, ConfigError
 from kdist.ssh.connection import (
     Closed,

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from kdist._compat.tensorflow import number_collectives_when_traced
 from kdist.cluster import bind
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.description import Description, compare
 from kdist.cluster.port_probe import meet
 from kdist.cluster.process import killed_after
@@ -30,6 +29,7 @@ from kdist.errors import ClusterError, ConfigError, reason
 from kdist.strategies.all_reduce import AllReduce, here
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.traced_calls import StepLogs
+from kdist.threads import in_thread
 
 T = TypeVar("T")
 

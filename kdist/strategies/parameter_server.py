@@ -21,12 +21,11 @@ from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.checks import checked_number_or_auto
 from kdist.config.schema import ParameterServerOptions
-from kdist.console.log import Line, record
-from kdist.console.warn import warn
 from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
+from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.prefetch import PrefetchTuner

@@ -20,13 +20,13 @@ from kdist.cluster.local import log_path
 from kdist.cluster.process import ended_by_itself, log_tail
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ServerOptions
-from kdist.console.warn import warn
 from kdist.data.base import TrainingData
 from kdist.data.worker_dataset import iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.health import Supervisor, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_lost
 from kdist.errors import ClusterError, TaskError, reason
+from kdist.log import warn
 from kdist.model.train_step import overrides_train_step
 from kdist.parameters.changes import Since
 from kdist.parameters.optimizer import check_slots_only

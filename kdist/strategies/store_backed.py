@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster.bounded import in_thread
 from kdist.data.splits import Splits
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, GLOBAL_STEP, SEED
 from kdist.parameters.changes import Since
@@ -22,6 +21,7 @@ from kdist.strategies.base import Strategy
 from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import CallSizer, StepLogs
+from kdist.threads import in_thread
 
 
 class StoreBackedStrategy(Strategy):

@@ -25,11 +25,11 @@ import tensorflow as tf
 from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.schema import SyncReplicasOptions
-from kdist.console.warn import warn
 from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.worker_threads import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
+from kdist.log import warn
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.gradient_calls import Gradient, GradientCalls

@@ -11,13 +11,13 @@ import pytest
 from helpers import free_ports
 
 from kdist.cluster import done_queue
-from kdist.cluster.bounded import in_thread
 from kdist.cluster.done_queue import Chief, tell_tasks
 from kdist.cluster.process import end_children, start_child
 from kdist.cluster.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError
+from kdist.threads import in_thread
 
 pytestmark = pytest.mark.cluster
 

@@ -63,7 +63,7 @@ def test_the_code_keeps_the_rules() -> None:
     ("file", "line", "contract"),
     [
         ("config/checks.py", "from kdist.trainer import Trainer", "A room imports only rooms below it"),
-        ("data/sources.py", "from kdist.console.lines import print_line", "Only warnings and the log are open"),
+        ("data/sources.py", "from kdist.console.lines import print_line", "A room imports only rooms below it"),
         (
             "cluster/spec.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kdist.cluster.local import LocalCluster",

@@ -11,8 +11,8 @@ import pytest
 from fakes import make_session, run_all
 from rich.console import Console
 
+from kdist import log
 from kdist.console import live as live_line
-from kdist.console import log
 from kdist.console.live import LiveLine, LivePipe, SentLine, TerminalLine, pipe_writer
 from kdist.hooks import Progress, StopAtStep
 

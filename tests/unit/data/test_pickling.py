@@ -14,8 +14,8 @@ import pytest
 import tensorflow as tf
 
 from kdist._compat.keras_state import ProgramSettings
-from kdist.cluster.bounded import in_thread
 from kdist.data.pickling import packed_program, pickled, unpacked_program, unpickled
+from kdist.threads import in_thread
 
 SOURCE = """
 def absolute(values):

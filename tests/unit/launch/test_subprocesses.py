@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kdist.console.lines import save_line
-from kdist.console.log import Line
 from kdist.launch.subprocesses import WorkerProcesses
+from kdist.log import Line
 
 
 def relayed(printed: str, print_line: object) -> list[str]:

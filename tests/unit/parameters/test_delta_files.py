@@ -15,7 +15,6 @@ from keras import layers
 
 import kdist
 from kdist._compat.tensorflow import IteratorSpec
-from kdist.cluster.bounded import in_thread
 from kdist.config.schema import ServerOptions
 from kdist.errors import CheckpointError, NonFiniteError
 from kdist.hooks import CheckpointSaver
@@ -28,6 +27,7 @@ from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.prepared_training import prepare
+from kdist.threads import in_thread
 
 DIM, ROWS = 8, 500
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.cluster.bounded import in_thread
 from kdist.errors import NonFiniteError
 from kdist.parameters.named_values import NamedValues, Part
 from kdist.parameters.value_files import ValueFiles
+from kdist.threads import in_thread
 
 WHOLE = {
     "parameters/table": np.arange(511 * 7, dtype=np.float32).reshape(511, 7),

@@ -18,7 +18,6 @@ from fakes import FakeClock, held_by
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import wait_until
 
-from kdist.cluster.bounded import in_thread
 from kdist.errors import CheckpointError, ConfigError, KdistError
 from kdist.parameters.changes import Since
 from kdist.run.mirror import Mirror
@@ -26,6 +25,7 @@ from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
 from kdist.run.run_dir import RunDir
 from kdist.run.storage_lock import StorageLock
+from kdist.threads import in_thread
 
 URL = "memory://bucket/run"
 NO_WAIT = 0.1

@@ -1,4 +1,4 @@
-"""Calls functions that may never return, in a thread that can be left behind."""
+"""Calls functions that may never return in threads that can be left behind."""
 
 from __future__ import annotations
 

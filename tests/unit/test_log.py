@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 from helpers import toy_data
 
 import kdist
-from kdist.console import lines, log
-from kdist.console.warn import warn
+from kdist import log
+from kdist.console import lines
 from kdist.errors import ConfigError, TaskError, traceback_of
+from kdist.log import warn
 from kdist.run.result import describe
 
 X, Y = toy_data(64)
@@ -87,8 +89,8 @@ def test_a_program_that_logs_to_the_console_shows_each_line_once(tmp_path: Path)
 import logging, sys
 from absl import logging as absl_logging
 from rich.logging import RichHandler
-from kdist.console import log
-from kdist.console.warn import warn
+from kdist import log
+from kdist.log import warn
 absl_logging.use_absl_handler()
 root = logging.getLogger()
 root.setLevel(logging.INFO)
@@ -120,8 +122,8 @@ def test_messages_of_keras_are_plain_in_lines_errors_and_logs() -> None:
 def test_warnings_are_objects_too_and_those_of_others_are_left_alone() -> None:
     program = """
 import warnings
-from kdist.console import log
-from kdist.console.warn import warn
+from kdist import log
+from kdist.log import warn
 before = warnings.formatwarning
 with log.used("json"):
     warn("worker:1 is lost")
@@ -164,3 +166,11 @@ def test_a_log_that_cannot_be_written_does_not_disturb(tmp_path: Path, capsys: p
 def test_a_trainer_says_in_a_line_what_it_is(run_dir: Path) -> None:
     trainer = kdist.Trainer(models.mlp, "2ps2w", run_dir=run_dir, name="mnist")
     assert repr(trainer) == f"Trainer(mnist, parameter_server on 2ps2w, run dir {run_dir})"
+
+
+def test_a_warning_is_shown_each_time() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            warn("worker:1 is lost")
+    assert [str(warning.message) for warning in said] == ["kdist: worker:1 is lost"] * 2

@@ -1,7 +1,7 @@
-"""Where lines go: to the console, as text for people or as JSON for programs, and always to Python's logger `kdist`.
+"""Prints lines on the console, as text for people or as JSON for programs, and logs them to Python's logger `kdist`.
 
-In JSON, each line is one object: `time` (ISO 8601, UTC), `level`, `event`, `step` (null for what belongs to none),
-`values` and `message`, which is the text. Records of the logger have `event`, `step` and `values` as attributes.
+In JSON, each line is one object: `time` (ISO 8601, UTC), `level`, `event`, `step` (null for a line that belongs to
+none), `values` and `message`, the text. Records of the logger have `event`, `step` and `values` as attributes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Line(str):
-    """A text for people that also says what it is about.
+    """A text for people, with its content for programs.
 
     Attributes:
-        event: what has happened, in a word.
-        step: the global step; None for what belongs to none.
-        values: what the line reports, by name.
+        event: the kind of the line, in a word.
+        step: the global step; None for a line that belongs to none.
+        values: the values in the line, by name.
     """
 
     event: str
@@ -60,7 +60,7 @@ class Line(str):
 
 
 def plain_text(text: str) -> str:
-    """A text without what makes a terminal show it bold or in color, as Keras makes messages of layers."""
+    """Removes the codes by which a terminal shows text bold or in color; Keras has them in messages of layers."""
     return _STYLE.sub("", text)
 
 
@@ -75,12 +75,20 @@ def say(text: str, level: int = logging.INFO, stream: TextIO | None = None) -> N
 
 
 def record(line: Line, level: int) -> None:
-    """Logs a line that is printed elsewhere, or not at all."""
+    """Logs a line without printing it."""
     logger.log(level, "%s", line, extra={"event": line.event, "step": line.step, "values": line.values})
 
 
+def warn(message: str, *, prefix: str = "kdist: ") -> None:
+    """Warns like `warnings.warn`, but shows a message again: a worker that is lost twice is reported twice."""
+    line = Line(prefix + message, "warning")
+    record(line, logging.WARNING)
+    # Without a registry, Python does not remember what was shown.
+    warnings.warn_explicit(str(line), UserWarning, filename="kdist", lineno=1)
+
+
 def is_json() -> bool:
-    """Whether the console has lines for programs."""
+    """Tells if the console has lines for programs."""
     return _is_json
 
 
@@ -124,7 +132,7 @@ def now(seconds: float | None = None) -> str:
 
 
 class _RootHandlers(logging.Handler):
-    """The handlers of the root logger, but those that get each line anyway: on the console, kdist prints it itself."""
+    """Passes records to the root logger's handlers, except handlers for the console: kdist prints there itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         for handler in logging.getLogger().handlers:
@@ -190,7 +198,7 @@ def _format_warning(
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say: numbers of NumPy as Python's, and null for NaN and infinity, which it has not."""
+    """Converts a value for JSON: numbers of NumPy to Python's, NaN and infinity to null."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

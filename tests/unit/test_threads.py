@@ -3,7 +3,7 @@ import threading
 
 import keras
 
-from kdist.cluster.bounded import in_thread
+from kdist.threads import in_thread
 
 
 def test_calls_one_after_the_other_share_threads() -> None:
