@@ -165,12 +165,12 @@ class TrainSession:
 
     def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """The values of what training changes, by name, when no step is in flight; only `names` if they are given."""
-        return self._insist(lambda: self.strategy.read(names))
+        return self._insist(lambda: self.strategy.values.read(names))
 
     def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
         """All of them, passed to `take` in portions, so that they are not in memory at once."""
 
-        self._insist(lambda: list(map(take, self.strategy.portions())))
+        self._insist(lambda: list(map(take, self.strategy.values.portions())))
 
     def _run(self) -> RunValues | None:
         step = self.global_step
@@ -200,29 +200,29 @@ class TrainSession:
             ConfigError: another chief has taken over the run dir.
             NonFiniteError: a value is NaN or infinite.
         """
-        self._saves.save(self.strategy, keep=keep, full_every=full_every)
+        self._saves.save(self.strategy.values, keep=keep, full_every=full_every)
 
     def begin_save(self, *, full_every: int = 1) -> None:
         """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
-        self._saves.begin(self.strategy, full_every=full_every)
+        self._saves.begin(self.strategy.values, full_every=full_every)
 
     def finish_save(self, *, keep: int, wait: bool = True) -> bool:
         """Completes the checkpoint that is being written; returns whether there was one, and it is complete now."""
-        return self._saves.finish(self.strategy, keep=keep, wait=wait)
+        return self._saves.finish(keep=keep, wait=wait)
 
     def restore_values(self, others: Checkpoints) -> None:
         """Gives the present step the values of the newest of other checkpoints, but the learning rate."""
-        self._saves.restore_values(self.strategy, others)
+        self._saves.restore_values(self.strategy.values, others)
 
     @property
     def is_saved(self) -> bool:
         """Whether a checkpoint of the present step exists, or training has diverged."""
-        return self._saves.is_saved(self.strategy)
+        return self._saves.is_saved(self.strategy.values)
 
     @property
     def is_saved_in_full(self) -> bool:
         """The same, but a delta of the present step does not count."""
-        return self._saves.is_saved(self.strategy, in_full=True)
+        return self._saves.is_saved(self.strategy.values, in_full=True)
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
         """Sets values on the tasks between two runs, by name; `learning_rate` is that of the optimizer.
@@ -234,9 +234,9 @@ class TrainSession:
         if (learning_rate := arrays.pop("learning_rate", None)) is not None:
             self.spec.set_learning_rate(float(learning_rate))
             arrays[LEARNING_RATE] = learning_rate
-        self.strategy.check_values(arrays)
-        self.strategy.write(arrays)
-        self._saves.written(arrays, self.strategy)
+        self.strategy.values.check(arrays)
+        self.strategy.values.write(arrays)
+        self._saves.written(arrays, self.strategy.values)
 
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
@@ -276,7 +276,7 @@ class TrainSession:
         if begun := self.strategy.drain():
             self._run_in(RunContext(self, self.global_step, begun), begun)
         # Some steps of a discarded call may have been applied.
-        self.global_step = self.strategy.global_step()
+        self.global_step = self.strategy.values.global_step()
         for hook in self.hooks:
             hook.end(self)
 
@@ -317,7 +317,7 @@ class TrainSession:
         """
         while True:
             cluster_is_there = isinstance(error, TornUpdateError)
-            self._saves.settle(self.strategy, cluster_is_there=cluster_is_there)
+            self._saves.settle(cluster_is_there=cluster_is_there)
             newest = self.checkpoints.newest()
             if newest is None or self.interrupted or not self._restarts.may_follow(error):
                 raise error
@@ -337,7 +337,7 @@ class TrainSession:
                         self.strategy = self._make_strategy()
                         self.strategy.start(self.spec)
                     self._restore_newest()
-                    self.global_step = self.strategy.global_step()
+                    self.global_step = self.strategy.values.global_step()
                     for hook in self.hooks:
                         hook.after_create_session(self)
                 return
@@ -361,7 +361,7 @@ class TrainSession:
         expected = self.global_step + logs.num_steps
         # A call repeated after its worker was lost counted its steps twice. The servers know the exact count, which can
         # be read when nothing is in flight.
-        self.global_step = self.strategy.global_step() if self.strategy.is_idle else expected
+        self.global_step = self.strategy.values.global_step() if self.strategy.is_idle else expected
         values = RunValues(
             global_step=self.global_step,
             num_steps=self.global_step - expected + logs.num_steps,
@@ -380,16 +380,16 @@ class TrainSession:
         restored = self._resume is not None and self._restore_newest()
         if not restored and self._resume == "must":
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.place}")
-        self.global_step = self.first_step = self.strategy.global_step()
+        self.global_step = self.first_step = self.strategy.values.global_step()
         if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
             self.checkpoints.set_aside()  # They would count as newer than those of this run.
 
     def _restore_newest(self) -> bool:
         """Restores the newest undamaged checkpoint; False if there is none."""
         self.checkpoints.tidy()
-        if (path := self.checkpoints.restore(self.strategy)) is None:
+        if (path := self.checkpoints.restore(self.strategy.values)) is None:
             return False
-        step = self.strategy.global_step()
+        step = self.strategy.values.global_step()
         self._saves.restored(step)
         # Those that were damaged would count as newer than what is saved from now on.
         self.checkpoints.set_aside(after=step)

@@ -24,6 +24,7 @@ from kdist.run.run_lock import Holder
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.traced_calls import StepLogs
+from kdist.strategies.values import Values
 from kdist.threads import in_thread
 
 
@@ -78,8 +79,8 @@ class ValuesHere:
         return NamedValues({name: [Part.whole(tf.Variable(self.values[name]))] for name in names}, {})
 
 
-class CountingStrategy(Strategy):
-    """Each step takes `secs_per_step` on a fake clock and has its own number as loss."""
+class CountingStrategy(Strategy, Values):
+    """Each step takes `secs_per_step` on a fake clock and has its own number as loss. It is its own values."""
 
     name = "counting"
 
@@ -116,8 +117,8 @@ class CountingStrategy(Strategy):
         return 0
 
     @property
-    def is_idle(self) -> bool:
-        return True
+    def values(self) -> CountingStrategy:
+        return self
 
     def global_step(self) -> int:
         return self.step
@@ -126,22 +127,19 @@ class CountingStrategy(Strategy):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {"global_step": ()}
 
+    @property
+    def by_rows(self) -> frozenset[str]:
+        return frozenset({"parameters/table"})
+
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         yield {"global_step": np.array(self.step)}
-
-    def count_rows(self) -> None:
-        pass
-
-    def use_averages(self) -> None:
-        pass
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self.step = int(values.get("global_step", self.step))
         self.written = dict(values)
 
-    @property
-    def by_rows(self) -> frozenset[str]:
-        return frozenset({"parameters/table"})
+    def histograms(self) -> dict[str, np.ndarray]:
+        return {}
 
     def next_interval(self, since: int | None) -> int | None:
         self.intervals.append(since)
@@ -153,18 +151,17 @@ class CountingStrategy(Strategy):
     def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
         return in_thread(lambda: None)
 
-    def histograms(self) -> dict[str, np.ndarray]:
-        return {}
-
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self.step = int(path.name.rpartition("-")[2])
 
+    def count_rows(self) -> None:
+        pass
+
+    def use_averages(self) -> None:
+        pass
+
     def set_active(self, workers: Collection[int]) -> None:
         self.employed = list(workers)
-
-    @property
-    def warming_up(self) -> bool:
-        return False
 
     def stop(self) -> None:
         self.stopped += 1

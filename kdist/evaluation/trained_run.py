@@ -214,14 +214,14 @@ class TrainedRun:
     def _bring_back(self, strategy: Strategy) -> None:
         """Starts a strategy with the values on its servers."""
         strategy.start(self._spec(self.model))
-        path = self._run.checkpoints.restore(strategy, self.step)
+        path = self._run.checkpoints.restore(strategy.values, self.step)
         restored = -1 if path is None else int(path.name.rpartition("-")[2])
         if restored != self.step and not self._is_newest:
             raise CheckpointError(
                 f"{self._run.checkpoints.place}: step {self.step} is damaged, or was deleted meanwhile"
             )
         self.step = restored
-        strategy.use_averages()
+        strategy.values.use_averages()
 
     def _prepare(self, model: keras.Model) -> None:
         self.batch_spec = prepare(self._spec(model), 1).replica_step.batch_spec

@@ -66,9 +66,9 @@ class BestCheckpoint(MonitoringHook):
 
     def _save(self, session: Session, logs: Mapping[str, Any]) -> None:
         # In the middle of asynchronous training there may be more steps than the hooks have seen.
-        step, checkpoints = session.strategy.global_step(), _best(session)
+        step, checkpoints = session.strategy.values.global_step(), _best(session)
         check_not_taken_over(session.run_dir)
-        path = checkpoints.save(step, session.strategy)
+        path = checkpoints.save(step, session.strategy.values)
         checkpoints.keep_only(step)
         record = {"global_step": step, "validation": dict(logs)}
         write_whole(session.run_dir / _FOLDER / _RECORD, json.dumps(record, indent=2) + "\n")

@@ -54,7 +54,7 @@ class HistogramSaver(TimedHook):
     def _write(self, session: Session) -> None:
         from kdist.model.state import write_to_model
 
-        for name, buckets in session.strategy.histograms().items():
+        for name, buckets in session.strategy.values.histograms().items():
             tag = name.replace("parameters/", "weights/", 1)
             session.summaries.buckets("train", tag, buckets, session.global_step)
         if self._gradients and not session.spec.stays_on_servers():

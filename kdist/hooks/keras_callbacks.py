@@ -175,7 +175,7 @@ class Callbacks:
     def _names(self, session: Session) -> list[str] | None:
         """The values that the callbacks may look at; None for all."""
         if self._sets_rate_only:
-            return [name for name, shape in session.strategy.shapes.items() if shape == ()]
+            return [name for name, shape in session.strategy.values.shapes.items() if shape == ()]
         return names_here(self._model) if session.spec.stays_on_servers() else None
 
     def push(self, session: Session) -> bool:
@@ -188,7 +188,7 @@ class Callbacks:
         if self.looks_at_model:
             now = read_from_model(self._model, self._seen)
             # The global step is that of the tasks, and they have random seeds of their own.
-            kept = session.strategy.shapes.keys() - {GLOBAL_STEP}
+            kept = session.strategy.values.shapes.keys() - {GLOBAL_STEP}
             changed = {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}
             if self._has_averages:
                 # Otherwise the average would take the place of what a callback has assigned.

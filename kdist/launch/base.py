@@ -228,10 +228,10 @@ class FitRequest:
         """
         strategy.start(self.training_spec(self.training_data))
         checkpoints = self.files.checkpoints()
-        if checkpoints.restore(strategy) is None:
+        if checkpoints.restore(strategy.values) is None:
             raise CheckpointError(f"there is no checkpoint in {checkpoints.place}, where the trained values were")
         # Training continues from the parameters themselves, but evaluates these, as Keras does at the end of `fit`.
-        strategy.use_averages()
+        strategy.values.use_averages()
 
     def plan(self) -> PlacementPlan:
         """Which server would hold each variable.

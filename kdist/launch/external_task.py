@@ -71,7 +71,7 @@ class ExternalTask(Launcher):
         if strategy_request.cluster.stay and not is_at_end:
             raise ChiefStoppedError(f"{task}: the chief was told to stop")
         model = request.source.model
-        write_to_model(model, strategy.read())
+        write_to_model(model, strategy.values.read())
         finalize_ema(model)
         lines.print_line(f"done  | {task} | the chief has finished")
 

@@ -148,7 +148,7 @@ class LocalFit:
     def _stays_on_servers(self) -> bool:
         """Whether the model is too large for this process, with the rows that its dynamic tables have by now."""
         if self._session is not None and self._session.is_started:
-            self._session.strategy.count_rows()
+            self._session.strategy.values.count_rows()
         return self._request.keeps_model_on_servers
 
     def _finish_model(self, session: TrainSession) -> None:

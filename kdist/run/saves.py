@@ -19,7 +19,7 @@ from kdist.run.run_lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
-    from kdist.strategies.base import Strategy
+    from kdist.strategies.values import Values
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class _Begun:
 
     Attributes:
         step: of its values.
+        values: what is saved.
         since: what it follows if it is a delta.
         ends: what a delta that follows it has to know; None if there can be none.
         written: raises what was wrong.
     """
 
     step: int
+    values: Values
     since: Since | None
     ends: Since | None
     written: Future[None] = field(default_factory=Future)
@@ -62,30 +64,30 @@ class Saves:
         #: How many deltas came after the full checkpoint.
         self._num_deltas = 0
 
-    def is_saved(self, strategy: Strategy, *, in_full: bool = False) -> bool:
+    def is_saved(self, values: Values, *, in_full: bool = False) -> bool:
         """Whether there is nothing to save, also if a delta of the present step would not do."""
-        has_step = self.newest == strategy.global_step() and not (in_full and self._num_deltas)
+        has_step = self.newest == values.global_step() and not (in_full and self._num_deltas)
         return self.diverged or has_step
 
-    def save(self, strategy: Strategy, *, keep: int, full_every: int = 1) -> None:
+    def save(self, values: Values, *, keep: int, full_every: int = 1) -> None:
         """Saves the present step, unless it is saved.
 
         Args:
             full_every: every so many checkpoints one is full, and the others are deltas.
         """
-        self.finish(strategy, keep=keep)
-        if not self.is_saved(strategy, in_full=full_every == 1):
-            begun = self._begin(strategy, full_every)
-            self._complete(begun, self._checkpoints.save(begun.step, strategy, keep=keep, since=begun.since))
+        self.finish(keep=keep)
+        if not self.is_saved(values, in_full=full_every == 1):
+            begun = self._begin(values, full_every)
+            self._complete(begun, self._checkpoints.save(begun.step, values, keep=keep, since=begun.since))
 
-    def begin(self, strategy: Strategy, *, full_every: int = 1) -> None:
+    def begin(self, values: Values, *, full_every: int = 1) -> None:
         """Copies the values of the present step; they are written while training continues."""
-        self.finish(strategy, keep=None)
-        begun = self._begin(strategy, full_every)
-        written = self._checkpoints.begin_save(begun.step, strategy, since=begun.since)
+        self.finish(keep=None)
+        begun = self._begin(values, full_every)
+        written = self._checkpoints.begin_save(begun.step, values, since=begun.since)
         self._begun = replace(begun, written=written)
 
-    def finish(self, strategy: Strategy, *, keep: int | None, wait: bool = True) -> bool:
+    def finish(self, *, keep: int | None, wait: bool = True) -> bool:
         """Completes the checkpoint that is being written, once it is; returns whether it is complete now.
 
         Args:
@@ -95,7 +97,7 @@ class Saves:
         if self._begun is None or not (wait or self._begun.written.done()):
             return False
         begun, self._begun = self._begun, None
-        wait_for_it = partial(strategy.wait_for, begun.written)
+        wait_for_it = partial(begun.values.wait_for, begun.written)
         self._complete(begun, self._checkpoints.finish_save(begun.step, wait_for_it, keep=keep, since=begun.since))
         return True
 
@@ -103,36 +105,36 @@ class Saves:
         """The values are those of a checkpoint of a step; None: of no step. The next one has to be a full one."""
         self.newest, self._since, self._num_deltas = step, None, 0
 
-    def written(self, names: Iterable[str], strategy: Strategy) -> None:
+    def written(self, names: Iterable[str], values: Values) -> None:
         """Values were set; if they are of tables, the next checkpoint has to be a full one."""
-        if any(name in strategy.by_rows for name in names):
+        if any(name in values.by_rows for name in names):
             self._since = None
             if self._begun is not None:
                 self._begun = replace(self._begun, ends=None)
 
-    def restore_values(self, strategy: Strategy, others: Checkpoints) -> None:
+    def restore_values(self, values: Values, others: Checkpoints) -> None:
         """Gives the present step the values of the newest of other checkpoints; it has to be saved again."""
-        self.finish(strategy, keep=None)
-        step = strategy.global_step()
+        self.finish(keep=None)
+        step = values.global_step()
         self.restored(None)
-        if others.restore(strategy) is None:
+        if others.restore(values) is None:
             raise CheckpointError(f"there is no checkpoint in {others.place}, where the values were")
-        strategy.write({GLOBAL_STEP: np.array(step, np.int64)})
+        values.write({GLOBAL_STEP: np.array(step, np.int64)})
 
-    def settle(self, strategy: Strategy, *, cluster_is_there: bool) -> None:
+    def settle(self, *, cluster_is_there: bool) -> None:
         """Completes the checkpoint that is being written if the cluster can still do it; otherwise it is lost."""
         with suppress(CheckpointError, ClusterError):
-            self.finish(strategy, keep=None, wait=cluster_is_there)
+            self.finish(keep=None, wait=cluster_is_there)
         self._begun = None
 
-    def _begin(self, strategy: Strategy, full_every: int) -> _Begun:
+    def _begin(self, values: Values, full_every: int) -> _Begun:
         check_not_taken_over(self._checkpoints.folder.parent)
         # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
-        step = strategy.global_step()
+        step = values.global_step()
         # If a full one fails, the next one has to be full, too: servers forget what they have evicted.
         self._since = self._since if self._num_deltas + 1 < full_every else None
-        ended = strategy.next_interval(None if self._since is None else self._since.interval)
-        return _Begun(step, self._since, None if ended is None else Since(step, ended))
+        ended = values.next_interval(None if self._since is None else self._since.interval)
+        return _Begun(step, values, self._since, None if ended is None else Since(step, ended))
 
     def _complete(self, begun: _Begun, path: Path) -> None:
         is_delta = begun.since is not None

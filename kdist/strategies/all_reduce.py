@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -52,21 +51,11 @@ class AllReduce(StoreBackedStrategy):
             self._prepared.check_assigned(self.name)
         plan = self._prepared.plan_for_one()
         self._stores = [self._prepared.store([device], plan, is_replicated=True) for device in devices]
-        self._store = self._stores[0]
+        self._hold(self._stores)
         self._make_dataset = self._prepared.trace_dataset()
         self._logs = CallLogs(self._prepared.replica_step)
         # All replicas take all steps.
         self._sizer = self._prepared.sizer(num_workers=1)
-
-    def write(self, values: Any) -> None:
-        super().write(values)
-        for other in self._stores[1:]:
-            other.write(values)
-
-    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        super().restore(path, deltas)
-        for other in self._stores[1:]:
-            other.restore(path, deltas)
 
     def stop(self) -> None:
         self._iterators.clear()
@@ -76,7 +65,7 @@ class AllReduce(StoreBackedStrategy):
         if interrupted() or (self._splits is not None and not self._splits.look()):
             return None
         size = self._sizer.next_size(may_begin)
-        self._warming_up |= size not in self._functions
+        self.warming_up |= size not in self._functions
         return self._call(size)
 
     def _call(self, num_steps: int) -> StepLogs:
@@ -99,7 +88,7 @@ class AllReduce(StoreBackedStrategy):
 
     def _datasets(self) -> Iterator[Any]:
         """The data of each replica of this process."""
-        step = self._store.counters.global_step()
+        step = self.values.global_step()
         for replica in self._replicas:
             yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import keras
-import numpy as np
 
 from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
@@ -20,11 +18,9 @@ from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.changes import Since
 from kdist.parameters.placement import PlacementPlan
 from kdist.strategies.traced_calls import StepLogs
-
-T = TypeVar("T")
+from kdist.strategies.values import Values
 
 
 @dataclass(frozen=True)
@@ -160,6 +156,9 @@ class Strategy(abc.ABC):
     #: Whether the run was interrupted: another chief will resume it. Set before `stop`.
     is_interrupted: bool = False
 
+    #: Whether the last run traced a new function, so that its duration says nothing about speed.
+    warming_up: bool = False
+
     #: Where each variable lives; None without servers, or before `start`.
     plan: PlacementPlan | None = None
 
@@ -186,122 +185,14 @@ class Strategy(abc.ABC):
         """Waits until nothing is in flight; returns how many steps have finished that no `run` has returned yet."""
 
     @property
-    @abc.abstractmethod
     def is_idle(self) -> bool:
         """Whether nothing is in flight and every finished step has been returned by a `run`."""
-
-    @abc.abstractmethod
-    def global_step(self) -> int:
-        """The exact number of updates applied; waits until nothing is in flight."""
+        return True
 
     @property
     @abc.abstractmethod
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every value that training changes, by name: the content of a checkpoint."""
-
-    def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """The present values of what training changes, by name; waits until nothing is in flight.
-
-        Args:
-            names: those that are wanted; all if None.
-        """
-        return {name: value for portion in self.portions(names) for name, value in portion.items()}
-
-    @abc.abstractmethod
-    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
-        """The same in portions, so that not all of it is in memory at once."""
-
-    @abc.abstractmethod
-    def histograms(self) -> dict[str, np.ndarray]:
-        """The distribution of each parameter, by name, see `Histograms.read`; waits until nothing is in flight."""
-
-    @abc.abstractmethod
-    def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Sets values by name."""
-
-    @property
-    def by_rows(self) -> frozenset[str]:
-        """The names of the values of which a delta has only the rows that have changed."""
-        return frozenset()
-
-    def next_interval(self, since: int | None) -> int | None:
-        """Begins the next interval between saves; waits until nothing is in flight.
-
-        Args:
-            since: the interval after which the next delta has what changed; None if there is no such delta.
-
-        Returns:
-            The number of the interval that it ends, for `Since`; None if every checkpoint is to be a full one.
-        """
-        return None
-
-    @abc.abstractmethod
-    def save(self, prefix: Path, since: Since | None = None) -> None:
-        """Writes everything that training changes, and the seed, as a TensorFlow checkpoint.
-
-        Waits until nothing is in flight, as `restore` does.
-
-        Args:
-            prefix: of its files.
-            since: of tables, only the rows that have changed since then are written: a delta.
-
-        Raises:
-            NonFiniteError: a value is NaN or infinite; nothing is written.
-            tf.errors.OpError, OSError: it cannot be written.
-        """
-
-    @abc.abstractmethod
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
-        """As `save`, of the present values, which may change as soon as it returns.
-
-        Returns:
-            What `wait_for` takes, once, before the next `begin_save`; it raises the errors.
-        """
-
-    def wait_for(self, outcome: Future[T]) -> T:
-        """Waits for what the strategy does beside its steps."""
-        return outcome.result()
-
-    @abc.abstractmethod
-    def count_rows(self) -> None:
-        """Tells the dynamic layers of the model how many rows they have, if it has any."""
-
-    @abc.abstractmethod
-    def use_averages(self) -> None:
-        """Sets parameters to their moving averages, if the optimizer keeps any, as Keras does at the end of `fit`."""
-
-    @abc.abstractmethod
-    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        """Reads everything that training changes from a checkpoint, except for the learning rate.
-
-        Args:
-            deltas: what is read on top of it, in this order.
-
-        Raises:
-            tf.errors.OpError: the checkpoint, or a delta, is damaged; some values may have been read.
-        """
-
-    def check_values(self, values: Mapping[str, np.ndarray]) -> None:
-        """Refuses values that `write` could not set.
-
-        Raises:
-            ConfigError: there is no such value, or it has another shape.
-        """
-        for name, array in values.items():
-            if name not in self.shapes:
-                known = ", ".join(sorted(self.shapes))
-                raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
-            if None in self.shapes[name]:
-                raise ConfigError(
-                    f"{name}: belongs to a DynamicEmbedding, whose rows come from ids alone; it is read only"
-                )
-            if array.shape != tuple(self.shapes[name]):
-                raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(self.shapes[name])}")
-
-    @property
-    @abc.abstractmethod
-    def warming_up(self) -> bool:
-        """Whether the last run traced a new function, so that its duration says nothing about speed."""
+    def values(self) -> Values:
+        """The values that training changes, once the strategy has started."""
 
     def set_active(self, workers: Collection[int]) -> None:
         """Lets only these workers run steps, from the next call on.

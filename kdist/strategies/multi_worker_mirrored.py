@@ -8,11 +8,10 @@ by a small all-reduce, what comes next, so that all of them take part.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -26,6 +25,7 @@ from kdist.cluster.process import killed_after
 from kdist.cluster.spec import Membership, Task
 from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError, ConfigError, reason
+from kdist.model.names import GLOBAL_STEP
 from kdist.strategies.all_reduce import AllReduce, here
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.traced_calls import StepLogs
@@ -166,12 +166,8 @@ class MultiWorkerMirrored(AllReduce):
         finally:
             self._tcp_timeouts.stop()
 
-    def write(self, values: Mapping[str, np.ndarray]) -> None:
-        super().write(values)
-        self._share_with_all()
-
-    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        super().restore(path, deltas)
+    def _have_set(self, global_step: int | None) -> None:
+        super()._have_set(global_step)
         self._share_with_all()
 
     def stop(self) -> None:
@@ -232,7 +228,11 @@ class MultiWorkerMirrored(AllReduce):
             shared = self._sum_of_all(mine)
             bounds = np.cumsum([values[name].size for name in names])[:-1]
             parts = np.split(shared, bounds)
-            super().write({n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)})
+            received = {n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)}
+            for store in self._stores:
+                store.write(received)
+            if GLOBAL_STEP in received:
+                self._continue_at(int(received[GLOBAL_STEP]))
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""

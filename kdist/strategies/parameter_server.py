@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +33,8 @@ from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.ps_base import PsStrategy
 from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
+
+T = TypeVar("T")
 
 # A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
@@ -82,7 +84,7 @@ class ParameterServer(PsStrategy):
 
     def _observe(self, num_steps: int, secs: float) -> None:
         super()._observe(num_steps, secs)
-        if self._tuner is None or self._warming_up or not self._sizer.may_prepare_others:
+        if self._tuner is None or self.warming_up or not self._sizer.may_prepare_others:
             return
         if self._tuner.observe(num_steps, secs):
             self.drain()
@@ -107,7 +109,7 @@ class ParameterServer(PsStrategy):
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if self._first_step is None:
-            self._first_step = self.global_step()
+            self._first_step = self.values.global_step()
         coordinator = self._running()
         if self._splits is not None:
             if self._splits.look():
@@ -120,7 +122,7 @@ class ParameterServer(PsStrategy):
                 break
             size = self._sizer.next_size(may_begin_more)
             if not self._calls.traced(size):
-                self._warming_up = True
+                self.warming_up = True
                 coordinator.before_tracing()
             function = self._calls.function(size)
             coordinator.submit(partial(self._call, function), tag=size)
@@ -131,12 +133,14 @@ class ParameterServer(PsStrategy):
     def set_active(self, workers: Collection[int]) -> None:
         self._running().set_active(workers)
 
-    def global_step(self) -> int:
+    def at_rest(
+        self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
+    ) -> T:
         self.drain()
         if (num_lost := self._running().num_lost) > self._aligned_after:
             self._watched(self._store.align)
             self._aligned_after = num_lost
-        return super().global_step()
+        return super().at_rest(function, kind, traces=traces, of_files=of_files)
 
     def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
         return self._iterators.read(worker, self._splits, lambda iterator: fetch(function(iterator)))
@@ -171,7 +175,7 @@ class ParameterServer(PsStrategy):
             self._losses.pop(finished.worker, None)
         self._in_flight[size] -= 1
         # The first call of a size is prepared on each worker, which takes longer than tracing it.
-        self._warming_up |= self._num_prepared[size] < self._shape.num_workers
+        self.warming_up |= self._num_prepared[size] < self._shape.num_workers
         self._num_prepared[size] += 1
         self._ended[size] += 1
         # Every gradient is applied.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.base import Cluster
@@ -28,14 +27,12 @@ from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_l
 from kdist.errors import ClusterError, TaskError, reason
 from kdist.log import warn
 from kdist.model.train_step import overrides_train_step
-from kdist.parameters.changes import Since
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement import PlacementPolicy
 from kdist.parameters.transport import Wire
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch
-from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
@@ -93,7 +90,8 @@ class PsStrategy(StoreBackedStrategy):
         self._coordinator: Coordinator | None = None
         self._evaluations: dict[WorkerEvaluation, _Traced] = {}
         self._is_training = False
-        self._save_begun: Future[None] | None = None
+        #: Functions that use the servers while training continues.
+        self._aside: list[Future[Any]] = []
         #: How often in a row each worker was lost in a call, since it last returned a result.
         self._losses: Counter[int] = Counter()
 
@@ -109,15 +107,9 @@ class PsStrategy(StoreBackedStrategy):
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():
             watch = partial(self._watched, kind="fill")
-            self._store = self._prepared.store(devices, self.plan, self._wire, watch)
+            self._hold([self._prepared.store(devices, self.plan, self._wire, watch)])
         self._is_training = True
-        self._begin_to_sweep()
         self._make_dataset = self._prepared.trace_dataset()
-
-    def _begin_to_sweep(self) -> None:
-        coordinator = self._running()
-        if (sweep := self._store.sweep) is not None:
-            self._sweeper = Sweeper(sweep, partial(coordinator.start, kind="sweep"), coordinator.wait_for)
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
         prepared = prepare(spec, self._shape.num_workers, self._replicas_per_step)
@@ -190,63 +182,26 @@ class PsStrategy(StoreBackedStrategy):
                 self._cancel_calls()
                 return self._num_ahead
 
-    def global_step(self) -> int:
+    def at_rest(
+        self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
+    ) -> T:
         self.drain()
-        return self._watched(super().global_step, "global_step")
+        with self._of_files() if of_files else self._explaining():
+            if traces:
+                self._running().before_tracing()
+            return self._running().watch(function, kind)
 
-    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
-        self.drain()
-        # Keras often uses what is read, and traces functions of its own.
-        self._running().before_tracing()
-        portions = super().portions(names)
-        while (portion := self._watched(lambda: next(portions, None), "read")) is not None:
-            yield portion
-
-    def histograms(self) -> dict[str, np.ndarray]:
-        self.drain()
-        self._running().before_tracing()
-        return self._watched(super().histograms, "histograms")
-
-    def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self.drain()
-        self._watched(lambda: super(PsStrategy, self).write(values), ("write", *sorted(values)))
-
-    def next_interval(self, since: int | None) -> int | None:
-        self.drain()
-        return self._watched(lambda: super(PsStrategy, self).next_interval(since), "next_interval")
-
-    def save(self, prefix: Path, since: Since | None = None) -> None:
-        self._on_files(lambda: super(PsStrategy, self).save(prefix, since), ("save", since is None))
-
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
-        write = self._on_files(
-            lambda: self._at_rest().files.begin_save(prefix, self._beside, since), ("begin_save", since is None)
-        )
-        self._save_begun = self._running().start(write, "finish_save")
-        return self._save_begun
+    def start_aside(self, function: Callable[[], T], kind: Hashable) -> Future[T]:
+        started = self._running().start(function, kind)
+        self._aside = [*(other for other in self._aside if not other.done()), started]
+        return started
 
     def wait_for(self, outcome: Future[T]) -> T:
         with self._of_files():
-            return self._running().wait_for(outcome)
+            return self._outcome(outcome)
 
-    def count_rows(self) -> None:
-        if self._store.dynamic:
-            self.drain()
-            self._watched(super().count_rows, "count_rows")
-
-    def use_averages(self) -> None:
-        self.drain()
-        self._watched(super().use_averages, "use_averages")
-
-    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        self._on_files(lambda: super(PsStrategy, self).restore(path, deltas), ("restore", bool(deltas)))
-
-    def _on_files(self, function: Callable[[], T], kind: Hashable) -> T:
-        """As `_watched`, but what is wrong with a file is not an error of a task."""
-        self.drain()
-        with self._of_files():
-            self._running().before_tracing()
-            return self._running().watch(function, kind)
+    def _outcome(self, started: Future[T]) -> T:
+        return self._running().wait_for(started)
 
     @contextmanager
     def _of_files(self) -> Iterator[None]:
@@ -261,8 +216,7 @@ class PsStrategy(StoreBackedStrategy):
         if self._cluster is None:
             return
         is_dead = True
-        is_busy = self._in_call or not (self._save_begun is None or self._save_begun.done())
-        is_busy |= self._sweeper is not None and self._sweeper.is_sweeping
+        is_busy = self._in_call or not all(started.done() for started in self._aside)
         if self._coordinator is not None and (is_busy or not self._coordinator.all_answer()):
             # To forget what is on a task TensorFlow waits for its answer, without a bound; a task that is gone gives
             # an error at once.
@@ -397,9 +351,9 @@ class PsStrategy(StoreBackedStrategy):
         """Deletes the handles to objects on the tasks, while the tasks are there. A start may have failed before all
         of them were made."""
         self._evaluations.clear()
-        self._histograms = self._sweeper = None
+        self._sweeper = None
         with suppress(AttributeError):
-            del self._prepared, self._store, self._make_dataset
+            del self._prepared, self._values, self._store, self._make_dataset
 
     @property
     def _in_call(self) -> bool:

@@ -28,11 +28,10 @@ class Single(StoreBackedStrategy):
 
     def start(self, spec: TrainingSpec) -> None:
         self._prepared = prepare(spec, num_workers=1)
-        self._store = self._prepared.store([""], self._prepared.plan_for_one())
+        self._hold([self._prepared.store([""], self._prepared.plan_for_one())])
         self._make_dataset = self._prepared.trace_dataset()
         self._calls = self._prepared.calls(self._store, iterator_spec(self._make_dataset))
         self._sizer = self._prepared.sizer()
-        self._begin_to_sweep()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
@@ -40,7 +39,7 @@ class Single(StoreBackedStrategy):
         if self._splits is not None:
             self._splits.look()
         size = self._sizer.next_size(may_begin)
-        self._warming_up |= not self._calls.traced(size)
+        self.warming_up |= not self._calls.traced(size)
         function = self._calls.function(size)
         try:
             packed = self._iterators.read(0, self._splits, lambda iterator: function(iterator).numpy())
@@ -57,5 +56,5 @@ class Single(StoreBackedStrategy):
         self._iterators.clear()
 
     def _dataset(self, worker: int) -> Any:
-        step = self.global_step()
+        step = self.values.global_step()
         return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)

@@ -4,56 +4,70 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.data.splits import Splits
-from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, GLOBAL_STEP, SEED
-from kdist.parameters.changes import Since
-from kdist.parameters.histograms import Histograms
+from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, SEED
 from kdist.parameters.placement import PlacementPlan, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import Strategy
 from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import CallSizer, StepLogs
+from kdist.strategies.values import StoreValues
 from kdist.threads import in_thread
+
+T = TypeVar("T")
 
 
 class StoreBackedStrategy(Strategy):
-    """A strategy that keeps its values in a `ParameterStore`. Subclasses set these three in `start`."""
+    """A strategy that keeps its values in a `ParameterStore`. Subclasses set `_prepared` and `_sizer` in `start`."""
 
     _prepared: PreparedTraining
-    _store: ParameterStore
     _sizer: CallSizer
-    _warming_up = True
     #: Logs of finished steps that `run` has not returned yet.
     _ahead: StepLogs | None = None
     #: When the last run ended, if it left steps in flight.
     _last_end: float | None = None
-    _histograms: Histograms | None = None
     _sweeper: Sweeper | None = None
 
-    def _begin_to_sweep(self) -> None:
-        """From now on rows of dynamic tables are evicted, if any are to be."""
+    def _hold(self, stores: Sequence[ParameterStore]) -> None:
+        """Keeps the values in these stores, which are alike; rows of dynamic tables are evicted from now on."""
+        self._store = stores[0]
+        self._values = StoreValues(stores, self, self._beside, self._have_set)
         if (sweep := self._store.sweep) is not None:
-            self._sweeper = Sweeper(sweep, in_thread, lambda outcome: outcome.result())
+            self._sweeper = Sweeper(sweep, partial(self.start_aside, kind="sweep"), self._outcome)
+
+    def at_rest(
+        self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
+    ) -> T:
+        """See `Guard`."""
+        self._wait_for_sweep()
+        return function()
+
+    def start_aside(self, function: Callable[[], T], kind: Hashable) -> Future[T]:
+        """See `Guard`."""
+        return in_thread(function)
+
+    def wait_for(self, outcome: Future[T]) -> T:
+        """See `Guard`."""
+        return self._outcome(outcome)
+
+    def _outcome(self, started: Future[T]) -> T:
+        return started.result()
 
     def _wait_for_sweep(self) -> None:
         if self._sweeper is not None:
             self._sweeper.wait()
 
-    def _at_rest(self) -> ParameterStore:
-        """The store, whose values nothing changes until the next run."""
-        self._wait_for_sweep()
-        return self._store
-
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
-        self._warming_up = False
+        self.warming_up = False
         # Steps that were started before count from then on.
         started = self._last_end if self._last_end is not None else time.perf_counter()
         num_finished = 0
@@ -80,11 +94,11 @@ class StoreBackedStrategy(Strategy):
 
     def _observe(self, num_steps: int, secs: float) -> None:
         """Learns from steps that finished how calls should be."""
-        self._sizer.observe(num_steps, secs, warming_up=self._warming_up)
+        self._sizer.observe(num_steps, secs, warming_up=self.warming_up)
 
     @abc.abstractmethod
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        """Waits for the next call to finish, and sets `_warming_up` when it traces a function.
+        """Waits for the next call to finish, and sets `warming_up` when it traces a function.
 
         Args:
             may_begin: how many steps may be in flight, including those that are.
@@ -118,40 +132,10 @@ class StoreBackedStrategy(Strategy):
         """Waits for the next call in flight; None if there is none."""
         return None
 
-    def global_step(self) -> int:
-        return self._store.counters.global_step()
-
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {**self._store.values.shapes, **self._store.dynamic.shapes}
+    def values(self) -> StoreValues:
+        return self._values
 
-    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
-        yield from self._at_rest().values.portions(names)
-        yield from self._store.dynamic.read(names)
-
-    def histograms(self) -> dict[str, np.ndarray]:
-        self._histograms = self._histograms or Histograms(self._store.values)
-        return self._histograms.read()
-
-    def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self._at_rest().write(values)
-        if GLOBAL_STEP in values:
-            self._continue_at(int(values[GLOBAL_STEP]))
-
-    @property
-    def by_rows(self) -> frozenset[str]:
-        return self._store.deltas.names
-
-    def next_interval(self, since: int | None) -> int | None:
-        return self._at_rest().deltas.next_interval(since)
-
-    def save(self, prefix: Path, since: Since | None = None) -> None:
-        self._at_rest().files.save(prefix, self._beside, since)
-
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
-        return in_thread(self._at_rest().files.begin_save(prefix, self._beside, since))
-
-    @property
     def _beside(self) -> dict[str, np.ndarray]:
         """What a checkpoint has beside the values."""
         spec = self._prepared.spec
@@ -166,24 +150,15 @@ class StoreBackedStrategy(Strategy):
         """What workers read one after the other, if the data may end."""
         return self._prepared.spec.data.splits
 
-    def count_rows(self) -> None:
-        self._at_rest().dynamic.count()
-
-    def use_averages(self) -> None:
-        self._at_rest().use_averages()
-
-    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        self._at_rest().restore(path, deltas)
-        self._continue_at(self._store.counters.global_step())
+    def _have_set(self, global_step: int | None) -> None:
+        """Values were set, perhaps the global step among them."""
+        if global_step is not None:
+            self._continue_at(global_step)
 
     def _continue_at(self, step: int) -> None:
         """Training continues at another step: the steps before it no longer count."""
         self._ahead = self._last_end = None
         self._sizer.begin_at(step)
-
-    @property
-    def warming_up(self) -> bool:
-        return self._warming_up
 
 
 def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> tf.errors.OpError:

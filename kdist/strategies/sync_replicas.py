@@ -159,7 +159,7 @@ class SyncReplicas(PsStrategy):
         iterators = self._iterators.of_all(workers, coordinator)
         size = self._sizer.next_size(remaining)
         if not calls.traced(size):
-            self._warming_up = True
+            self.warming_up = True
             coordinator.before_tracing()
         function = calls.function(size)
         self._in_lockstep = True
@@ -169,7 +169,7 @@ class SyncReplicas(PsStrategy):
             # The call cancelled the reads of the workers that have data, which ends their iterators.
             self._iterators.clear()
             self._in_lockstep = False
-            if self.global_step() != step:
+            if self.values.global_step() != step:
                 raise
             return None
         self._in_lockstep = False
@@ -182,7 +182,7 @@ class SyncReplicas(PsStrategy):
 
     def _lockstep_calls(self, workers: Sequence[int]) -> InGraphSyncCalls:
         if self._lockstep is None:
-            self._warming_up = True
+            self.warming_up = True
             self._lockstep = InGraphSyncCalls(
                 self._prepared.replica_step,
                 self._store,
@@ -370,7 +370,7 @@ class SyncReplicas(PsStrategy):
         return self._iterators.read(worker, self._splits, compute)
 
     def _before_tracing(self) -> None:
-        self._warming_up = True
+        self.warming_up = True
         self._running().before_tracing()
 
     def _apply(self, contributions: list[Contribution]) -> int:
@@ -385,7 +385,7 @@ class SyncReplicas(PsStrategy):
     def _present_step(self) -> int:
         """The global step. Only this process applies updates, so it is read once."""
         if self._step is None:
-            self._step = self.global_step()
+            self._step = self.values.global_step()
         return self._step
 
     def _continue_at(self, step: int) -> None:

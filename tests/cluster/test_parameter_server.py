@@ -120,7 +120,7 @@ def test_checkpoints_go_from_strategy_to_strategy_and_server_to_server(run_dir: 
             assert session.first_step == steps - 20
             if before is not None:
                 reader = tf.train.load_checkpoint(str(before))
-                for name, value in session.strategy.read().items():
+                for name, value in session.strategy.values.read().items():
                     np.testing.assert_array_equal(value, reader.get_tensor(name), err_msg=name)
             while not session.should_stop():
                 session.run()
@@ -381,7 +381,7 @@ def test_only_parameters_and_gradients_cross_the_network(run_dir: Path) -> None:
         while session.global_step < 20:
             session.run()
         # Workers are ahead of what the session has reported; now they rest.
-        steps_before, bytes_before = session.strategy.global_step(), loopback_bytes()
+        steps_before, bytes_before = session.strategy.values.global_step(), loopback_bytes()
         while not session.should_stop():
             session.run()
         num_steps, num_bytes = session.global_step - steps_before, loopback_bytes() - bytes_before

@@ -184,7 +184,7 @@ def test_after_rows_of_tables_were_set_the_next_checkpoint_is_full(name: str, fo
 
     hooks: list[Hook] = [Writes(), CheckpointSaver(every_steps=10, full_every=9), StopAtStep(last_step=30)]
     strategy = CountingStrategy()
-    strategy.check_values = lambda values: None  # type: ignore[method-assign]
+    strategy.check = lambda values: None  # type: ignore[method-assign]
     session = run_all(make_session(hooks, strategy, checkpoints=Chained()))
     assert session.checkpoints.names[3] == follows
 
