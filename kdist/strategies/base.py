@@ -20,8 +20,8 @@ from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.changes import Since
-from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.placement.plan import PlacementPlan
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
@@ -231,12 +231,12 @@ class Strategy(abc.ABC):
             since: the interval after which the next delta has what changed; None if there is no such delta.
 
         Returns:
-            The number of the interval that it ends, for `Since`; None if every checkpoint is to be a full one.
+            The number of the interval that it ends, for `DeltaBase`; None if every checkpoint is to be a full one.
         """
         return None
 
     @abc.abstractmethod
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         """Writes everything that training changes, and the seed, as a TensorFlow checkpoint.
 
         Waits until nothing is in flight, as `restore` does.
@@ -251,7 +251,7 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         """As `save`, of the present values, which may change as soon as it returns.
 
         Returns:

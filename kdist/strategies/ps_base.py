@@ -28,10 +28,10 @@ from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_l
 from kdist.errors import ClusterError, TaskError, reason
 from kdist.log import warn
 from kdist.model.train_step import overrides_train_step
-from kdist.parameters.changes import Since
 from kdist.parameters.optimizer import check_slots_only
-from kdist.parameters.placement import PlacementPolicy
-from kdist.parameters.transport import Wire
+from kdist.parameters.placement.messages import Wire
+from kdist.parameters.placement.plan import PlacementPolicy
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch
@@ -215,10 +215,10 @@ class PsStrategy(StoreBackedStrategy):
         self.drain()
         return self._watched(lambda: super(PsStrategy, self).next_interval(since), "next_interval")
 
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         self._on_files(lambda: super(PsStrategy, self).save(prefix, since), ("save", since is None))
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         write = self._on_files(
             lambda: self._at_rest().files.begin_save(prefix, self._beside, since), ("begin_save", since is None)
         )

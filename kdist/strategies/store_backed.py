@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from kdist.data.splits import Splits
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, GLOBAL_STEP, SEED
-from kdist.parameters.changes import Since
-from kdist.parameters.histograms import Histograms
-from kdist.parameters.placement import PlacementPlan, wrong_id
+from kdist.parameters.placement.plan import PlacementPlan, wrong_id
 from kdist.parameters.store import ParameterStore
+from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.parameters.values.histograms import Histograms
 from kdist.strategies.base import Strategy
 from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
@@ -145,10 +145,10 @@ class StoreBackedStrategy(Strategy):
     def next_interval(self, since: int | None) -> int | None:
         return self._at_rest().deltas.next_interval(since)
 
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         self._at_rest().files.save(prefix, self._beside, since)
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         return in_thread(self._at_rest().files.begin_save(prefix, self._beside, since))
 
     @property
