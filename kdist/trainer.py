@@ -48,7 +48,7 @@ from kdist.launch.in_process import LocalFit
 from kdist.launch.reached import reached
 from kdist.launch.select import launcher_for
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
-from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.placement.plan import PlacementPlan
 from kdist.run.mirror import Mirror
 from kdist.run.origin import Origin
 from kdist.run.result import Result

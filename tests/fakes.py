@@ -16,9 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.hooks import Hook
-from kdist.parameters.changes import Since
-from kdist.parameters.named_values import NamedValues, Part
-from kdist.parameters.value_files import ValueFiles
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.parameters.values.named_values import NamedValues
+from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.run_lock import Holder
 from kdist.session import TrainSession
@@ -62,11 +63,11 @@ class ValuesHere:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: value.shape for name, value in self.values.items() if name != "seed"}
 
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         first, *others = self.values
         ValueFiles(self._in_variables(others)).save(prefix, {first: self.values[first]})
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         first, *others = self.values
         return in_thread(ValueFiles(self._in_variables(others)).begin_save(prefix, {first: self.values[first]}))
 
@@ -76,7 +77,7 @@ class ValuesHere:
         self.values = values.read()
 
     def _in_variables(self, names: Iterable[str]) -> NamedValues:
-        return NamedValues({name: [Part.whole(tf.Variable(self.values[name]))] for name in names}, {})
+        return NamedValues({name: [StoredShard.whole(tf.Variable(self.values[name]))] for name in names}, {})
 
 
 class CountingStrategy(Strategy, Values):
@@ -145,10 +146,10 @@ class CountingStrategy(Strategy, Values):
         self.intervals.append(since)
         return len(self.intervals)
 
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         ValuesHere({**self.read(), "seed": np.array(self.spec.seed)}).save(prefix)
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         return in_thread(lambda: None)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
@@ -181,15 +182,15 @@ class FakeCheckpoints:
     def beside(self, name: str) -> Checkpoints:
         return Checkpoints(self.folder.with_name(name))
 
-    def save(self, step: int, stored: Any, *, keep: int, since: Since | None = None) -> Path:
+    def save(self, step: int, stored: Any, *, keep: int, since: DeltaBase | None = None) -> Path:
         self.saved.append(step)
         return self.folder / f"{'ckpt' if since is None else 'delta'}-{step}"
 
-    def begin_save(self, step: int, stored: Any, *, since: Since | None = None) -> Future[None]:
+    def begin_save(self, step: int, stored: Any, *, since: DeltaBase | None = None) -> Future[None]:
         return stored.begin_save(self.folder / f"unfinished-{step}", since)
 
     def finish_save(
-        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: Since | None = None
+        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
         wait()
         return self.save(step, None, keep=0, since=since)

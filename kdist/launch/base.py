@@ -35,7 +35,7 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.model.model_checks import preprocessing_of
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy
+from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy
 from kdist.run.origin import Origin
 from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir

@@ -19,7 +19,7 @@ from kdist.model.table_groups import TableGroup
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowRequest:
     """Rows of a group.
 
     Attributes:
@@ -42,7 +42,7 @@ class RowSource(Protocol):
             ids: int64 `[n]`; all of them are in their tables.
         """
 
-    def fetch(self, wanted: Mapping[int, Wanted]) -> Mapping[int, tf.Tensor]:
+    def fetch(self, wanted: Mapping[int, RowRequest]) -> Mapping[int, tf.Tensor]:
         """Rows of groups, `[n, ...]`."""
 
 
@@ -149,7 +149,7 @@ class LookupRounds:
             wanted: the ids of each lookup.
         """
         arrived: dict[int, _Arrived] = {}
-        rows_of: dict[int, Wanted] = {}
+        rows_of: dict[int, RowRequest] = {}
         sizes: dict[int, tf.Tensor] = {}
         for g, of_lookups in of_round.items():
             tables = tuple(lookup.table for lookup in of_lookups)
@@ -163,7 +163,7 @@ class LookupRounds:
                 of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers))
                 of_all = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
                 counts = tf.gather(of_all, list(dict.fromkeys(tables)))
-            rows_of[g] = Wanted(numbers, of_row)
+            rows_of[g] = RowRequest(numbers, of_row)
             arrived[g] = numbers, counts, places
         fetched = source.fetch(rows_of)
         rows: dict[int, tf.Tensor] = {}

@@ -1,5 +1,6 @@
-"""The values that training changes, on parameter servers or in this process.
+"""The values that training changes, on parameter servers or in this process: a tower, whose floors use those below.
 
-`placement` decides which server holds which variable, `transport` how values travel, `optimizer` how gradients are
-applied. `store` joins them: pull, push, read, write.
+`placement` decides which server holds what, and how it travels; `tables` keep rows of embeddings; `values` are all by
+name, to read and to save; `optimizer` applies gradients; `store` joins them: pull, push, read, write; `aggregation`
+makes one gradient of several.
 """

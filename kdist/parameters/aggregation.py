@@ -19,9 +19,8 @@ import tensorflow as tf
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
 from kdist.model.updates import ReplicaOutput, scaled
+from kdist.parameters.placement.messages import Assigned, BlockUpdates, Layout, Overflow, Pulled, Weight, Wire
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.transport import Layout, Wire
-from kdist.parameters.travelling import Assigned, Changes, Overflow, Pulled, Weight
 
 #: The tensors of one gradient, on the servers.
 Contribution: TypeAlias = "list[tf.Tensor]"
@@ -57,7 +56,7 @@ class GradientAggregator:
 
     def apply_mean(self, contributions: Sequence[Contribution], phase: int = 0) -> tf.Tensor:
         """The updates of a phase by the mean of `contributions`, traced in the chief; returns what a push does."""
-        means: Changes = {}
+        means: BlockUpdates = {}
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
             with tf.device(self._store.device_of(layout)):
                 if self._has_one_mean(layout):
@@ -140,12 +139,12 @@ class GradientAggregator:
         return self._store.devices[self._store.blocks[block].server]
 
 
-def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Changes:
-    """As `ParameterStore.changes`, times the weights that a replica's part has in the mean of all, with these."""
+def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
+    """As `ParameterStore.updates_of`, times the weights that a replica's part has in the mean of all, with these."""
     gradients, state = _arriving(store.wire, output.weight), _arriving(store.wire, output.state_weight)
     if output.weight is not None and store.updates.weights is LossWeights.EXAMPLES:
         state = gradients
-    changes = store.changes(replace(output, gradients=[scaled(g, gradients) for g in output.gradients]), pulled)
+    changes = store.updates_of(replace(output, gradients=[scaled(g, gradients) for g in output.gradients]), pulled)
     changes |= {key: scaled(changes[key], state) for key in changes if _is_mean_of_state(store, key, changes[key])}
     for server in range(len(store.devices)):
         if gradients is not None:
@@ -155,7 +154,7 @@ def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Ch
     return changes
 
 
-def unweighted(store: ParameterStore, means: Changes, num_replicas: int) -> Changes:
+def unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -> BlockUpdates:
     """What replicas apply together, from the means of what `weighted` makes of each."""
     weights = {key: means[key] for key in means if isinstance(key, Weight)}
     changes = {key: mean for key, mean in means.items() if key not in weights}

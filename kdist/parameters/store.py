@@ -7,28 +7,46 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import set_value, step_counter
-from kdist.model.names import GLOBAL_STEP, LEARNING_RATE, STATE_RESETS
+from kdist.model.names import (
+    DROPPED_STEPS,
+    DYNAMIC_SCALE,
+    DYNAMIC_SCALE_STEPS,
+    GLOBAL_STEP,
+    LEARNING_RATE,
+    STATE_RESETS,
+)
 from kdist.model.updates import ReplicaOutput, StepUpdates, Update
-from kdist.parameters.changes import Intervals
-from kdist.parameters.delta_files import DeltaFiles
-from kdist.parameters.delta_groups import dynamic_groups, fixed_groups
-from kdist.parameters.dynamic_values import DynamicValues
-from kdist.parameters.initial_values import set_initial_values
-from kdist.parameters.loss_scale import ServerLossScale
-from kdist.parameters.named_values import NamedValues, Part
-from kdist.parameters.packing import Blocks, ModelVariables
-from kdist.parameters.placement import PlacementPlan
-from kdist.parameters.server_optimizers import ServerOptimizers
-from kdist.parameters.table_rows import TableRows
+from kdist.parameters.optimizer import ServerOptimizers
+from kdist.parameters.placement.blocks import Blocks, ModelVariables, StoredShard
+from kdist.parameters.placement.messages import (
+    Assigned,
+    BlockUpdates,
+    Change,
+    Fused,
+    Gathered,
+    Layout,
+    Overflow,
+    Pulled,
+    Weight,
+    Wire,
+    fuse_by,
+)
+from kdist.parameters.placement.plan import PlacementPlan
+from kdist.parameters.tables.changed_rows import SaveIntervals
+from kdist.parameters.tables.lookup import TableRows
+from kdist.parameters.tables.make import make_dynamic, make_marks
 from kdist.parameters.tensorflow_paths import open_checkpoint
-from kdist.parameters.transport import Fused, Layout, Wire, fuse_by
-from kdist.parameters.travelling import Assigned, Change, Changes, Gathered, Overflow, Pulled, Weight
-from kdist.parameters.update_counters import UpdateCounters
-from kdist.parameters.value_files import ValueFiles
+from kdist.parameters.values.delta_files import DeltaFiles
+from kdist.parameters.values.delta_groups import dynamic_groups, fixed_groups
+from kdist.parameters.values.dynamic_values import DynamicValues
+from kdist.parameters.values.initial_values import set_initial_values
+from kdist.parameters.values.named_values import NamedValues
+from kdist.parameters.values.value_files import ValueFiles
 
 
 class ParameterStore:
@@ -89,9 +107,9 @@ class ParameterStore:
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
-        intervals = Intervals(self.devices) if marks_changes else None
-        tables = self.blocks.make_dynamic(self.devices, intervals)
-        marks = self.blocks.make_marks(self.devices, intervals)
+        intervals = SaveIntervals(self.devices) if marks_changes else None
+        tables = make_dynamic(self.blocks, self.devices, intervals)
+        marks = make_marks(self.blocks, self.devices, intervals)
         for b, table in tables.items():
             set_value(self._variables[b], table.vectors)
         self._evicting = [table for table in tables.values() if table.evicts]
@@ -105,7 +123,7 @@ class ParameterStore:
             lambda block: self.counters.begun[self.blocks[block].server].read_value(),
             self.wire,
         )
-        parts: dict[str, list[Part]] = {GLOBAL_STEP: [Part.whole(self.counters.begun[0])]}
+        parts: dict[str, list[StoredShard]] = {GLOBAL_STEP: [StoredShard.whole(self.counters.begun[0])]}
         stored_names = [
             f"{'parameters' if model_variables.is_parameter(index) else 'state'}/{variable.name}"
             for index, variable in enumerate(plan.variables)
@@ -126,11 +144,11 @@ class ParameterStore:
         if model_variables.loss_scaling is not None:
             self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
             copies |= self._loss_scale.variables
-            parts |= {name: [Part.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
+            parts |= {name: [StoredShard.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
         if model_variables.num_worker_states:
             with tf.device(self.devices[0]):
                 self._resets = tf.Variable(tf.zeros([model_variables.num_worker_states], tf.int64), trainable=False)
-            parts[STATE_RESETS] = [Part.whole(self._resets)]
+            parts[STATE_RESETS] = [StoredShard.whole(self._resets)]
         initial = {
             name: variable
             for of_group in updates.groups
@@ -143,7 +161,7 @@ class ParameterStore:
             if name not in parts:
                 # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
                 with tf.device(self.devices[0]):
-                    parts[name] = [Part.whole(tf.Variable(variable.value, trainable=False))]
+                    parts[name] = [StoredShard.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
         fixed = fixed_groups(model_variables.table_groups, names, self.shards, self.blocks, self.devices, parts, marks)
         self.deltas = DeltaFiles(fixed, dynamic, intervals)
@@ -259,19 +277,19 @@ class ParameterStore:
         Returns:
             Scalar int64 on the first server: the global step of this update.
         """
-        changes = self.changes(output, pulled)
+        changes = self.updates_of(output, pulled)
         if not self.is_remote:
             return self.apply(changes, output.phase)
-        arrived: Changes = {}
+        arrived: BlockUpdates = {}
         for fused in self.fuse(changes):
             with tf.device(self.device_of(fused.layout)):
                 arrived |= fused.split()
         return self.apply(arrived, output.phase)
 
-    def changes(self, output: ReplicaOutput, pulled: Pulled) -> Changes:
+    def updates_of(self, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
         """What came out of a step, by block; blocks without a change are missing."""
         gradients, state = output.gradients, output.state
-        by_shard: Changes = {}
+        by_shard: BlockUpdates = {}
         of_tables: dict[int, tf.IndexedSlices] = {}
         of_state = [
             self._state_change(index, new, old)
@@ -294,7 +312,7 @@ class ParameterStore:
             else:
                 sizes = [self.shards[i].stop - self.shards[i].start for i in shards]
                 by_shard |= zip(shards, tf.split(change, sizes))
-        changes: Changes = dict(self._table_rows.by_block(of_tables))
+        changes: BlockUpdates = dict(self._table_rows.by_block(of_tables))
         for index, change in enumerate(output.assigned):
             if change is not None:
                 (shard,) = self._shards_of[index]
@@ -309,7 +327,7 @@ class ParameterStore:
             changes |= {Overflow(server): output.overflow for server in range(len(self.devices))}
         return changes
 
-    def fuse(self, changes: Changes) -> list[Fused]:
+    def fuse(self, changes: BlockUpdates) -> list[Fused]:
         """Changes by block, fused by server and dtype on the worker."""
         return fuse_by(changes, self._device, on_source=False, wire=self.wire)
 
@@ -317,7 +335,7 @@ class ParameterStore:
         """The server of fused changes."""
         return self._device(next(iter([*layout.row_shapes, *layout.shapes])))
 
-    def apply(self, arrived: Changes, phase: int = 0) -> tf.Tensor:
+    def apply(self, arrived: BlockUpdates, phase: int = 0) -> tf.Tensor:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
         steps = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
         return steps[0]
@@ -338,7 +356,7 @@ class ParameterStore:
         parts = [by_shard[i] for i in self._shards_of[index]]
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
-    def _apply_on(self, server: int, arrived: Changes, phase: int) -> tf.Tensor:
+    def _apply_on(self, server: int, arrived: BlockUpdates, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
         blocks = [b for b, block in enumerate(self.blocks) if block.server == server]
         keys = [*(key for b in blocks for key in (b, Assigned(b))), Overflow(server)]
@@ -387,3 +405,108 @@ class ParameterStore:
             return self.devices[key.server]
         block = key.block if isinstance(key, Assigned) else key
         return self.devices[self.blocks[block].server]
+
+
+class UpdateCounters:
+    """The number of updates that each server has begun, and of phases that it has applied completely.
+
+    The first server's count is the global step. The other servers count the updates that they apply themselves, so that
+    none has to wait for another one before it applies what has arrived.
+
+    Args:
+        devices: one device per server.
+        step: updates so far.
+        num_phases: phases of an update.
+
+    Attributes:
+        begun, applied: scalar int64 variables, by server. If `applied` lags behind, a task was lost in the middle.
+    """
+
+    def __init__(self, devices: Sequence[str], step: int, num_phases: int) -> None:
+        self._num_phases = num_phases
+        self.begun = [_counter(device, step) for device in devices]
+        self.applied = [_counter(device, step * num_phases) for device in devices]
+
+    def global_step(self) -> int:
+        """The exact number of updates."""
+        return int(self.begun[0].numpy())
+
+    def is_consistent(self) -> bool:
+        """Whether every update that a server has started to apply was applied completely by all of them."""
+        begun = {int(counter.numpy()) * self._num_phases for counter in self.begun}
+        return len(begun | {int(counter.numpy()) for counter in self.applied}) == 1
+
+    def align(self) -> None:
+        """Resets every server's counters to the global step."""
+        step = self.begun[0].read_value()
+        for counter in self.begun[1:]:
+            counter.assign(step)
+        for counter in self.applied:
+            counter.assign(step * self._num_phases)
+
+
+def _counter(device: str, value: int) -> tf.Variable:
+    with tf.device(device):
+        return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
+
+
+class ServerLossScale:
+    """The scale on the first server, and on every server the number of steps that it has dropped.
+
+    A step whose gradients overflow updates no parameter, and halves the scale; after `dynamic_growth_steps` steps
+    without an overflow, the scale doubles (Micikevicius et al., Mixed Precision Training, 2018). Several asynchronous
+    workers whose gradients overflow with the same scale halve it once.
+
+    Args:
+        optimizer: of the model, built: the scale begins as it is there.
+        devices: of the servers.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.LossScaleOptimizer, devices: Sequence[str]) -> None:
+        self._growth_steps = optimizer.dynamic_growth_steps
+        with tf.device(devices[0]):
+            self._scale = tf.Variable(optimizer.dynamic_scale.numpy(), dtype=tf.float32, trainable=False)
+            self._steps = tf.Variable(optimizer.step_counter.numpy(), dtype=tf.int32, trainable=False)
+        self._dropped = []
+        for device in devices:
+            with tf.device(device):
+                self._dropped.append(tf.Variable(0, dtype=tf.int64, trainable=False))
+
+    @property
+    def variables(self) -> dict[str, list[tf.Variable]]:
+        """The variables by name, with all copies of each."""
+        return {DYNAMIC_SCALE: [self._scale], DYNAMIC_SCALE_STEPS: [self._steps], DROPPED_STEPS: self._dropped}
+
+    def read(self) -> tf.Tensor:
+        """The scale, a float32 scalar on the first server."""
+        with tf.device(self._scale.device):
+            return self._scale.read_value()
+
+    def align(self) -> None:
+        """Resets every server's count of dropped steps to that of the first one."""
+        for count in self._dropped[1:]:
+            count.assign(self._dropped[0].read_value())
+
+    def apply(self, server: int, overflow: tf.Tensor, step: tf.Tensor, update: Callable[[tf.Tensor], None]) -> None:
+        """Updates the variables of a server, unless the step has overflowed; traced on that server.
+
+        Args:
+            overflow: `ReplicaOutput.overflow`.
+            step: scalar int64: the number of steps before this one.
+            update: what is to be done; its argument is the number of steps before this one that were not dropped.
+        """
+        is_dropped = overflow > 0
+        iteration = step - self._dropped[server].read_value()
+
+        def update_once() -> None:
+            update(iteration)
+
+        tf.cond(is_dropped, lambda: None, update_once)
+        self._dropped[server].assign_add(tf.cast(is_dropped, tf.int64), read_value=False)
+        if server == 0:
+            steps = tf.where(is_dropped, 0, self._steps.read_value() + 1)
+            grows = steps >= self._growth_steps
+            scale = self._scale.read_value()
+            grown = tf.where(grows, 2 * scale, scale)
+            self._scale.assign(tf.where(is_dropped, tf.minimum(scale, 0.5 * overflow), grown), read_value=False)
+            self._steps.assign(tf.where(grows, 0, steps), read_value=False)

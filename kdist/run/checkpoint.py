@@ -27,7 +27,7 @@ import tensorflow as tf
 from kdist.errors import CheckpointError, NonFiniteError
 from kdist.log import warn
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, FOLLOWS, SEED
-from kdist.parameters.changes import Since
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.run import checkpoint_content as content
 from kdist.run.chain import Chain, chains, replayed, way_to
@@ -48,10 +48,10 @@ class Stored(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each value, by its name in checkpoints."""
 
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         """Writes a checkpoint, or a delta of one; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`."""
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         """As `save`, but the values may change as soon as it returns; the future raises what `save` does."""
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
@@ -93,7 +93,7 @@ class Checkpoints:
         steps = self.steps()
         return self._path_of(steps[-1]) if steps else None
 
-    def save(self, step: int, stored: Stored, *, keep: int | None = None, since: Since | None = None) -> Path:
+    def save(self, step: int, stored: Stored, *, keep: int | None = None, since: DeltaBase | None = None) -> Path:
         """Writes a checkpoint and deletes all but the newest `keep` full ones with their deltas; none if None.
 
         It is written under another name and renamed, the index last: without its index it does not exist.
@@ -113,14 +113,14 @@ class Checkpoints:
             self._complete(step, target, keep)
         return target
 
-    def begin_save(self, step: int, stored: Stored, *, since: Since | None = None) -> Future[None]:
+    def begin_save(self, step: int, stored: Stored, *, since: DeltaBase | None = None) -> Future[None]:
         """As `save`, but returns when the values may change; `finish_save` has to follow, and takes what it returns."""
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
             return stored.begin_save(self._unfinished(self._target(step, since)), since)
 
     def finish_save(
-        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: Since | None = None
+        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
         """Completes what `begin_save` has begun; see `save`.
 
@@ -372,7 +372,7 @@ class Checkpoints:
         """The checkpoint of a step if there is one; otherwise, the delta."""
         return self.path(step) if step in self._steps_of(_FULL) else self.delta_path(step)
 
-    def _target(self, step: int, since: Since | None) -> Path:
+    def _target(self, step: int, since: DeltaBase | None) -> Path:
         return self.path(step) if since is None else self.delta_path(step)
 
     def _names(self) -> set[str]:

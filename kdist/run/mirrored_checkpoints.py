@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kdist.errors import CheckpointError
 from kdist.log import warn
-from kdist.parameters.changes import Since
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.run.checkpoint import Checkpoints, Stored
 from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX
 from kdist.run.mirror import Mirror
@@ -73,7 +73,7 @@ class MirroredCheckpoints(Checkpoints):
         except StorageError as error:
             raise CheckpointError(f"{self.place}/{index.stem} cannot be downloaded: {error}") from None
 
-    def begin_save(self, step: int, stored: Stored, *, since: Since | None = None) -> Future[None]:
+    def begin_save(self, step: int, stored: Stored, *, since: DeltaBase | None = None) -> Future[None]:
         written = super().begin_save(step, stored, since=since)
 
         def upload() -> None:

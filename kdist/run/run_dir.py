@@ -16,7 +16,7 @@ from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.parameters.placement_plot import draw_plan
+from kdist.parameters.placement.picture import draw_plan
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.files import make_new, make_private, write_whole
 from kdist.run.metrics_file import MetricsFile
@@ -31,7 +31,7 @@ from kdist.run.summaries import Summaries
 if TYPE_CHECKING:
     import keras
 
-    from kdist.parameters.placement import PlacementPlan
+    from kdist.parameters.placement.plan import PlacementPlan
 
 
 class RunDir:

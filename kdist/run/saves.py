@@ -14,7 +14,7 @@ import numpy as np
 
 from kdist.errors import CheckpointError, ClusterError
 from kdist.model.names import GLOBAL_STEP
-from kdist.parameters.changes import Since
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.run.run_lock import check_not_taken_over
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class _Begun:
 
     step: int
     values: Values
-    since: Since | None
-    ends: Since | None
+    since: DeltaBase | None
+    ends: DeltaBase | None
     written: Future[None] = field(default_factory=Future)
 
 
@@ -60,7 +60,7 @@ class Saves:
         self._has_saved = has_saved
         self._begun: _Begun | None = None
         #: What the next delta would follow; None if the next checkpoint has to be a full one.
-        self._since: Since | None = None
+        self._since: DeltaBase | None = None
         #: How many deltas came after the full checkpoint.
         self._num_deltas = 0
 
@@ -134,7 +134,7 @@ class Saves:
         # If a full one fails, the next one has to be full, too: servers forget what they have evicted.
         self._since = self._since if self._num_deltas + 1 < full_every else None
         ended = values.next_interval(None if self._since is None else self._since.interval)
-        return _Begun(step, values, self._since, None if ended is None else Since(step, ended))
+        return _Begun(step, values, self._since, None if ended is None else DeltaBase(step, ended))
 
     def _complete(self, begun: _Begun, path: Path) -> None:
         is_delta = begun.since is not None

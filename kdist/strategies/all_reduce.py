@@ -19,8 +19,8 @@ from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.aggregation import unweighted, weighted
+from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.travelling import Changes, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.prepared_training import prepare
@@ -108,10 +108,10 @@ class AllReduce(StoreBackedStrategy):
             self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(spec)
         return self._functions[num_steps]
 
-    def _exchange(self, outputs: list[ReplicaOutput], pulled: list[Pulled]) -> list[Changes]:
+    def _exchange(self, outputs: list[ReplicaOutput], pulled: list[Pulled]) -> list[BlockUpdates]:
         """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
         overflow = self._overflow(outputs)
-        each: list[Changes] = []
+        each: list[BlockUpdates] = []
         for store, output, values, overflows in zip(self._stores, outputs, pulled, overflow):
             with tf.device(store.devices[0]):
                 each.append(weighted(store, replace(output, overflow=overflows), values))
@@ -178,7 +178,7 @@ class AllReduce(StoreBackedStrategy):
         ]
 
 
-def clipped(store: ParameterStore, changes: Changes, phase: int) -> Changes:
+def clipped(store: ParameterStore, changes: BlockUpdates, phase: int) -> BlockUpdates:
     """Changes by block, whose gradients are clipped as the optimizers would."""
     blocks = store.blocks
     gradients = {b: changes[b] for b, block in enumerate(blocks) if block.is_parameter and b in changes}
@@ -191,7 +191,7 @@ def clipped(store: ParameterStore, changes: Changes, phase: int) -> Changes:
     return changes | gradients
 
 
-def _by_dtype(keys: Sequence[Any], changes: Changes) -> list[list[Any]]:
+def _by_dtype(keys: Sequence[Any], changes: BlockUpdates) -> list[list[Any]]:
     """The keys of changes in groups of one dtype: only these are packed into one message."""
     groups: dict[tf.DType, list[Any]] = {}
     for key in keys:

@@ -18,7 +18,7 @@ from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.placement.plan import PlacementPlan
 from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.values import Values
 

@@ -20,8 +20,8 @@ from kdist.data.worker_dataset import next_of
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
+from kdist.parameters.placement.messages import Gathered, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.travelling import Gathered, Pulled
 from kdist.strategies.local_steps import one_step
 from kdist.strategies.traced_calls import CallLogs
 

@@ -17,8 +17,8 @@ from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.train_step import ClockKind
 from kdist.model.updates import ReplicaOutput, RunningStep
+from kdist.parameters.placement.messages import Change, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.travelling import Change, Pulled
 
 #: The next `(batch, seeds)` of a replica.
 NextBatch = Callable[[], tuple[Any, tf.Tensor]]

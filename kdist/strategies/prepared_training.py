@@ -20,10 +20,10 @@ from kdist.model.lookup_rounds import RowSource
 from kdist.model.names import variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
-from kdist.parameters.packing import ModelVariables
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable, place
+from kdist.parameters.placement.blocks import ModelVariables
+from kdist.parameters.placement.messages import Wire
+from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable, place
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.transport import Wire
 from kdist.strategies.base import PresentValues, TrainingSpec
 from kdist.strategies.traced_calls import CallSizer, UnrolledCalls
 

@@ -28,8 +28,8 @@ from kdist.errors import ClusterError, TaskError, reason
 from kdist.log import warn
 from kdist.model.train_step import overrides_train_step
 from kdist.parameters.optimizer import check_slots_only
-from kdist.parameters.placement import PlacementPolicy
-from kdist.parameters.transport import Wire
+from kdist.parameters.placement.messages import Wire
+from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch

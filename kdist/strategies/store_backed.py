@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist.data.splits import Splits
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, SEED
-from kdist.parameters.placement import PlacementPlan, wrong_id
+from kdist.parameters.placement.plan import PlacementPlan, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import Strategy
 from kdist.strategies.prepared_training import PreparedTraining

@@ -18,9 +18,8 @@ from kdist.data.worker_dataset import next_of
 from kdist.model.metrics import MetricReader, MetricRows
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
+from kdist.parameters.placement.messages import BlockUpdates, Pulled, fuse
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.transport import fuse
-from kdist.parameters.travelling import Changes, Pulled
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.local_steps import Compute, LocalSteps
 
@@ -190,7 +189,7 @@ def run_steps(
     replicas: Sequence[Replica],
     num_steps: int,
     logs: CallLogs,
-    exchange: Callable[[list[ReplicaOutput], list[Pulled]], list[Changes]] | None = None,
+    exchange: Callable[[list[ReplicaOutput], list[Pulled]], list[BlockUpdates]] | None = None,
     num_ahead: int = 0,
 ) -> list[tf.Tensor]:
     """Unrolls steps while a call is traced: pull, compute, push, for each phase.

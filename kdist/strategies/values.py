@@ -13,9 +13,9 @@ import numpy as np
 
 from kdist.errors import ConfigError
 from kdist.model.names import GLOBAL_STEP
-from kdist.parameters.changes import Since
-from kdist.parameters.histograms import Histograms
 from kdist.parameters.store import ParameterStore
+from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.parameters.values.histograms import Histograms
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ class Values(abc.ABC):
             since: the interval after which the next delta has what changed; None if there is no such delta.
 
         Returns:
-            The number of the interval that it ends, for `Since`; None if every checkpoint is to be a full one.
+            The number of the interval that it ends, for `DeltaBase`; None if every checkpoint is to be a full one.
         """
 
     @abc.abstractmethod
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         """Writes all values, and the seed, as a TensorFlow checkpoint.
 
         Args:
@@ -81,7 +81,7 @@ class Values(abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         """As `save`, of the present values, which may change as soon as it returns.
 
         Returns:
@@ -210,10 +210,10 @@ class StoreValues(Values):
     def next_interval(self, since: int | None) -> int | None:
         return self._guard.at_rest(lambda: self._store.deltas.next_interval(since), "next_interval")
 
-    def save(self, prefix: Path, since: Since | None = None) -> None:
+    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         self._on_files(lambda: self._store.files.save(prefix, self._beside(), since), ("save", since is None))
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         def copy() -> Callable[[], None]:
             return self._store.files.begin_save(prefix, self._beside(), since)
 

@@ -21,9 +21,10 @@ import kdist
 from kdist.data.columns import Column
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.hooks.base import RunContext, RunValues
-from kdist.parameters.named_values import NamedValues
-from kdist.parameters.transport import Wire
-from kdist.parameters.value_files import ValueFiles
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.messages import Wire
+from kdist.parameters.values.named_values import NamedValues
+from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
@@ -33,7 +34,7 @@ ROWS, DIM = 1000, 8
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", 1 << 12)
+    monkeypatch.setattr(StoredShard, "slice_bytes", 1 << 12)
     monkeypatch.setattr("kdist.layers.initial_rows._BLOCK_BYTES", 1 << 11)
     # Kernel and bias travel apart.
     monkeypatch.setattr(Wire, "max_bytes", 64)

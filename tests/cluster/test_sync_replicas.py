@@ -16,7 +16,7 @@ import kdist
 from kdist._compat.first_call_lock import first_calls
 from kdist.dispatch.connection import reconnect
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
-from kdist.parameters.update_counters import UpdateCounters
+from kdist.parameters.store import UpdateCounters
 from kdist.strategies import in_graph_sync
 from kdist.strategies.in_graph_sync import InGraphSyncCalls
 

@@ -39,7 +39,7 @@ from kdist.hooks import (
 )
 from kdist.hooks.base import RunContext, RunValues
 from kdist.hooks.tracker import Tracker
-from kdist.parameters.changes import Since
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.base import Strategy
 
@@ -190,7 +190,7 @@ class LateStrategy(CountingStrategy):
 
     written: Future[None]
 
-    def begin_save(self, prefix: Path, since: Since | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
         self.written = Future()
         return self.written
 

@@ -29,7 +29,9 @@ def names_read_for(listed: list[callbacks.Callback], model: keras.Model) -> set[
 
     shapes = {name: value.shape for name, value in values.items()}
     session: Any = SimpleNamespace(
-        read=read, strategy=SimpleNamespace(shapes=shapes), spec=SimpleNamespace(stays_on_servers=lambda: False)
+        read=read,
+        strategy=SimpleNamespace(values=SimpleNamespace(shapes=shapes)),
+        spec=SimpleNamespace(stays_on_servers=lambda: False),
     )
     Callbacks(listed, model).pull(session)
     return asked[0] if asked else None

@@ -20,11 +20,11 @@ from kdist.errors import CheckpointError, NonFiniteError
 from kdist.hooks import CheckpointSaver
 from kdist.launch.fit_arguments import FitArguments
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
-from kdist.parameters.changes import Since
-from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.named_values import NamedValues
-from kdist.parameters.placement import PlacementPolicy
-from kdist.parameters.value_files import ValueFiles
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.plan import PlacementPolicy
+from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.parameters.tables.dynamic_table import DynamicTable
+from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.prepared_training import prepare
 from kdist.threads import in_thread
@@ -36,7 +36,7 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DynamicTable, "reserved_bytes", 4 * (4 * DIM * 4 + 32))
-    monkeypatch.setattr(NamedValues, "piece_bytes", 8192)
+    monkeypatch.setattr(StoredShard, "slice_bytes", 8192)
 
 
 def build(optimizer: Callable[[], keras.optimizers.Optimizer], rows: int = ROWS) -> keras.Model:
@@ -79,7 +79,7 @@ class Servers:
         self._seeds = np.zeros((len(prepared.replica_step.seeds), 2), np.uint32)
         self._call = prepared.calls(self.store, IteratorSpec(self._element)).function(1)
         self._batch = batch
-        self.since: Since | None = None
+        self.since: DeltaBase | None = None
 
     def train(self, *ids: int) -> None:
         """A step on a batch of these ids, all in each of the four tables, and a sweep."""
@@ -94,7 +94,7 @@ class Servers:
         step, since = self.store.counters.global_step(), None if full else self.since
         ended = self.store.deltas.next_interval(None if since is None else since.interval)
         path = self.checkpoints.save(step, stored_by(self), since=since)
-        self.since = None if ended is None else Since(step, ended)
+        self.since = None if ended is None else DeltaBase(step, ended)
         return path
 
     def values(self) -> dict[str, np.ndarray]:

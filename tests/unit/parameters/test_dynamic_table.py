@@ -14,10 +14,9 @@ import tensorflow as tf
 from kdist.layers import Admission, DynamicEmbedding, Eviction
 from kdist.layers.initial_rows import RowInitializer
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.count_min_sketch import CountMinSketch
-from kdist.parameters.dynamic_keys import key_shifts, server_of
-from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.growing import set_rows
+from kdist.parameters.tables.admission import CountMinSketch
+from kdist.parameters.tables.dynamic_table import DynamicTable, key_shifts, server_of
+from kdist.parameters.tables.resizable_variable import set_rows
 
 DIM = 3
 

@@ -7,8 +7,9 @@ import pytest
 import tensorflow as tf
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
-from kdist.parameters.histograms import Histograms
-from kdist.parameters.named_values import NamedValues, Part
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.values.histograms import Histograms
+from kdist.parameters.values.named_values import NamedValues
 
 VALUES = {
     "parameters/table": np.random.default_rng(1).normal(size=(500, 7)).astype(np.float32),
@@ -20,12 +21,15 @@ VALUES = {
 
 
 def test_pieces_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", 1024)
-    parts = {name: [Part.whole(tf.Variable(value))] for name, value in VALUES.items()}
+    monkeypatch.setattr(StoredShard, "slice_bytes", 1024)
+    parts = {name: [StoredShard.whole(tf.Variable(value))] for name, value in VALUES.items()}
     table = VALUES["parameters/table"]
-    parts["parameters/table"] = [Part.whole(tf.Variable(table[:123])), Part.whole(tf.Variable(table[123:]))]
-    parts["parameters/number"] = [Part.whole(tf.Variable(np.arange(5)))]
-    parts["state/mean"] = [Part.whole(tf.Variable(np.ones(5, np.float32)))]
+    parts["parameters/table"] = [
+        StoredShard.whole(tf.Variable(table[:123])),
+        StoredShard.whole(tf.Variable(table[123:])),
+    ]
+    parts["parameters/number"] = [StoredShard.whole(tf.Variable(np.arange(5)))]
+    parts["state/mean"] = [StoredShard.whole(tf.Variable(np.ones(5, np.float32)))]
     found = Histograms(NamedValues(parts, {})).read()
     assert found.keys() == VALUES.keys()
     for name, value in VALUES.items():
@@ -38,5 +42,5 @@ def test_pieces_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_finite_is_left_out() -> None:
     wrong = {"parameters/nan": [0.0, np.nan], "parameters/inf": [0.0, np.inf], "parameters/good": [0.0, 1.0]}
-    parts = {name: [Part.whole(tf.Variable(np.array(value, np.float32)))] for name, value in wrong.items()}
+    parts = {name: [StoredShard.whole(tf.Variable(np.array(value, np.float32)))] for name, value in wrong.items()}
     assert Histograms(NamedValues(parts, {})).read().keys() == {"parameters/good"}

@@ -23,8 +23,8 @@ from kdist.config.schema import ServerOptions
 from kdist.hooks import CheckpointSaver
 from kdist.launch.fit_arguments import FitArguments
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
-from kdist.parameters.named_values import NamedValues
-from kdist.parameters.placement import PlacementPolicy
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.prepared_training import prepare
@@ -94,7 +94,7 @@ def in_order(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_a_checkpoint_and_its_deltas_are_restored(
     step: int, num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", 1024)
+    monkeypatch.setattr(StoredShard, "slice_bytes", 1024)
     shutil.copytree(SAVED / "tables", tmp_path / "checkpoints")
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert checkpoints.steps() == [2, 4, 7]
@@ -106,11 +106,11 @@ def test_a_checkpoint_and_its_deltas_are_restored(
     check(in_order(read), SAVED / "tables" / f"values-{step}.npz")
 
 
-@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("slice_bytes", [64, 1 << 20])
 def test_a_checkpoint_without_tables_is_restored(
-    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slice_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", piece_bytes)
+    monkeypatch.setattr(StoredShard, "slice_bytes", slice_bytes)
     shutil.copytree(SAVED / "dense", tmp_path / "checkpoints")
     store = store_of(without, 2, tmp_path)
     Checkpoints(tmp_path / "checkpoints").restore(stored_by(store))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kdist.config.schema import PLACEMENT_POLICIES, ServerOptions
 from kdist.errors import ConfigError
-from kdist.parameters.placement import PlacementPlan, PlacementPolicy, Variable
-from kdist.parameters.placement import place as place_by
+from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable
+from kdist.parameters.placement.plan import place as place_by
 
 SHAPES = st.lists(st.lists(st.integers(1, 300), min_size=0, max_size=3).map(tuple), min_size=1, max_size=25)
 

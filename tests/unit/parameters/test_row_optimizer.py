@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.parameters.changes import Intervals, RowMarks
 from kdist.parameters.optimizer import RowOptimizer
+from kdist.parameters.tables.changed_rows import ChangedRows, SaveIntervals
 
 ROWS, DIM, TIMES = 20_000, 64, 40
 
@@ -69,8 +69,8 @@ def test_rows_that_are_added_to_are_marked() -> None:
     variable = keras.Variable(np.zeros((4, 2), np.float32))
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([variable])
-    intervals = Intervals([""])
-    marks = RowMarks(4, intervals.of_servers[0])
+    intervals = SaveIntervals([""])
+    marks = ChangedRows(4, intervals.of_servers[0])
     rows = RowOptimizer(optimizer, variable, variable, None, marks, is_shared=True)
     rows.apply(tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 3], tf.int64)), tf.constant(0, tf.int64))
     np.testing.assert_array_equal(marks.changed(tf.constant(0)), [1, 3])

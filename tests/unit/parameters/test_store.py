@@ -17,7 +17,7 @@ import kdist
 from kdist.config.schema import ServerOptions
 from kdist.launch.fit_arguments import FitArguments
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement import PlacementPolicy
+from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prepared_training import prepare
 

@@ -20,10 +20,10 @@ from kdist.launch.fit_arguments import FitArguments
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.table_groups import TableGroup, single_groups
-from kdist.parameters.histograms import Histograms
-from kdist.parameters.named_values import NamedValues
-from kdist.parameters.placement import PlacementPolicy
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
+from kdist.parameters.values.histograms import Histograms
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 ROWS, DIM, BATCH = (12, 5, 1, 30), 4, 30
@@ -114,11 +114,11 @@ def test_a_server_has_one_variable_for_all_of_them(run_dir: Path) -> None:
             assert shapes[kind.format(i)] == (rows, DIM)
 
 
-@pytest.mark.parametrize("piece_bytes", in_short([1 << 26, 100], {100}), ids=["at once", "in pieces"])
+@pytest.mark.parametrize("slice_bytes", in_short([1 << 26, 100], {100}), ids=["at once", "in pieces"])
 def test_a_checkpoint_has_a_value_for_each_and_fits_other_servers(
-    piece_bytes: int, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slice_bytes: int, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", piece_bytes)
+    monkeypatch.setattr(StoredShard, "slice_bytes", slice_bytes)
     training = prepared(run_dir)
     store = store_of(training, num_servers=3)
     expected = train(training, store)
@@ -138,7 +138,7 @@ def test_servers_draw_each_of_them_as_keras_would(run_dir: Path, monkeypatch: py
         f"parameters/{variable.path}": variable.numpy()
         for variable in build(kdist.layers.Embedding).trainable_variables
     }
-    monkeypatch.setattr(NamedValues, "piece_bytes", 64)
+    monkeypatch.setattr(StoredShard, "slice_bytes", 64)
     # Only the largest ones are drawn by servers; values of the others travel.
     monkeypatch.setattr("kdist.layers.initial_rows._BLOCK_BYTES", 12 * DIM * 4)
     with made_on_servers():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.parameters.transport import Wire, cut, fuse_by
+from kdist.parameters.placement.messages import Wire, cut, fuse_by
 
 
 def rows(indices: list[int], num_columns: int, dtype: str) -> tf.IndexedSlices:

@@ -12,8 +12,9 @@ import pytest
 import tensorflow as tf
 
 from kdist.errors import NonFiniteError
-from kdist.parameters.named_values import NamedValues, Part
-from kdist.parameters.value_files import ValueFiles
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.values.named_values import NamedValues
+from kdist.parameters.values.value_files import ValueFiles
 from kdist.threads import in_thread
 
 WHOLE = {
@@ -29,7 +30,7 @@ WHOLE = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", 1024)
+    monkeypatch.setattr(StoredShard, "slice_bytes", 1024)
 
 
 def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True) -> NamedValues:
@@ -37,12 +38,14 @@ def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True) -> NamedValue
     whole = WHOLE if is_set else {name: np.zeros_like(value) for name, value in WHOLE.items()}
     table, kernel, bias = (whole[f"parameters/{name}"] for name in ("table", "kernel", "bias"))
     vector = tf.Variable(np.concatenate([kernel.ravel(), bias]))
-    parts = {name: [Part.whole(tf.Variable(value))] for name, value in whole.items() if name.startswith("state/")}
-    parts["parameters/table"] = [Part.whole(tf.Variable(table[a:b])) for a, b in pairwise(cuts)]
-    parts["parameters/kernel"] = [Part(vector, 0, kernel.shape)]
-    parts["parameters/bias"] = [Part(vector, 200, bias.shape)]
+    parts = {
+        name: [StoredShard.whole(tf.Variable(value))] for name, value in whole.items() if name.startswith("state/")
+    }
+    parts["parameters/table"] = [StoredShard.whole(tf.Variable(table[a:b])) for a, b in pairwise(cuts)]
+    parts["parameters/kernel"] = [StoredShard(vector, 0, kernel.shape)]
+    parts["parameters/bias"] = [StoredShard(vector, 200, bias.shape)]
     copies = [tf.Variable(whole["global_step"]), tf.Variable(whole["global_step"])]
-    parts["global_step"] = [Part.whole(copies[0])]
+    parts["global_step"] = [StoredShard.whole(copies[0])]
     return NamedValues(parts, {"global_step": copies})
 
 
@@ -112,11 +115,11 @@ def test_values_that_are_not_finite_are_named_and_nothing_is_written(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("piece_bytes", [1024, 1 << 30])
+@pytest.mark.parametrize("slice_bytes", [1024, 1 << 30])
 def test_what_is_copied_is_written_whatever_becomes_of_the_values(
-    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slice_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedValues, "piece_bytes", piece_bytes)
+    monkeypatch.setattr(StoredShard, "slice_bytes", slice_bytes)
     values = stored((0, 300, 511))
     files = ValueFiles(values)
     for number in range(3):

@@ -11,7 +11,7 @@ import tensorflow as tf
 from fakes import ValuesHere
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
-from kdist.parameters.named_values import NamedValues
+from kdist.parameters.placement.blocks import StoredShard
 from kdist.run.checkpoint import Checkpoints
 
 VALUES = {
@@ -30,7 +30,7 @@ def zeros() -> ValuesHere:
 def way_of_saving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that are small together are saved in another way than those that are large."""
     if request.param == "in pieces":
-        monkeypatch.setattr(NamedValues, "piece_bytes", 12)
+        monkeypatch.setattr(StoredShard, "slice_bytes", 12)
 
 
 @pytest.fixture

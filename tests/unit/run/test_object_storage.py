@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import wait_until
 
 from kdist.errors import CheckpointError, ConfigError, KdistError
-from kdist.parameters.changes import Since
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
@@ -433,11 +433,11 @@ def test_deltas_are_uploaded_fetched_and_deleted_as_checkpoints_are(
     with mirror() as entered:
         checkpoints = checkpoints_of(entered)
         save(entered, 10)
-        checkpoints.save(20, Values(20), since=Since(10, 1))
-        written = checkpoints.begin_save(30, Values(30), since=Since(20, 2))
+        checkpoints.save(20, Values(20), since=DeltaBase(10, 1))
+        written = checkpoints.begin_save(30, Values(30), since=DeltaBase(20, 2))
         written.result()
         assert names() == {"ckpt-10.index", "delta-20.index", "delta-30.index"}
-        assert checkpoints.finish_save(30, written.result, since=Since(20, 2)) == checkpoints.delta_path(30)
+        assert checkpoints.finish_save(30, written.result, since=DeltaBase(20, 2)) == checkpoints.delta_path(30)
     move_to_another_machine(monkeypatch, tmp_path)
     with mirror() as entered:
         checkpoints = checkpoints_of(entered)

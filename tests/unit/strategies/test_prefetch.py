@@ -11,7 +11,7 @@ import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
 from kdist.launch.fit_arguments import FitArguments
-from kdist.parameters.placement import PlacementPolicy
+from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prefetch import PrefetchTuner
 from kdist.strategies.prepared_training import PreparedTraining, prepare

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from kdist.parameters.dynamic_files import DynamicFiles
-from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.initial_values import on_servers
-from kdist.parameters.row_files import Copies, Rows, Saving, chief_device
+from kdist.parameters.tables.dynamic_table import DynamicTable
+from kdist.parameters.values.dynamic_files import DynamicFiles
+from kdist.parameters.values.initial_values import on_servers
+from kdist.parameters.values.row_files import Copies, Rows, Saving, chief_device
 
 
 class DynamicValues:

@@ -8,29 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.parameters.transport import fuse
-
-
-@dataclass(frozen=True)
-class Part:
-    """A named value, or some rows of it, from element `start` of a variable on."""
-
-    variable: tf.Variable
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        return self.start + prod(self.shape)
-
-    @staticmethod
-    def whole(variable: tf.Variable) -> Part:
-        return Part(variable, 0, tuple(variable.shape))
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.messages import fuse
 
 
 @dataclass(frozen=True)
@@ -83,11 +67,7 @@ class NamedValues:
         copies: as given.
     """
 
-    #: Values are saved, and travel, in pieces of at most this size (or one row), so that neither takes memory for a
-    #: whole table.
-    piece_bytes: ClassVar[int] = 32 << 20
-
-    def __init__(self, parts: Mapping[str, Sequence[Part]], copies: Mapping[str, Sequence[tf.Variable]]) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[StoredShard]], copies: Mapping[str, Sequence[tf.Variable]]) -> None:
         self._parts = {name: list(found) for name, found in parts.items()}
         self.copies = copies
         self._large = [variable for variable in self.variables if self._is_large(variable)]
@@ -121,7 +101,7 @@ class NamedValues:
             first = 0
             for part in self._parts[name]:
                 num_rows, row_size = (part.shape[0], prod(part.shape[1:])) if shape else (1, 1)
-                step = max(1, self.piece_bytes // max(1, row_size * part.variable.dtype.size))
+                step = max(1, StoredShard.slice_bytes // max(1, row_size * part.variable.dtype.size))
                 end = first + num_rows
                 for start, stop in pairwise([first, *range((first // step + 1) * step, end, step), end]):
                     yield Piece(name, shape, start, stop, part.variable, part.start + (start - first) * row_size)
@@ -161,12 +141,12 @@ class NamedValues:
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name; the others stay unchanged."""
-        written: dict[int, list[tuple[Part, np.ndarray]]] = defaultdict(list)
+        written: dict[int, list[tuple[StoredShard, np.ndarray]]] = defaultdict(list)
         for name, value in values.items():
             parts = self._parts[name]
             pieces = [np.asarray(value)]
             if name in self.copies:
-                parts = [Part(variable, 0, parts[0].shape) for variable in self.copies[name]]
+                parts = [StoredShard(variable, 0, parts[0].shape) for variable in self.copies[name]]
                 pieces *= len(parts)
             elif len(parts) > 1:
                 pieces = np.split(value, np.cumsum([part.shape[0] for part in parts])[:-1])
@@ -195,9 +175,9 @@ class NamedValues:
             begin += part.stop - part.start
 
     def _is_large(self, variable: tf.Variable) -> bool:
-        return variable.shape.num_elements() * variable.dtype.size > self.piece_bytes
+        return variable.shape.num_elements() * variable.dtype.size > StoredShard.slice_bytes
 
-    def _read_large(self, target: np.ndarray, parts: Sequence[Part]) -> None:
+    def _read_large(self, target: np.ndarray, parts: Sequence[StoredShard]) -> None:
         """Reads parts one after the other, in pieces, into a vector."""
         end = 0
         for part in parts:
@@ -209,7 +189,7 @@ class NamedValues:
                 target[end : end + piece.size] = piece
                 end += piece.size
 
-    def _write_large(self, part: Part, value: np.ndarray | tf.Tensor, begin: int = 0) -> None:
+    def _write_large(self, part: StoredShard, value: np.ndarray | tf.Tensor, begin: int = 0) -> None:
         """Writes a part, in pieces, from element `begin` of a value on."""
         variable, row_size = part.variable, prod(part.variable.shape[1:])
 
@@ -234,7 +214,7 @@ class NamedValues:
             function(tf.constant(first + start), tf.constant(first + stop), chosen)
 
     def _rows_at_once(self, variable: tf.Variable) -> int:
-        return max(1, self.piece_bytes // (prod(variable.shape[1:]) * variable.dtype.size))
+        return max(1, StoredShard.slice_bytes // (prod(variable.shape[1:]) * variable.dtype.size))
 
     def _function(
         self, kind: str, variable: tf.Variable, function: Callable[..., object], *specs: tf.TensorSpec

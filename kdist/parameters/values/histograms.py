@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 import tensorflow as tf
 
-from kdist.parameters.named_values import NamedValues, Piece
-from kdist.parameters.piece_files import read_pieces
+from kdist.parameters.values.named_values import NamedValues, Piece
+from kdist.parameters.values.piece_files import read_pieces
 
 #: As many as TensorBoard makes of values that it is given.
 _NUM_BUCKETS = 30

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from kdist.parameters.growing import growing_variable, resize, set_rows, set_value
+from kdist.parameters.tables.resizable_variable import resizable_variable, resize, set_rows, set_value
 
 
 @dataclass(frozen=True)
-class Since:
+class DeltaBase:
     """The checkpoint that a delta follows.
 
     Attributes:
@@ -28,7 +28,7 @@ class Since:
     interval: int
 
 
-class Intervals:
+class SaveIntervals:
     """The number of the present interval, on each server.
 
     Attributes:
@@ -50,7 +50,7 @@ class Intervals:
         return self._present - 1
 
 
-class RowMarks:
+class ChangedRows:
     """For each row of a block, in which interval it has changed last; 0 if it never did.
 
     Args:
@@ -85,8 +85,8 @@ class EvictedRows:
         self._interval, self._rows_at_once = interval, rows_at_once
         with tf.device(device):
             self._num_rows, self._capacity = (tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2))
-            self.columns = {"ids": growing_variable((), tf.int64), "tables": growing_variable((), tf.int32)}
-            self._intervals = growing_variable((), tf.int32)
+            self.columns = {"ids": resizable_variable((), tf.int64), "tables": resizable_variable((), tf.int32)}
+            self._intervals = resizable_variable((), tf.int32)
 
     def add(self, ids: tf.Tensor, tables: tf.Tensor, updates: list[tf.Operation]) -> None:
         """Adds ids, int64 `[n]`, and the positions of their tables, int32 `[n]`; traced, with the rows locked."""

@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.model.names import dynamic_names
-from kdist.parameters.dynamic_table import CHANGED, DynamicTable
-from kdist.parameters.growing import open_shape
-from kdist.parameters.row_files import TABLES, RowFiles, Rows
+from kdist.parameters.tables.dynamic_table import CHANGED, DynamicTable
+from kdist.parameters.tables.resizable_variable import open_shape
+from kdist.parameters.values.row_files import TABLES, RowFiles, Rows
 
 #: Columns that are neither saved nor read: they say where a row belongs, and when it changed.
 _HIDDEN = (TABLES, CHANGED)

@@ -6,6 +6,7 @@ when the server sweeps. What takes or gives a row, and every update, holds one l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -18,12 +19,10 @@ from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
 from kdist.model.names import AVERAGE
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.changes import EvictedRows
-from kdist.parameters.count_min_sketch import CountMinSketch
-from kdist.parameters.dynamic_keys import key_shifts, server_of
-from kdist.parameters.eviction_choice import EvictionChoice
-from kdist.parameters.growing import growing_variable, resize, set_rows
-from kdist.parameters.row_lock import RowLock
+from kdist.parameters.tables.admission import CountMinSketch, EvictionChoice
+from kdist.parameters.tables.changed_rows import EvictedRows
+from kdist.parameters.tables.resizable_variable import resizable_variable, resize, set_rows
+from kdist.parameters.tables.row_lock import RowLock
 
 #: The size of the other columns of a row, in bytes.
 _BESIDE_BYTES = 32
@@ -291,7 +290,7 @@ class DynamicTable:
         return tf.ensure_shape(self._index.lookup(keys), [None])
 
     def _growing(self, row_shape: tuple[int, ...], dtype: tf.DType) -> tf.Variable:
-        return growing_variable(row_shape, dtype, self._capacity_at_first)
+        return resizable_variable(row_shape, dtype, self._capacity_at_first)
 
     def _admitted(self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
         """Which keys are new and get a row: bool `[n]`."""
@@ -384,3 +383,27 @@ class DynamicTable:
     def _marks(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The column that says that rows have changed, if there is one."""
         return {} if self._interval is None else {CHANGED: tf.fill(tf.shape(rows), self._interval.read_value())}
+
+
+def key_shifts(group: TableGroup) -> np.ndarray:
+    """What is added to an id to get its key, by table, so that tables of a group can share an index: int64 `[tables]`.
+
+    Keys of ids between minus and plus 2^63 / (number of tables) differ for sure; of hashes, with a probability like
+    that of two hashes of 64 bits.
+    """
+    count = len(group.tables)
+    return np.array([(table * (1 << 64) // count + (1 << 63)) % (1 << 64) - (1 << 63) for table in range(count)])
+
+
+def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
+    """The number of the server that has a key, int32 `[n]`."""
+    bits = tf.bitwise.bitwise_and(mixed(keys), tf.constant((1 << 40) - 1, tf.int64))
+    return tf.cast(bits % num_servers, tf.int32)
+
+
+def split_by_server(keys: tf.Tensor, num_servers: int) -> Sequence[tf.Tensor]:
+    """Which keys each server has: int32 `[n]` for each."""
+    places = tf.range(tf.size(keys))
+    if num_servers == 1:
+        return [places]
+    return tf.dynamic_partition(places, server_of(keys, num_servers), num_servers)

@@ -9,11 +9,11 @@ from functools import cached_property
 import tensorflow as tf
 
 from kdist.model.names import CHANGED_IDS, EVICTED, dynamic_names
-from kdist.parameters.changes import EvictedRows, Intervals, RowMarks
-from kdist.parameters.dynamic_files import TableOnServer
-from kdist.parameters.dynamic_table import CHANGED, DynamicTable
-from kdist.parameters.growing import set_rows
-from kdist.parameters.row_files import IDS, TABLES, Copies, Receiver, RowFiles, Saving, Source, chief_device
+from kdist.parameters.tables.changed_rows import ChangedRows, EvictedRows, SaveIntervals
+from kdist.parameters.tables.dynamic_table import CHANGED, DynamicTable
+from kdist.parameters.tables.resizable_variable import set_rows
+from kdist.parameters.values.dynamic_files import TableOnServer
+from kdist.parameters.values.row_files import IDS, TABLES, Copies, Receiver, RowFiles, Saving, Source, chief_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BlockRows:
     """
 
     def __init__(
-        self, device: str, columns: Mapping[str, tf.Variable], ranges: Sequence[RowRange], marks: RowMarks | None
+        self, device: str, columns: Mapping[str, tf.Variable], ranges: Sequence[RowRange], marks: ChangedRows | None
     ) -> None:
         self.device, self.columns = device, columns
         self._ranges = ranges
@@ -129,7 +129,7 @@ class DeltaFiles:
         self,
         fixed: Sequence[tuple[Sequence[str], Sequence[BlockRows]]],
         dynamic: Sequence[tuple[Sequence[str], Sequence[DynamicTable]]],
-        intervals: Intervals | None,
+        intervals: SaveIntervals | None,
     ) -> None:
         self.intervals = intervals
         self._groups: list[_Group] = []

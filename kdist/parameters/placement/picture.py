@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from kdist.parameters.placement import PlacementPlan
+from kdist.parameters.placement.plan import PlacementPlan
 
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d")
 _BAR_WIDTH, _BAR_HEIGHT, _GAP, _TOP, _BOTTOM = 190, 320, 40, 40, 50

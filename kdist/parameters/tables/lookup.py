@@ -10,13 +10,12 @@ from itertools import accumulate
 import numpy as np
 import tensorflow as tf
 
-from kdist.model.lookup_rounds import Wanted
+from kdist.model.lookup_rounds import RowRequest
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.dynamic_keys import key_shifts, split_by_server
-from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.packing import Blocks
-from kdist.parameters.placement import Shard
-from kdist.parameters.transport import Wire, fuse
+from kdist.parameters.placement.blocks import Blocks
+from kdist.parameters.placement.messages import Wire, fuse
+from kdist.parameters.placement.plan import Shard
+from kdist.parameters.tables.dynamic_table import DynamicTable, key_shifts, split_by_server
 
 
 class _Places:
@@ -54,7 +53,7 @@ class _Places:
             part += tf.cast(ids >= tf.gather(self._starts[:, later], tables), tf.int32)
         return ids + tf.gather(self._shifts.reshape(-1), part)
 
-    def requests(self, wanted: Wanted) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    def requests(self, wanted: RowRequest) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For each block what it is asked for, int64 `[n]`, and which of `wanted` it is, int32 `[n]`."""
         return self.split(wanted.numbers)
 
@@ -84,7 +83,7 @@ class _DynamicPlaces:
     def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         return ids + tf.gather(self._shifts, tables) if self._num_tables > 1 else ids
 
-    def requests(self, wanted: Wanted) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    def requests(self, wanted: RowRequest) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """As `_Places.requests`: how many keys are of each table, then the keys."""
         found = []
         for keys, chosen in self.split(wanted.numbers):
@@ -150,7 +149,7 @@ class TableRows:
         """As `kdist.model.lookup_rounds.RowSource.number`."""
         return self._places[group].number(tables, ids)
 
-    def fetch(self, wanted: Mapping[int, Wanted]) -> dict[int, tf.Tensor]:
+    def fetch(self, wanted: Mapping[int, RowRequest]) -> dict[int, tf.Tensor]:
         """As `kdist.model.lookup_rounds.RowSource.fetch`, on the device of the caller."""
         by_server: dict[str, dict[int, tf.Tensor]] = defaultdict(dict)
         which: dict[int, tf.Tensor] = {}

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -19,11 +19,8 @@ from kdist._compat.keras import decays, set_path
 from kdist._compat.reserved import made_by
 from kdist.model.table_groups import TableGroup
 from kdist.model.updates import StepUpdates, Update
-from kdist.parameters.changes import Intervals, RowMarks
-from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.named_values import NamedValues, Part
-from kdist.parameters.placement import Shard
-from kdist.parameters.transport import cut, fuse, unfuse
+from kdist.parameters.placement.messages import cut, fuse, unfuse
+from kdist.parameters.placement.plan import Shard
 
 #: Of the rows that form one table: TensorFlow counts some rows in 32 bits.
 _TABLE_BYTES = 4 << 30
@@ -71,6 +68,27 @@ class ModelVariables:
         """Whether it is a table of which only rows that were looked up are updated."""
         group = self.table_group(variable)
         return group is not None and self.table_groups[group].is_row_wise
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A named value, or some rows of it, from element `start` of a variable on."""
+
+    #: Values are saved, and travel, in slices of at most this size (or one row), so that neither takes memory for a
+    #: whole table.
+    slice_bytes: ClassVar[int] = 32 << 20
+
+    variable: tf.Variable
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+    @staticmethod
+    def whole(variable: tf.Variable) -> StoredShard:
+        return StoredShard(variable, 0, tuple(variable.shape))
 
 
 @dataclass(frozen=True)
@@ -208,9 +226,20 @@ class Blocks(Sequence[Block]):
         """At which row of its block a shard of a table begins."""
         return self.start_of(shard) // prod(self.shape_of(shard)[1:])
 
-    def part(self, shard: int, variable: keras.Variable) -> Part:
+    def part(self, shard: int, variable: keras.Variable) -> StoredShard:
         """Where the elements of a shard are in the variable of its block, or in one of the same shape."""
-        return Part(variable.value, self.start_of(shard), self.shape_of(shard))
+        return StoredShard(variable.value, self.start_of(shard), self.shape_of(shard))
+
+    @property
+    def table_groups(self) -> Sequence[TableGroup]:
+        """The groups of the tables that are looked up."""
+        return self._variables.table_groups
+
+    def table_group(self, block: int) -> int:
+        """The index of the group whose tables a block has."""
+        group = self._variables.table_group(self.variable_of(block))
+        assert group is not None
+        return group
 
     def variable_of_shard(self, shard: int) -> int:
         """The index of its variable."""
@@ -228,35 +257,7 @@ class Blocks(Sequence[Block]):
         """Whether a block is made without values, because this process has none, or they do not travel at once."""
         shards = self._blocks[block].shards
         are_here = all(made_by(self._all_variables[self._shards[i].variable]) is None for i in shards)
-        return not are_here or sum(map(self._num_bytes, shards)) > NamedValues.piece_bytes
-
-    def make_dynamic(self, devices: Sequence[str], intervals: Intervals | None) -> dict[int, DynamicTable]:
-        """The rows of the blocks of dynamic tables, none at first, on the devices of the servers.
-
-        Args:
-            intervals: in which their changes are marked, if they are.
-        """
-        groups = self._variables.table_groups
-        num_dynamic = sum(bool(group.dynamic) for group in groups)
-        found = {}
-        for b, block in enumerate(self._blocks):
-            if block.is_dynamic:
-                group = self._variables.table_group(self.variable_of(b))
-                assert group is not None
-                device = devices[block.server]
-                interval = None if intervals is None else intervals.of_servers[block.server]
-                found[b] = DynamicTable(groups[group], device, block.server, len(devices), num_dynamic, interval)
-        return found
-
-    def make_marks(self, devices: Sequence[str], intervals: Intervals | None) -> dict[int, RowMarks]:
-        """The marks of the rows of other tables that are updated by rows; none without intervals."""
-        found: dict[int, RowMarks] = {}
-        for b, block in enumerate(self._blocks):
-            if intervals is not None and block.is_row_wise and not block.is_dynamic:
-                with tf.device(devices[block.server]):
-                    num_rows = sum(self.shape_of(i)[0] for i in block.shards)
-                    found[b] = RowMarks(num_rows, intervals.of_servers[block.server])
-        return found
+        return not are_here or sum(map(self._num_bytes, shards)) > StoredShard.slice_bytes
 
     def make_variable(self, block: int, device: str) -> keras.Variable:
         """The variable that stores a block, with its initial value if it does not start empty."""

@@ -16,13 +16,14 @@ from kdist._compat.tensorflow import UninitializedVariable
 from kdist.errors import NonFiniteError
 from kdist.log import warn
 from kdist.model.names import FOLLOWS
-from kdist.parameters.changes import Since
-from kdist.parameters.delta_files import DeltaFiles
-from kdist.parameters.dynamic_values import DynamicValues
-from kdist.parameters.named_values import NamedValues, Piece
-from kdist.parameters.piece_files import PieceFiles, is_finite
-from kdist.parameters.row_files import Saving, chief_device
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tensorflow_paths import literal_path, open_checkpoint
+from kdist.parameters.values.delta_files import DeltaFiles
+from kdist.parameters.values.dynamic_values import DynamicValues
+from kdist.parameters.values.named_values import NamedValues, Piece
+from kdist.parameters.values.piece_files import PieceFiles, is_finite
+from kdist.parameters.values.row_files import Saving, chief_device
 
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 
@@ -63,7 +64,7 @@ class ValueFiles:
         #: Whether it is known which tasks see the files of the chief.
         self._has_looked = False
 
-    def save(self, prefix: Path, others: Mapping[str, np.ndarray], since: Since | None = None) -> None:
+    def save(self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None) -> None:
         """Writes a checkpoint; nothing may change the values meanwhile.
 
         Args:
@@ -86,7 +87,7 @@ class ValueFiles:
         self._write_large(prefix, folder, self._present, self._dynamic.saving(str(folder)))
 
     def begin_save(
-        self, prefix: Path, others: Mapping[str, np.ndarray], since: Since | None = None
+        self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None
     ) -> Callable[[], None]:
         """Copies the values where they are; until the copies are written, tasks need memory for both.
 
@@ -112,7 +113,7 @@ class ValueFiles:
         self,
         prefix: Path,
         others: Mapping[str, np.ndarray],
-        since: Since,
+        since: DeltaBase,
         whole: PieceFiles,
         release: Callable[[], object] = lambda: None,
     ) -> Callable[[], None]:
@@ -171,10 +172,10 @@ class ValueFiles:
     @property
     def _are_small(self) -> bool:
         sizes = (variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
-        return not self._dynamic and sum(sizes) <= 2 * self._values.piece_bytes
+        return not self._dynamic and sum(sizes) <= 2 * StoredShard.slice_bytes
 
     def _files_of(self, pieces: Sequence[Piece]) -> PieceFiles:
-        return PieceFiles(pieces, self._values.piece_bytes, self._chief)
+        return PieceFiles(pieces, StoredShard.slice_bytes, self._chief)
 
     @cached_property
     def _copies(self) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import tensorflow as tf
 
-from kdist.parameters.named_values import Piece, assign_rows
+from kdist.parameters.values.named_values import Piece, assign_rows
 
 
 class PieceFiles:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.changes import RowMarks
-from kdist.parameters.delta_files import BlockRows, RowRange
-from kdist.parameters.dynamic_table import DynamicTable
-from kdist.parameters.named_values import Part
-from kdist.parameters.packing import Blocks
-from kdist.parameters.placement import Shard
+from kdist.parameters.placement.blocks import Blocks, StoredShard
+from kdist.parameters.placement.plan import Shard
+from kdist.parameters.tables.changed_rows import ChangedRows
+from kdist.parameters.tables.dynamic_table import DynamicTable
+from kdist.parameters.values.delta_files import BlockRows, RowRange
 
 
 def dynamic_groups(
@@ -44,8 +43,8 @@ def fixed_groups(
     shards: Sequence[Shard],
     blocks: Blocks,
     devices: Sequence[str],
-    parts: Mapping[str, Sequence[Part]],
-    marks: Mapping[int, RowMarks],
+    parts: Mapping[str, Sequence[StoredShard]],
+    marks: Mapping[int, ChangedRows],
 ) -> list[tuple[list[str], list[BlockRows]]]:
     """For each group that is updated by rows and has a length, the names of its tables, and its blocks.
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from kdist.parameters.growing import growing_variable, set_value
-from kdist.parameters.named_values import NamedValues
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.tables.resizable_variable import resizable_variable, set_value
 from kdist.parameters.tensorflow_paths import open_checkpoint
 
 #: The column that says which table of its group a row belongs to, -1 for none; and the one that identifies it there.
@@ -93,7 +93,7 @@ class Copies:
         specs = {name: (column.shape[1:], column.dtype) for name, column in source.columns.items()}
         specs = {IDS: ((), tf.int64), TABLES: ((), tf.int32), **specs}
         with tf.device(source.device):
-            columns = {name: growing_variable(*spec) for name, spec in specs.items()}
+            columns = {name: resizable_variable(*spec) for name, spec in specs.items()}
             return Rows(source.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False))
 
     def _copy_all(self, since: tf.Tensor) -> None:
@@ -145,7 +145,7 @@ class RowFiles:
     def __init__(self, names: Sequence[Mapping[str, str]], columns: Mapping[str, Any], chief: str) -> None:
         self.names = names
         row_bytes = sum(prod(column.shape[1:]) * column.dtype.size for column in columns.values())
-        self.chunk = max(1, NamedValues.piece_bytes // row_bytes)
+        self.chunk = max(1, StoredShard.slice_bytes // row_bytes)
         self.through_chief = False
         self._columns = columns
         self._chief = chief

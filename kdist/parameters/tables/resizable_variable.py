@@ -9,7 +9,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 
 
-def growing_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int = 0) -> tf.Variable:
+def resizable_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int = 0) -> tf.Variable:
     """A variable with room for rows, on the device of the caller; they take no memory before they are written.
 
     Its `shape` says that it has one row: a worker dies of a handle with an open dimension (TensorFlow 2.21).

@@ -13,9 +13,9 @@ import tensorflow as tf
 from kdist._compat.reserved import hand_over, made_by
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import TableInitializer
-from kdist.parameters.named_values import NamedValues, assign_rows
-from kdist.parameters.packing import Blocks
-from kdist.parameters.placement import Shard
+from kdist.parameters.placement.blocks import Blocks
+from kdist.parameters.placement.plan import Shard
+from kdist.parameters.values.named_values import NamedValues, assign_rows
 
 
 def set_initial_values(

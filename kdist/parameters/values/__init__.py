@@ -1,0 +1,1 @@
+"""All stored values by name: to read, to write, to save and to restore them."""
