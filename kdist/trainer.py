@@ -315,8 +315,6 @@ class Trainer:
             and `result.json`. In a task that is not the chief, a session that has ended: the task has taken part until
             the chief had finished, as after `fit`.
         """
-        if self._strategy.own_processes() is not None:
-            raise ConfigError(f"strategy={self.strategy_name} trains in processes of its own; use fit")
         arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
         with self._strategy.reserved(), self._one_chief():
             request = self._request(FitArguments(x, y, **arguments))

@@ -46,7 +46,7 @@ class FedData(TrainingData):
 
     def __getstate__(self) -> dict[str, Any]:
         # A queue belongs to its process.
-        return {key: value for key, value in vars(self).items() if key != "_queue"}
+        return {key: value for key, value in vars(self).items() if key not in ("_queue", "source")}
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return tf.nest.flatten(self._spec, expand_composites=True)

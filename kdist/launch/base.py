@@ -119,6 +119,10 @@ class StrategyRequest:
 
     def make(self) -> Strategy:
         """A new strategy, not started."""
+        if (num_cpus := self.own_processes()) is not None:
+            from kdist.strategies.remote import Remote
+
+            return Remote(self.name, self.shape, self.cluster, self.config.devices, num_cpus)
         return registry.create(self.config, self.cluster, self.shape, self.membership, self.custom, self.description)
 
 
@@ -381,6 +385,7 @@ class FitRequest:
             epoch_lengths=epoch_lengths,
             data_begins_at=self._data_begins_at,
             first_epoch=first_epoch,
+            source=self.source,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )
 

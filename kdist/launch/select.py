@@ -12,6 +12,4 @@ def launcher_for(strategy: StrategyRequest) -> Launcher:
     """The launcher for fits with this strategy, in this process."""
     if strategy.membership is not None and not strategy.membership.is_chief:
         return ExternalTask(strategy.membership)
-    if (num_cpus := strategy.own_processes()) is not None:
-        return Subprocesses(num_cpus)
     return InProcess()

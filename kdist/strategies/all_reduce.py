@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
-from kdist.data.worker_dataset import iterator_over, iterator_spec
+from kdist.data.worker_dataset import call_with, iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput
@@ -68,18 +68,24 @@ class AllReduce(StoreBackedStrategy):
         self.warming_up |= size not in self._functions
         return self._call(size)
 
+    #: For each replica of this process the arguments of its data, if another process has them.
+    received: Sequence[Sequence[Any]] | None = None
+
     def _call(self, num_steps: int) -> StepLogs:
         """Runs steps on all replicas; every process has to call it."""
-        if not self._iterators or self._splits is not None:
-            self._iterators = [iterator_over(made) for made in self._datasets()]
-        try:
-            packed = self._function(num_steps)(self._iterators).numpy()
-        except tf.errors.OutOfRangeError as error:
-            raise TaskError(str(CHIEF), no_batch()) from error
+        packed = self._call_packed(num_steps)
         if self._splits is not None:
             for replica in self._replicas:
                 self._splits.advance(replica)
         return self._logs.join([self._logs.unpack(row) for row in packed])
+
+    def _call_packed(self, num_steps: int) -> Any:
+        if not self._iterators or self._splits is not None or self.received is not None:
+            self._iterators = [iterator_over(made) for made in self._datasets()]
+        try:
+            return self._function(num_steps)(self._iterators).numpy()
+        except tf.errors.OutOfRangeError as error:
+            raise TaskError(str(CHIEF), no_batch()) from error
 
     @property
     def _replicas(self) -> range:
@@ -90,7 +96,11 @@ class AllReduce(StoreBackedStrategy):
         """The data of each replica of this process."""
         step = self.values.global_step()
         for replica in self._replicas:
-            yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
+            if self.received is not None:
+                numbers = [tf.constant(number, tf.int64) for number in (replica, step, 0)]
+                yield call_with(self._make_dataset, *numbers, *map(tf.constant, self.received[replica]))
+            else:
+                yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""

@@ -99,6 +99,8 @@ class TrainingSpec:
     data_begins_at: int = 0
     first_epoch: int = 0
     saves_deltas: bool = False
+    source: Any = None
+    has_splits: bool = False
 
     @property
     def first_step(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -160,7 +160,7 @@ class MultiWorkerMirrored(AllReduce):
                 if command == _WRITE:
                     self._share(self._store.values.read())
                 else:
-                    super()._call(argument)
+                    super()._call_packed(argument)
         except _LOST as error:
             raise _lost(error) from error
         finally:
@@ -178,10 +178,10 @@ class MultiWorkerMirrored(AllReduce):
         self._tcp_timeouts.stop()
         super().stop()
 
-    def _call(self, num_steps: int) -> StepLogs:
-        def call() -> StepLogs:
+    def _call_packed(self, num_steps: int) -> Any:
+        def call() -> Any:
             self._say(_RUN, num_steps)
-            return super(MultiWorkerMirrored, self)._call(num_steps)
+            return super(MultiWorkerMirrored, self)._call_packed(num_steps)
 
         return self._bounded(call)
 
