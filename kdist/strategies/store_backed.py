@@ -140,10 +140,10 @@ class StoreBackedStrategy(Strategy):
 
     @property
     def by_rows(self) -> frozenset[str]:
-        return self._store.deltas.names
+        return self._store.files.by_rows
 
     def next_interval(self, since: int | None) -> int | None:
-        return self._at_rest().deltas.next_interval(since)
+        return self._at_rest().files.next_interval(since)
 
     def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         self._at_rest().files.save(prefix, self._beside, since)
