@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kdist import moved
 from kdist._compat import quiet_import
 from kdist._compat.quick_import import quick_import
 from kdist.config.keras_backend import require_tensorflow
@@ -25,27 +26,28 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist import hooks, layers
-    from kdist.data.arriving_files import arriving_files
     from kdist.data.base import DataContext
-    from kdist.data.kafka import kafka_topic
     from kdist.data.npz import load_npz
-    from kdist.runs.load import load_runs
+    from kdist.extras.arriving_files import arriving_files
+    from kdist.extras.kafka import kafka_topic
     from kdist.session import TrainSession
+    from kdist.sweeps.load import load_runs
     from kdist.trainer import Trainer
 
 # Before anything imports TensorFlow and Keras.
 require_tensorflow()
 quiet_import.install()
+moved.install()
 
 _MODULES = ("hooks", "layers")
 _LAZY = {
     "DataContext": "kdist.data.base",
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
-    "arriving_files": "kdist.data.arriving_files",
-    "kafka_topic": "kdist.data.kafka",
+    "arriving_files": "kdist.extras.arriving_files",
+    "kafka_topic": "kdist.extras.kafka",
     "load_npz": "kdist.data.npz",
-    "load_runs": "kdist.runs.load",
+    "load_runs": "kdist.sweeps.load",
 }
 
 __all__ = [

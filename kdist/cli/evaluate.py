@@ -1,13 +1,12 @@
-"""`python -m kdist.evaluate RUN_DIR`: loss and metrics of a run that was trained."""
+"""`kdist evaluate RUN_DIR`: loss and metrics of a run that was trained."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from kdist.cli.process import end_process
 from kdist.cli.trained import parser_for, run_command, trained
 from kdist.errors import ConfigError
 
@@ -19,15 +18,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Evaluates a checkpoint of a run on its validation data, or on other data, and prints one line.
 
-  python -m kdist.evaluate runs/mine                              as in result.json
-  python -m kdist.evaluate runs/mine data.path=test.npz --json    other data; for machines
-  python -m kdist.evaluate runs/mine cluster=2ps2w --step 500     by two workers, an earlier checkpoint
+  kdist evaluate runs/mine                              as in result.json
+  kdist evaluate runs/mine data.path=test.npz --json    other data; for machines
+  kdist evaluate runs/mine cluster=2ps2w --step 500     by two workers, an earlier checkpoint
 """
-
-
-def main() -> NoReturn:
-    """Runs the command and ends the process with its exit code."""
-    end_process(run)
 
 
 def run(arguments: list[str]) -> int:

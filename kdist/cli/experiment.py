@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kdist import log
 from kdist._compat.quick_import import quick_import
-from kdist.cli.hydra_plugins import overrides_of_job
 from kdist.cluster.resolve import membership_of, shape_of
 from kdist.config import targets
 from kdist.config.build import build_model, data_arguments, parts_of
-from kdist.config.hparams import CHOSEN, hparams_of
+from kdist.config.hparams import CHOSEN, hparams_of, overrides_of_job
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
 from kdist.strategies import registry
@@ -126,11 +125,15 @@ def run_experiment(
 
 def _servers(config: Config) -> list[Hook]:
     """The hooks that answer over HTTP while the run lasts."""
-    from kdist.hooks import HealthCheck, MetricsServer
+    from kdist import hooks
 
     run = config.run
-    found: list[Hook] = [] if run.metrics_port is None else [MetricsServer(run.metrics_port, run.metrics_host)]
-    return found if run.health_port is None else [*found, HealthCheck(run.health_port, interface=config.cluster.bind)]
+    found: list[Hook] = [] if run.metrics_port is None else [hooks.MetricsServer(run.metrics_port, run.metrics_host)]
+    return (
+        found
+        if run.health_port is None
+        else [*found, hooks.HealthCheck(run.health_port, interface=config.cluster.bind)]
+    )
 
 
 def strategy_of(config: Config) -> str | type[Strategy]:

@@ -1,4 +1,4 @@
-"""`python -m kdist.export RUN_DIR`: the model of a run that was trained, for a serving system."""
+"""`kdist export RUN_DIR`: the model of a run that was trained, for a serving system."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from kdist.cli.process import end_process
 from kdist.cli.trained import parser_for, run_command, trained
 from kdist.errors import ConfigError
 from kdist.run.object_storage import is_url
@@ -22,15 +21,10 @@ _DESCRIPTION = """\
 Exports the model of a run, with the values of a checkpoint, to DIR/<n> with the next free number, as TensorFlow Serving
 and others expect it: complete or not at all. A SavedModel needs neither kdist nor Keras to be loaded.
 
-  python -m kdist.export runs/mine --to served/mine
-  python -m kdist.export runs/mine --to models --format keras --step 500
+  kdist export runs/mine --to served/mine
+  kdist export runs/mine --to models --format keras --step 500
 """
 _FORMATS = ("saved_model", "keras", "onnx")
-
-
-def main() -> NoReturn:
-    """Runs the command and ends the process with its exit code."""
-    end_process(run)
 
 
 def run(arguments: list[str]) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
 from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from kdist.cli.main import Command
 
 _CONF = resources.files("kdist.conf")
 _HELP = """\
@@ -31,14 +34,8 @@ groups (GROUP=OPTION)
   python -m kdist -m +recipe=mnist cluster=1ps1w,2ps2w         one run after another (multirun)
   python -m kdist +recipe=mnist --cfg job                      shows the config and runs nothing
 
-  python -m kdist.launch -H h1:2,h2:2 -- +recipe=mnist cluster=2ps2w
-                                                               on other machines, over ssh (--help says more)
-
-after training (--help of each says more)
-  python -m kdist.evaluate RUN_DIR                             loss and metrics of a checkpoint
-  python -m kdist.predict RUN_DIR --input F --output F         outputs for the rows of a file
-  python -m kdist.export RUN_DIR --to DIR                      a SavedModel for serving
-  python -m kdist.runs FOLDER                                  all runs below a folder, compared
+commands (kdist COMMAND --help says more; also as python -m kdist COMMAND)
+{commands}
 
 keys (KEY=VALUE; null is "not given")
 {keys}
@@ -52,7 +49,7 @@ Hydra's own options: python -m kdist --hydra-help
 """
 
 
-def help_text() -> str:
+def help_text(commands: Mapping[str, Command]) -> str:
     """What `--help` prints: the groups with their options and every key with its meaning."""
     groups = {
         "cluster": [*_options("cluster"), "NpsMw and Mw (any N and M)"],
@@ -64,6 +61,7 @@ def help_text() -> str:
     width = max(len(key) for key, _, _ in rows)
     return _HELP.format(
         version=__version__,
+        commands="\n".join(f"  {f'kdist {n} {c.usage}':<45} {c.summary}" for n, c in commands.items()),
         groups="\n".join(f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()),
         keys="\n".join(f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows),
         hooks="\n".join(_described_hooks()),

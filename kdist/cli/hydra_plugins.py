@@ -74,14 +74,6 @@ def register() -> None:
         OmegaConf.register_new_resolver("kdist.working_folder", lambda run_dir: str(folder_of(run_dir)))
 
 
-def overrides_of_job() -> list[str]:
-    """The overrides of the job that Hydra runs, if any, as they were given: ${oc.env:PASSWORD} is not resolved."""
-    if not HydraConfig.initialized():
-        return []
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return list(overrides)
-
-
 def write_record(run_dir: Path, config: DictConfig) -> None:
     """Writes `.hydra` into a run dir, which this process has locked: Hydra would do so before."""
     folder = run_dir / ".hydra"

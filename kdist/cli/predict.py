@@ -1,4 +1,4 @@
-"""`python -m kdist.predict RUN_DIR`: the outputs of a run that was trained, for the rows of a file."""
+"""`kdist predict RUN_DIR`: the outputs of a run that was trained, for the rows of a file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import inspect
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from kdist.cli.process import end_process
 from kdist.cli.trained import parser_for, run_command, trained
 from kdist.config import targets
 from kdist.errors import ConfigError
@@ -20,15 +19,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Predicts with a checkpoint of a run, and writes what comes out to a file, row by row in the order of the input.
 
-  python -m kdist.predict runs/mine --input new.csv --output predictions.csv
-  python -m kdist.predict runs/mine --input new.npz --output predictions.parquet cluster=2ps2w
-  python -m kdist.predict runs/mine --input my_code.read_records --output predictions.npz
+  kdist predict runs/mine --input new.csv --output predictions.csv
+  kdist predict runs/mine --input new.npz --output predictions.parquet cluster=2ps2w
+  kdist predict runs/mine --input my_code.read_records --output predictions.npz
 """
-
-
-def main() -> NoReturn:
-    """Runs the command and ends the process with its exit code."""
-    end_process(run)
 
 
 def run(arguments: list[str]) -> int:

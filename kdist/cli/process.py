@@ -41,11 +41,10 @@ def start_anew() -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def exit_code_of(command: Callable[[], None]) -> int:
+def exit_code_of(command: Callable[[], int | None]) -> int:
     """Runs a command; prints the error that ends it, and returns the exit code."""
     try:
-        command()
-        return 0
+        return command() or 0
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
         error = signals.asked_to_exit() or caught
     if isinstance(error, KeyboardInterrupt):

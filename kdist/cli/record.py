@@ -57,7 +57,9 @@ def _composed(run: ObservedRun, recorded: dict[str, Any], overrides: Sequence[st
     with explained(ValueError):
         chosen = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     if "recipe" in chosen:
-        raise ConfigError("recipe: a run keeps its own; change parts of it, as data=mnist or data.path=test.npz")
+        raise ConfigError(
+            "recipe: cannot be changed for a finished run; override single keys, as data=mnist or data.path=test.npz"
+        )
     if not {"model", "model._target_"} & chosen and (recorded.get("model") is None or not run.checkpoints.steps()):
         _use_model_file(run, recorded)
     register()

@@ -1,4 +1,4 @@
-"""What `python -m kdist.evaluate`, `kdist.predict` and `kdist.export` have in common."""
+"""Opens a trained run for `kdist evaluate`, `predict` and `export`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Exit codes: 0 done, 1 failed, 2 something given is wrong, 75 a retry may help.
 
 
 class _Parser(ArgumentParser):
-    """Raises what is wrong instead of printing it."""
+    """Raises a ConfigError instead of printing usage."""
 
     def error(self, message: str) -> NoReturn:
         # Python takes what may be missing for required, where options stand between arguments.
@@ -42,7 +42,7 @@ class _Parser(ArgumentParser):
 def parser_for(command: str, description: str) -> ArgumentParser:
     """The parser of a command, with what all of them take."""
     parser = _Parser(
-        f"python -m kdist.{command}",
+        f"kdist {command}",
         description=description,
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
@@ -140,7 +140,7 @@ def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any
     from kdist.data.sources import training_data
 
     if config.data is None:
-        raise ConfigError("the model has to be built for its data, of which nothing is recorded; give data=...")
+        raise ConfigError("building the model needs its data, and the run recorded none; give data=...")
     data = data_arguments(config)
     x, y, sample_weight = (data.get(name) for name in ("x", "y", "sample_weight"))
     return training_data(

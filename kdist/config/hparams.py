@@ -70,3 +70,14 @@ def value_of(text: str) -> bool | int | float | str:
         with suppress(ValueError):
             return kind(text)
     return text
+
+
+def overrides_of_job() -> list[str]:
+    """The overrides of the job that Hydra runs, if any, as they were given: ${oc.env:PASSWORD} is not resolved."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    if not HydraConfig.initialized():
+        return []
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(overrides)

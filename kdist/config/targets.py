@@ -17,6 +17,8 @@ from kdist.errors import ConfigError
 
 # The rest of kdist runs programs, reads pickles and starts processes; no config needs to call it.
 _KDIST = ("kdist.hooks", "kdist.layers", "kdist.recipes")
+# Hooks that lie elsewhere.
+_EXTRAS = ("kdist.extras.faults", "kdist.extras.monitoring", "kdist.extras.trackers")
 _KERAS = ("keras",)
 
 # Names of Keras that are not part of a model or its data, and what they could do.
@@ -171,7 +173,7 @@ def _check_name(key: str, target: str, packages: Sequence[str]) -> None:
         raise ConfigError(
             f"{key}._target_={target}: {parts[0]} is not trusted; a config may name {shipped}" + _how_to_trust(target)
         )
-    if _is_in(module, (*_KERAS, *_KDIST)) and any(part.startswith("_") for part in parts):
+    if _is_in(module, (*_KERAS, *_KDIST, *_EXTRAS)) and any(part.startswith("_") for part in parts):
         raise ConfigError(f"{key}._target_={target}: is private")
     for name, why in _REFUSED.items():
         if _is_in(target, (name,)):
@@ -180,7 +182,7 @@ def _check_name(key: str, target: str, packages: Sequence[str]) -> None:
 
 def _groups(packages: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Groups of packages that may import from each other."""
-    return _KERAS, _KDIST, (*packages, *_trusted)
+    return _KERAS, (*_KDIST, *_EXTRAS), (*packages, *_trusted)
 
 
 def _how_to_trust(name: str) -> str:

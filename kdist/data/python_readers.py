@@ -6,17 +6,23 @@ kdist offers the same ones under the same names, so that a name is all that has 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kdist._compat.tensorflow import offer_python_function
-from kdist.data import kafka_client, parquet
+from kdist.data import parquet
 from kdist.errors import reason
 
+
+def _messages(*arguments: Any) -> Any:
+    return importlib.import_module("kdist.extras.kafka").messages(*arguments)
+
+
 _READERS: dict[str, Callable[..., Any]] = {
-    "kdist.kafka.messages": kafka_client.messages,
+    "kdist.kafka.messages": _messages,
     "kdist.parquet.groups": parquet.groups,
     "kdist.parquet.rows": parquet.rows,
 }

@@ -3,7 +3,9 @@
 Names and defaults follow `tf.compat.v1.train`, without the word Hook.
 """
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.best_checkpoint import BestCheckpoint
@@ -13,11 +15,8 @@ from kdist.hooks.export import Export
 from kdist.hooks.feed_fn import FeedFn
 from kdist.hooks.final_ops import FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
-from kdist.hooks.health import HealthCheck
 from kdist.hooks.histogram_saver import HistogramSaver
 from kdist.hooks.logging_tensor import LoggingTensor
-from kdist.hooks.metrics_server import MetricsServer
-from kdist.hooks.mlflow_tracker import MlflowTracker
 from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
 from kdist.hooks.progress import Progress
@@ -26,8 +25,14 @@ from kdist.hooks.step_counter import StepCounter
 from kdist.hooks.stop_at_step import StopAtStep
 from kdist.hooks.summary_saver import SummarySaver
 from kdist.hooks.timer import SecondOrStepTimer
-from kdist.hooks.tracker import Tracker
-from kdist.hooks.wandb_tracker import WandbTracker
+
+_EXTRAS = {
+    "HealthCheck": "kdist.extras.monitoring",
+    "MetricsServer": "kdist.extras.monitoring",
+    "MlflowTracker": "kdist.extras.trackers",
+    "Tracker": "kdist.extras.trackers",
+    "WandbTracker": "kdist.extras.trackers",
+}
 
 __all__ = [
     "BestCheckpoint",
@@ -60,6 +65,12 @@ __all__ = [
     "default_hooks",
     "with_defaults",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXTRAS:
+        return getattr(importlib.import_module(_EXTRAS[name]), name)
+    raise AttributeError(f"module 'kdist.hooks' has no attribute {name!r}")
 
 
 def default_hooks() -> list[Hook]:

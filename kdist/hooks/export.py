@@ -74,7 +74,7 @@ class Export(Hook):
         if session.spec.stays_on_servers():
             warn(
                 f"Export: model {model.name} is larger than run.export_max_bytes and stays in its checkpoints; "
-                "python -m kdist.export exports it, with a larger run.export_max_bytes"
+                "kdist export exports it, with a larger run.export_max_bytes"
             )
             return
         self._export(session)

@@ -39,10 +39,8 @@ from kdist.parameters.placement.messages import (
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import SaveIntervals
 from kdist.parameters.tables.lookup import TableRows
-from kdist.parameters.tables.make import make_dynamic, make_marks
+from kdist.parameters.tables.table import dynamic_tables, fixed_tables, make_dynamic, make_marks
 from kdist.parameters.tensorflow_paths import open_checkpoint
-from kdist.parameters.values.delta_files import DeltaFiles
-from kdist.parameters.values.delta_groups import dynamic_groups, fixed_groups
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.initial_values import set_initial_values
 from kdist.parameters.values.named_values import NamedValues
@@ -67,7 +65,6 @@ class ParameterStore:
     Attributes:
         values: all stored values but those of dynamic tables, by name, for checkpoints and models.
         dynamic: those of dynamic tables.
-        deltas: which rows have changed.
         files: saves and restores them.
         counters: of the updates.
     """
@@ -154,7 +151,7 @@ class ParameterStore:
             for of_group in updates.groups
             for name, variable in of_group.state(model_variables.parameters, names).items()
         }
-        dynamic = dynamic_groups(model_variables.table_groups, names, self.shards, self.blocks, tables)
+        dynamic = dynamic_tables(model_variables.table_groups, names, self.shards, self.blocks, tables)
         self.dynamic = DynamicValues(dynamic)
         initial = {name: variable for name, variable in initial.items() if name not in self.dynamic.shapes}
         for name, variable in initial.items():
@@ -163,9 +160,8 @@ class ParameterStore:
                 with tf.device(self.devices[0]):
                     parts[name] = [StoredShard.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
-        fixed = fixed_groups(model_variables.table_groups, names, self.shards, self.blocks, self.devices, parts, marks)
-        self.deltas = DeltaFiles(fixed, dynamic, intervals)
-        self.files = ValueFiles(self.values, self.dynamic, self.deltas)
+        fixed = fixed_tables(model_variables.table_groups, names, self.shards, self.blocks, self.devices, parts, marks)
+        self.files = ValueFiles(self.values, self.dynamic, fixed, intervals)
         self._stored_names, self._initial = stored_names, initial
 
     def fill(self) -> None:

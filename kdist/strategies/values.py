@@ -180,7 +180,7 @@ class StoreValues(Values):
 
     @property
     def by_rows(self) -> frozenset[str]:
-        return self._store.deltas.names
+        return self._store.files.by_rows
 
     def global_step(self) -> int:
         return self._guard.at_rest(self._store.counters.global_step, "global_step")
@@ -208,7 +208,7 @@ class StoreValues(Values):
         return self._guard.at_rest(read, "histograms", traces=True)
 
     def next_interval(self, since: int | None) -> int | None:
-        return self._guard.at_rest(lambda: self._store.deltas.next_interval(since), "next_interval")
+        return self._guard.at_rest(lambda: self._store.files.next_interval(since), "next_interval")
 
     def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
         self._on_files(lambda: self._store.files.save(prefix, self._beside(), since), ("save", since is None))

@@ -200,7 +200,7 @@ def test_an_export_that_fails_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(keras.Model, "export", fail)
-    assert export.run([str(mine), "--to", str(tmp_path), TRUST]) == 2
+    assert main.run(["export", str(mine), "--to", str(tmp_path), TRUST]) == 2
     assert capsys.readouterr().err == f"kdist: error: --to={tmp_path}: cannot be written: No space left on device\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -384,12 +384,12 @@ def test_storage_that_fails_can_be_asked_again(
         raise StorageError(f"{url}: storage fails: out of order")
 
     monkeypatch.setattr(ObjectStorage, "download", fail)
-    assert evaluate.run([url, TRUST]) == 75
+    assert main.run(["evaluate", url, TRUST]) == 75
     assert capsys.readouterr().err == f"kdist: error: {url}: storage fails: out of order\n"
 
 
 def test_code_of_the_run_has_to_be_trusted_again(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.run([str(mine)]) == 2
+    assert main.run(["evaluate", str(mine)]) == 2
     assert "give run.trust=[served_code] there" in capsys.readouterr().err
 
 
@@ -401,9 +401,9 @@ def test_a_run_that_has_just_begun_can_be_asked_again(tmp_path: Path, capsys: py
         "model: {_target_: keras.Sequential}\ndata: {_target_: keras.Model}\n"
     )
     with RunLock(tmp_path):
-        assert evaluate.run([str(tmp_path)]) == 75
+        assert main.run(["evaluate", str(tmp_path)]) == 75
     assert "has just begun: try again later" in capsys.readouterr().err
-    assert evaluate.run([str(tmp_path)]) == 2
+    assert main.run(["evaluate", str(tmp_path)]) == 2
 
 
 def test_help_needs_no_tensorflow(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from commands import kdist
 from helpers import result_of
 
-from kdist.cli.main import help_text, run
+from kdist.cli.help import help_text
+from kdist.cli.main import COMMANDS, run
 from kdist.run.run_lock import RunLock
 
 MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
@@ -411,7 +412,7 @@ def test_help_and_refusal_do_not_import_tensorflow(tmp_path: Path) -> None:
 
 
 def test_help_lists_every_group_and_key_with_its_meaning() -> None:
-    text = help_text()
+    text = help_text(COMMANDS)
     for words in (
         "cluster=2ps2w",
         "hosts | local | tf_config | NpsMw",

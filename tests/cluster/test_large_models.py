@@ -86,7 +86,7 @@ def test_servers_with_disks_of_their_own_save_and_restore_through_the_chief(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look_for(files: ValueFiles, path: Path) -> None:
-        files._present.through_chief = files._restored.through_chief = True
+        files._whole[0].through_chief = True
 
     monkeypatch.setattr(ValueFiles, "_look_for", look_for)
     train(run_dir, "2ps1w", 20)

@@ -12,7 +12,7 @@ from hydra._internal.utils import get_args_parser
 
 from kdist.cli.arguments import as_hydra_reads
 from kdist.cli.hydra_plugins import register
-from kdist.cli.main import _check
+from kdist.cli.train import _check
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 MY_CODE = re.search(r'title="my_code.py"\n(.*?)```', (REPO / "docs/howto/model.md").read_text(), re.DOTALL)

@@ -64,6 +64,7 @@ def test_the_code_keeps_the_rules() -> None:
     [
         ("config/checks.py", "from kdist.trainer import Trainer", "A room imports only rooms below it"),
         ("data/sources.py", "from kdist.console.lines import print_line", "A room imports only rooms below it"),
+        ("cli/help.py", "from kdist.extras import faults", "Nothing in the core imports the extras"),
         (
             "cluster/spec.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kdist.cluster.local import LocalCluster",

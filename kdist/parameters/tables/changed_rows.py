@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -71,21 +72,34 @@ class ChangedRows:
         return tf.where(self._marks.read_value() > since)[:, 0]
 
 
+class _Evicts(Protocol):
+    """A table whose ids may lose their rows."""
+
+    device: str
+
+    def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor: ...
+
+    def remove(self, ids: tf.Tensor, table: tf.Tensor) -> None: ...
+
+
 class EvictedRows:
-    """The ids of dynamic tables on a server that have lost their rows, with the interval; the source of a copy.
+    """The ids of a dynamic table that have lost their rows, with the interval; restored, they lose them again.
 
     Args:
-        device: of the server.
-        interval: the present one, on the server.
+        table: that they were in.
+        interval: the present one, on the server; None if nobody asks for what is evicted.
         rows_at_once: how many are moved at once when there is no room for more.
     """
 
-    def __init__(self, device: str, interval: tf.Variable, rows_at_once: int) -> None:
-        self.device = device
+    def __init__(self, table: _Evicts, interval: tf.Variable | None, rows_at_once: int) -> None:
+        self.device, self._table = table.device, table
         self._interval, self._rows_at_once = interval, rows_at_once
-        with tf.device(device):
+        self.stored: dict[str, tf.Variable] = {}
+        if interval is None:
+            return
+        with tf.device(self.device):
             self._num_rows, self._capacity = (tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2))
-            self.columns = {"ids": resizable_variable((), tf.int64), "tables": resizable_variable((), tf.int32)}
+            self.stored = {"ids": resizable_variable((), tf.int64), "tables": resizable_variable((), tf.int32)}
             self._intervals = resizable_variable((), tf.int32)
 
     def add(self, ids: tf.Tensor, tables: tf.Tensor, updates: list[tf.Operation]) -> None:
@@ -94,9 +108,10 @@ class EvictedRows:
         end = start + tf.size(ids, tf.int64)
         with tf.control_dependencies([tf.cond(end > capacity, lambda: self._grow(start, end), lambda: capacity)]):
             places = tf.range(start, end)
+            assert self._interval is not None
             intervals = tf.fill(tf.shape(tables), self._interval.read_value())
-            updates.append(set_rows(self.columns["ids"], places, ids))
-            updates.append(set_rows(self.columns["tables"], places, tables))
+            updates.append(set_rows(self.stored["ids"], places, ids))
+            updates.append(set_rows(self.stored["tables"], places, tables))
             updates.append(set_rows(self._intervals, places, intervals))
             updates.append(self._num_rows.assign(end).op)
 
@@ -107,11 +122,17 @@ class EvictedRows:
     def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         return {}
 
+    def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        return self._table.keys_here(ids, table)
+
+    def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        self._table.remove(values["ids"], table)
+
     def forget(self, up_to: tf.Tensor) -> None:
         """Forgets those of an interval and of all before; traced. No row may be evicted meanwhile."""
         with tf.device(self.device):
             kept = self.chosen(up_to)
-            variables = [*self.columns.values(), self._intervals]
+            variables = [*self.stored.values(), self._intervals]
             values = [variable.sparse_read(kept) for variable in variables]
             with tf.control_dependencies(values):
                 for variable, value in zip(variables, values):
@@ -121,6 +142,6 @@ class EvictedRows:
 
     def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
         capacity = tf.maximum(2 * self._capacity.read_value(), needed)
-        for variable in [*self.columns.values(), self._intervals]:
+        for variable in [*self.stored.values(), self._intervals]:
             resize(variable, used, capacity, self._rows_at_once)
         return self._capacity.assign(capacity)

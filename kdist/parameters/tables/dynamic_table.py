@@ -28,6 +28,8 @@ from kdist.parameters.tables.row_lock import RowLock
 _BESIDE_BYTES = 32
 #: The column that says in which interval between saves a row has changed last; only if anybody asks.
 CHANGED = "changed"
+#: The column that says which table of its group a row belongs to, -1 for none; and the one that identifies it there.
+TABLES, IDS = "tables", "ids"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class DynamicTable:
             step of the last one, or of its creation, `last_steps`, int32.
         lock: of all rows.
         num_rows: int64: rows that are or were in use.
-        evicted: ids that have lost their rows; None if nobody asks.
+        evicted: ids that have lost their rows.
     """
 
     #: What the rows of all groups on a server have room for at first, in bytes; they take memory when they are written.
@@ -112,7 +114,7 @@ class DynamicTable:
             }
             if interval is not None:
                 self.columns[CHANGED] = Column(self._growing((), tf.int32))
-        self.evicted = None if interval is None else EvictedRows(device, interval, self.sweep_rows)
+        self.evicted = EvictedRows(self, interval, self.sweep_rows)
 
     @cached_property
     def _insert(self) -> tf.types.experimental.ConcreteFunction:
@@ -124,6 +126,11 @@ class DynamicTable:
     @property
     def vectors(self) -> tf.Variable:
         return self.columns["vectors"].variable
+
+    @property
+    def stored(self) -> dict[str, tf.Variable]:
+        """All columns but the one that says when a row has changed."""
+        return {name: column.variable for name, column in self.columns.items() if name != CHANGED}
 
     @property
     def evicts(self) -> bool:
@@ -222,6 +229,23 @@ class DynamicTable:
             rows = self._take(tf.size(tables, tf.int64), updates)
             keys = values["ids"] + tf.gather(self._shifts, tables)
             self._write(keys, rows, {**values, "tables": tables}, updates)
+
+    def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        """Gives rows with these values to ids of a table, in the place of those that they have; traced."""
+        self.remove(values[IDS], table)
+        self.put(tf.fill(tf.shape(values[IDS]), table), values)
+
+    def chosen(self, since: tf.Tensor) -> tf.Tensor:
+        """The rows in use that have changed after an interval, int64 `[n]`; all of them if nobody asked for changes."""
+        rows = tf.range(self.num_rows.read_value())
+        is_chosen = self.columns[TABLES].variable.sparse_read(rows) >= 0
+        if CHANGED in self.columns:
+            is_chosen &= self.columns[CHANGED].variable.sparse_read(rows) > since
+        return tf.boolean_mask(rows, is_chosen)
+
+    def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Nothing: each row stores its id and its table."""
+        return {}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         """Which ids of a table, int64 `[n]`, this server has: bool `[n]`."""
@@ -365,7 +389,7 @@ class DynamicTable:
             chosen = tf.where(is_live & (goes | is_old))[:, 0]
             tables, ids = tf.gather(tables, chosen), tf.gather(ids, chosen)
             self._free_rows(tf.gather(rows, chosen), tables, ids, updates)
-            if self.evicted is not None:
+            if self._interval is not None:
                 self.evicted.add(ids, tables, updates)
             count, of_excess = tf.size(chosen, tf.int64), tf.reduce_sum(tf.cast(is_old, tf.int64))
         with tf.control_dependencies(updates):

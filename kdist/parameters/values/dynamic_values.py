@@ -3,13 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from kdist.parameters.tables.dynamic_table import DynamicTable
-from kdist.parameters.values.dynamic_files import DynamicFiles
+from kdist.model.names import dynamic_names
+from kdist.parameters.tables.dynamic_table import TABLES, DynamicTable
+from kdist.parameters.tables.resizable_variable import open_shape
 from kdist.parameters.values.initial_values import on_servers
-from kdist.parameters.values.row_files import Copies, Rows, Saving, chief_device
+from kdist.parameters.values.slices import ChosenSlices, Rows
+
+
+class _Group:
+    """The tables of a group: in a checkpoint, each has tensors of ids, of vectors, of slots, of counts.
+
+    Args:
+        names: of the vectors of each table, without `parameters/`.
+        tables: of the servers.
+    """
+
+    def __init__(self, names: Sequence[str], tables: Sequence[DynamicTable]) -> None:
+        self.tables = tables
+        self._columns = tables[0].stored
+        self.names = [dynamic_names(name, [c for c in self._columns if c != TABLES]) for name in names]
+        self._rows = [Rows(table.device, table.stored, table.num_rows) for table in tables]
+        self.slices = ChosenSlices(self.names, tables, self._rows)
+
+    @property
+    def shapes(self) -> dict[str, tuple[Any, ...]]:
+        return {name: tuple(open_shape(self._columns[c])) for names in self.names for c, name in names.items()}
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self.slices.traced("clear", self._clear)()
+
+    def fill(self, step: int) -> None:
+        """Gives rows to the ids that the layers have."""
+        put = None
+        for table, layer in enumerate(self.tables[0].layers):
+            ids, vectors = layer.ids, layer.rows
+            put = put or self.slices.traced(
+                "put",
+                self._put,
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([None], tf.int64),
+                tf.TensorSpec([None, *vectors.shape[1:]], vectors.dtype),
+                tf.TensorSpec([], tf.int32),
+            )
+            for start in range(0, len(ids), self.slices.chunk):
+                part = slice(start, start + self.slices.chunk)
+                put(*map(tf.constant, (np.int32(table), ids[part], vectors[part], np.int32(step))))
+
+    def read(self, wanted: Collection[str]) -> Iterator[dict[str, np.ndarray]]:
+        """Columns of tables, by their names in checkpoints, table by table."""
+        for table, names in enumerate(self.names):
+            own = {column: name for column, name in names.items() if name in wanted}
+            if not own:
+                continue
+            parts: dict[str, list[np.ndarray]] = {name: [] for name in own.values()}
+            for rows in self._rows:
+                function = self.slices.traced(
+                    ("read", id(rows.num_rows), tuple(own)),
+                    partial(self._read, rows, list(own)),
+                    tf.TensorSpec([], tf.int32),
+                    tf.TensorSpec([], tf.int64),
+                )
+                for start in range(0, int(rows.num_rows.numpy()), self.slices.chunk):
+                    found = function(tf.constant(table), tf.constant(start, tf.int64))
+                    for name, tensor in zip(own.values(), found):
+                        parts[name].append(tensor.numpy())
+            empty = {
+                name: np.zeros((0, *self.shapes[name][1:]), self._columns[column].dtype.as_numpy_dtype)
+                for column, name in own.items()
+            }
+            yield {name: np.concatenate([empty[name], *of_name]) for name, of_name in parts.items()}
+
+    def _clear(self) -> None:
+        for table in self.tables:
+            with tf.device(table.device):
+                table.clear()
+
+    def _put(self, table: tf.Tensor, ids: tf.Tensor, vectors: tf.Tensor, step: tf.Tensor) -> None:
+        for server in self.tables:
+            with tf.device(server.device):
+                is_own = server.keys_here(tf.identity(ids), table)
+                own = tf.boolean_mask(ids, is_own)
+                tables = tf.fill(tf.shape(own), table)
+                values = {"ids": own, "vectors": tf.boolean_mask(vectors, is_own)}
+                server.put(tables, {**values, "last_steps": tf.fill(tf.shape(own), step)})
+
+    def _read(self, rows: Rows, columns: Sequence[str], table: tf.Tensor, start: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(rows.device):
+            chosen = self.slices.rows_of(rows, start, table)
+            return [rows.columns[column].sparse_read(chosen) for column in columns]
 
 
 class DynamicValues:
@@ -19,55 +107,27 @@ class DynamicValues:
         groups: for each group the names of its vectors, without `parameters/`, and its tables on the servers.
 
     Attributes:
+        groups: as given.
         shapes: of the columns of all tables, by their names in checkpoints; None for the number of rows.
     """
 
     def __init__(self, groups: Sequence[tuple[Sequence[str], Sequence[DynamicTable]]]) -> None:
-        self._groups = [DynamicFiles(tables, names, chief_device()) for names, tables in groups]
+        self.groups = groups
+        self._groups = [_Group(names, tables) for names, tables in groups]
         self.shapes = {name: shape for group in self._groups for name, shape in group.shapes.items()}
-        self._copies: list[Copies] = []
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
     @property
-    def devices(self) -> list[str]:
-        """Of the servers."""
-        return [table.device for group in self._groups for table in group.tables]
+    def slices(self) -> list[ChosenSlices]:
+        """The rows, to be saved and restored."""
+        return [group.slices for group in self._groups]
 
-    def travel_through_chief(self, whether: bool) -> None:
-        """Lets this process read and write files, because the servers do not see them."""
+    def clear(self) -> None:
+        """Forgets all rows."""
         for group in self._groups:
-            group.files.through_chief = whether
-
-    def saving(self, folder: str) -> Saving:
-        """What writes the present rows; nothing may change them meanwhile."""
-        return self._saving(folder, [group.rows for group in self._groups])
-
-    def copy(self) -> None:
-        """Copies all rows on their servers."""
-        self._copies = self._copies or [Copies(group.tables) for group in self._groups]
-        for copies in self._copies:
-            copies.fill()
-
-    def saving_of_copy(self, folder: str) -> Saving:
-        """What writes the copies."""
-        return self._saving(folder, [copies.rows for copies in self._copies])
-
-    def release(self) -> None:
-        """Gives the memory of the copies back."""
-        for copies in self._copies:
-            copies.release()
-
-    def not_finite(self, *, of_copy: bool = False) -> list[str]:
-        """The names of what contains NaN or infinity."""
-        all_rows = [copies.rows for copies in self._copies] if of_copy else [group.rows for group in self._groups]
-        return [name for group, rows in zip(self._groups, all_rows) for name in group.files.not_finite(rows)]
-
-    def restore(self, path: str) -> None:
-        """Replaces all rows by those of a checkpoint."""
-        for group in self._groups:
-            group.restore(path)
+            group.clear()
 
     def fill(self, step: int) -> None:
         """Gives rows to the ids that the layers of the model have, as new ones in that step."""
@@ -77,7 +137,7 @@ class DynamicValues:
     def hand_over(self) -> None:
         """From now on the layers of the model do not look up rows of their own."""
         for group in self._groups:
-            for layer in group.tables[0].table.layers:
+            for layer in group.tables[0].layers:
                 layer.hand_over(on_servers(layer.path))
 
     def read(self, wanted: Collection[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
@@ -88,14 +148,6 @@ class DynamicValues:
     def count(self) -> None:
         """Tells the layers how many rows they have; those of a group, how many they have on average."""
         for group in self._groups:
-            total = sum(int(server.table.num_live().numpy()) for server in group.tables)
-            for layer in group.tables[0].table.layers:
+            total = sum(int(server.num_live().numpy()) for server in group.tables)
+            for layer in group.tables[0].layers:
                 layer.num_rows = -(-total // len(group.names))
-
-    def _saving(self, folder: str, rows: Sequence[Sequence[Rows]]) -> Saving:
-        return Saving.all_of(
-            [
-                group.files.saving(folder, f"rows-{number}", of_group)
-                for number, (group, of_group) in enumerate(zip(self._groups, rows))
-            ]
-        )

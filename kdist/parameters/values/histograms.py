@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 import tensorflow as tf
 
-from kdist.parameters.values.named_values import NamedValues, Piece
-from kdist.parameters.values.piece_files import read_pieces
+from kdist.parameters.values.named_values import NamedValues, Slice
+from kdist.parameters.values.slices import read_run
 
 #: As many as TensorBoard makes of values that it is given.
 _NUM_BUCKETS = 30
@@ -22,8 +22,8 @@ class Histograms:
     """
 
     def __init__(self, values: NamedValues) -> None:
-        self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in values.pieces():
+        self._pieces: dict[str, list[Slice]] = defaultdict(list)
+        for piece in values.slices():
             if piece.name.startswith("parameters/") and piece.variable.dtype.is_floating:
                 self._pieces[piece.name].append(piece)
         names = tf.TensorSpec([len(self._pieces), 2], tf.float64)
@@ -51,7 +51,7 @@ class Histograms:
             ends = []
             for piece in pieces:
                 with tf.device(piece.variable.device):
-                    (value,) = read_pieces([piece])
+                    (value,) = read_run([piece])
                     ends.append(tf.cast(tf.stack([tf.reduce_min(value), tf.reduce_max(value)]), tf.float64))
             lows, highs = tf.unstack(tf.stack(ends), axis=1)
             ranges.append(tf.stack([tf.reduce_min(lows), tf.reduce_max(highs)]))
@@ -66,7 +66,7 @@ class Histograms:
                 device = piece.variable.device
                 # One after the other: counting needs memory for the number of the bucket of each element.
                 with tf.device(device), tf.control_dependencies(before[device]):
-                    (value,) = read_pieces([piece])
+                    (value,) = read_run([piece])
                     value = value if value.dtype.size >= tf.float32.size else tf.cast(value, tf.float32)
                     counted = _count(value, tf.cast(ranges[i], value.dtype))
                 before[device] = [counted]

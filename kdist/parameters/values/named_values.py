@@ -18,7 +18,7 @@ from kdist.parameters.placement.messages import fuse
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """Rows `start` to `stop` of a named value, all in one variable.
 
     Attributes:
@@ -91,7 +91,7 @@ class NamedValues:
             for name, parts in self._parts.items()
         }
 
-    def pieces(self) -> Iterator[Piece]:
+    def slices(self) -> Iterator[Slice]:
         """All values in pieces.
 
         Rows are cut at the same places however many servers hold them, so that what one cluster has saved in pieces
@@ -104,7 +104,7 @@ class NamedValues:
                 step = max(1, StoredShard.slice_bytes // max(1, row_size * part.variable.dtype.size))
                 end = first + num_rows
                 for start, stop in pairwise([first, *range((first // step + 1) * step, end, step), end]):
-                    yield Piece(name, shape, start, stop, part.variable, part.start + (start - first) * row_size)
+                    yield Slice(name, shape, start, stop, part.variable, part.start + (start - first) * row_size)
                 first = end
 
     def devices(self) -> dict[str, list[str]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,18 +13,17 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.tensorflow import UninitializedVariable
 from kdist.errors import NonFiniteError
 from kdist.log import warn
-from kdist.model.names import FOLLOWS
+from kdist.model.names import CHANGED_IDS, EVICTED, FOLLOWS, dynamic_names
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.parameters.tables.changed_rows import DeltaBase, EvictedRows, SaveIntervals
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
+from kdist.parameters.tables.table import FixedTable
 from kdist.parameters.tensorflow_paths import literal_path, open_checkpoint
-from kdist.parameters.values.delta_files import DeltaFiles
 from kdist.parameters.values.dynamic_values import DynamicValues
-from kdist.parameters.values.named_values import NamedValues, Piece
-from kdist.parameters.values.piece_files import PieceFiles, is_finite
-from kdist.parameters.values.row_files import Saving, chief_device
+from kdist.parameters.values.named_values import NamedValues
+from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, chief_device, is_finite, refuse
 
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 
@@ -34,35 +34,76 @@ class ValueFiles:
     To save, every task writes its rows to files of its own, and the chief merges their indices
     (`tf.raw_ops.MergeV2Checkpoints`, as `tf.train.Checkpoint` does for sharded variables): the result is one checkpoint
     in which each value is one tensor. To restore, every task reads the rows that it holds now. Tasks that do not see
-    the files of the chief can do neither; then the pieces travel through the chief, one group after the other.
+    the files of the chief can do neither; then the slices travel through the chief, one group after the other.
 
-    Values that are small together travel at once, which is faster.
+    A delta has, of tables, only the rows that have changed since a save; the servers copy them first, so that training
+    may go on while they are written.
+
+    Values that are small together travel at once: for them, the first save is ten times as fast.
 
     Args:
         values: what is saved.
         dynamic: rows that are saved, too.
-        deltas: which rows have changed.
+        fixed: for each group of tables with a length, the names of its tables without `parameters/`, and its tables on
+            the servers.
+        intervals: between saves; None if deltas are only read.
+
+    Attributes:
+        by_rows: the names of values of which a delta has only some rows.
     """
 
     def __init__(
-        self, values: NamedValues, dynamic: DynamicValues | None = None, deltas: DeltaFiles | None = None
+        self,
+        values: NamedValues,
+        dynamic: DynamicValues | None = None,
+        fixed: Sequence[tuple[Sequence[str], Sequence[FixedTable]]] = (),
+        intervals: SaveIntervals | None = None,
     ) -> None:
-        self._values = values
+        self._values, self._intervals = values, intervals
         self._dynamic = DynamicValues([]) if dynamic is None else dynamic
-        self._deltas = DeltaFiles([], [], None) if deltas is None else deltas
         self._chief = chief_device()
-        # What is in one variable comes in its order, so that a group has a run of its elements.
-        number = {id(variable): i for i, variable in enumerate(values.variables)}
-        pieces = sorted(values.pieces(), key=lambda piece: (number[id(piece.variable)], piece.offset))
-        self._present = self._files_of(pieces)
-        # What several variables hold is written to all of them by the chief.
-        self._restored = self._files_of([piece for piece in pieces if piece.name not in values.copies])
-        #: What a delta has as a whole.
-        of_deltas = [piece for piece in pieces if piece.name not in self._deltas.names]
-        self._whole = self._files_of(of_deltas)
-        self._whole_restored = self._files_of([piece for piece in of_deltas if piece.name not in values.copies])
+        changed: list[ChosenSlices] = []
+        names_by_rows = set[str]()
+        self._evicted: list[EvictedRows] = []
+
+        def add(names: Sequence[str], tables: Sequence[FixedTable] | Sequence[DynamicTable]) -> None:
+            columns = [name for name in tables[0].stored if name not in (IDS, TABLES)]
+            # As in a checkpoint, but with changed rows only, and their ids.
+            by_column = [{IDS: f"{CHANGED_IDS}{name}", **dynamic_names(name, columns)} for name in names]
+            names_by_rows.update(name for of_table in by_column for name in of_table.values())
+            changed.append(ChosenSlices(by_column, tables))
+
+        for names, tables in fixed:
+            add(names, tables)
+        for names, dynamic_tables in self._dynamic.groups:
+            evicted = [table.evicted for table in dynamic_tables]
+            self._evicted += evicted
+            # First: an id that was evicted may have come again.
+            changed.append(ChosenSlices([{IDS: f"{EVICTED}{name}"} for name in names], evicted))
+            add(names, dynamic_tables)
+        self.by_rows = frozenset(names_by_rows)
+        slices = list(values.slices())
+        #: What a checkpoint has, and what a delta has. What several variables hold is written to all by the chief.
+        self._whole: list[Slices] = [FixedSlices(slices, values.copies), *self._dynamic.slices]
+        of_delta = [piece for piece in slices if piece.name not in self.by_rows]
+        self._delta: list[Slices] = [FixedSlices(of_delta, values.copies), *changed]
         #: Whether it is known which tasks see the files of the chief.
         self._has_looked = False
+
+    def next_interval(self, since: int | None) -> int | None:
+        """Begins another interval; nothing may change rows meanwhile.
+
+        Args:
+            since: the interval after which the next delta has what changed; None if there is no such delta.
+
+        Returns:
+            The number of the one that it ends; None if there are none.
+        """
+        if self._intervals is None:
+            return None
+        ended = self._intervals.next()
+        self._forget(tf.constant(ended if since is None else since, tf.int32))
+        return ended
 
     def save(self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None) -> None:
         """Writes a checkpoint; nothing may change the values meanwhile.
@@ -76,15 +117,12 @@ class ValueFiles:
             NonFiniteError: values contain NaN or infinity; nothing is written.
             tf.errors.OpError, OSError: it cannot be written.
         """
-        if since is not None:
-            self._begin_delta(prefix, others, since, self._whole)()
-            return
-        if self._are_small:
+        if since is None and self._are_small:
             self._write_small(prefix, self._values.read(), others)
-            return
-        _refuse(self._present.not_finite() + self._dynamic.not_finite())
-        folder = self._make_folder(prefix, others)
-        self._write_large(prefix, folder, self._present, self._dynamic.saving(str(folder)))
+        elif since is None:
+            self._plan(prefix, others, self._whole, since)()
+        else:
+            self._plan(prefix, others, self._delta, since, copied=self._delta[1:])()
 
     def begin_save(
         self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None
@@ -95,56 +133,10 @@ class ValueFiles:
             Writes the copies as `save` writes the values; to be called once, in any thread, before anything else is
             copied.
         """
-        if since is not None:
-            copied, copy, release = self._copies_of_whole
-            copy()
-            return self._begin_delta(prefix, others, since, copied, release)
-        if self._are_small:
+        if since is None and self._are_small:
             return partial(self._write_small, prefix, self._values.read(), others)
-        folder = self._make_folder(prefix, others)
-        copied, copy, release = self._copies
-        copy()
-        self._dynamic.copy()
-        # Here, because another thread may not trace functions.
-        not_finite, rows = self._dynamic.not_finite(of_copy=True), self._dynamic.saving_of_copy(str(folder))
-        return partial(self._write_copies, prefix, folder, copied, rows, not_finite, [release, self._dynamic.release])
-
-    def _begin_delta(
-        self,
-        prefix: Path,
-        others: Mapping[str, np.ndarray],
-        since: DeltaBase,
-        whole: PieceFiles,
-        release: Callable[[], object] = lambda: None,
-    ) -> Callable[[], None]:
-        """Copies the changed rows; returns what writes them, with values of which a delta has all.
-
-        Args:
-            release: gives the memory of `whole` back.
-        """
-        folder = self._make_folder(prefix, {**others, FOLLOWS: np.array(since.step, np.int64)})
-        self._deltas.copy(since.interval)
-        not_finite, rows = self._deltas.not_finite(), self._deltas.saving(str(folder))
-        return partial(self._write_copies, prefix, folder, whole, rows, not_finite, [release, self._deltas.release])
-
-    def _write_copies(
-        self,
-        prefix: Path,
-        folder: Path,
-        values: PieceFiles,
-        rows: Saving,
-        not_finite: Sequence[str],
-        releases: Sequence[Callable[[], object]],
-    ) -> None:
-        """Writes values and copied rows, of which some are known not to be finite, and gives their memory back."""
-        try:
-            _refuse(values.not_finite() + list(not_finite))
-            self._write_large(prefix, folder, values, rows)
-        finally:
-            # If the tasks are gone, so are the copies.
-            with suppress(tf.errors.OpError):
-                for release in releases:
-                    release()
+        parts = self._whole if since is None else self._delta
+        return self._plan(prefix, others, parts, since, copied=parts)
 
     def restore(self, path: Path) -> None:
         """Reads all values from a checkpoint but those that several variables hold.
@@ -157,65 +149,80 @@ class ValueFiles:
             names = self._values.shapes.keys() - self._values.copies.keys()
             self._values.write({name: reader.get_tensor(name) for name in names})
             return
-        path = literal_path(path)
-        self._look_for(Path(f"{path}.index"))
-        self._restored.restore(str(path))
-        self._dynamic.restore(str(path))
+        self._restore(path, self._whole[:1])
+        self._dynamic.clear()
+        self._restore(path, self._whole[1:])
 
     def restore_delta(self, path: Path) -> None:
         """Reads a delta of what was restored last but what several variables hold; raises what `restore` raises."""
-        path = literal_path(path)
-        self._look_for(Path(f"{path}.index"))
-        self._whole_restored.restore(str(path))
-        self._deltas.restore(str(path))
+        self._restore(path, self._delta)
 
     @property
     def _are_small(self) -> bool:
         sizes = (variable.shape.num_elements() * variable.dtype.size for variable in self._values.variables)
         return not self._dynamic and sum(sizes) <= 2 * StoredShard.slice_bytes
 
-    def _files_of(self, pieces: Sequence[Piece]) -> PieceFiles:
-        return PieceFiles(pieces, StoredShard.slice_bytes, self._chief)
-
     @cached_property
-    def _copies(self) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:
-        """Copies of all variables, empty; what fills and what empties them."""
-        return self._copied(self._present)
+    def _forget(self) -> Callable[[tf.Tensor], object]:
+        def forget(up_to: tf.Tensor) -> None:
+            for rows in self._evicted:
+                rows.forget(up_to)
 
-    @cached_property
-    def _copies_of_whole(self) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:
-        """The same of what a delta has as a whole."""
-        return self._copied(self._whole)
+        return tf.function(forget, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
 
-    def _copied(self, files: PieceFiles) -> tuple[PieceFiles, Callable[[], object], Callable[[], object]]:
-        variables = files.variables
-        copies: dict[int, tf.Variable] = {}
-        for variable in variables:
-            with tf.device(variable.device):
-                copies[id(variable)] = UninitializedVariable(False, shape=variable.shape, dtype=variable.dtype)
+    def _plan(
+        self,
+        prefix: Path,
+        others: Mapping[str, np.ndarray],
+        parts: Sequence[Slices],
+        since: DeltaBase | None,
+        copied: Collection[Slices] = (),
+    ) -> Callable[[], None]:
+        """Copies some parts of a checkpoint or delta; returns what writes all of them, in any thread.
 
-        def copy() -> None:
-            for variable in variables:
-                with tf.device(variable.device):
-                    # What is read shares its memory with the variable.
-                    value = tf.raw_ops.DeepCopy(x=variable.read_value_no_copy())
-                    tf.raw_ops.AssignVariableOp(resource=copies[id(variable)].handle, value=value)
+        What it calls is traced here, because another thread may not trace functions.
+        """
+        follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
+        folder = self._make_folder(prefix, {**others, **follows})
+        plan = WritePlan()
+        for number, part in enumerate(parts):
+            source = part.copy(None if since is None else since.interval) if part in copied else part
+            plan += source.plan(str(folder), f"{number}")
+        return partial(self._write_parts, prefix, folder, plan + WritePlan(["others"]), copied)
 
-        def release() -> None:
-            for variable in copies.values():
-                with tf.device(variable.device):
-                    # Of a shape that TensorFlow cannot compare with the variable's.
-                    nothing = tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.dtype), None)
-                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
+    def _write_parts(self, prefix: Path, folder: Path, plan: WritePlan, copied: Collection[Slices]) -> None:
+        """Lets every task write what it holds, makes one checkpoint of it, and gives the memory of copies back."""
+        try:
+            try:
+                plan.check()
+            except NonFiniteError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._write_large(prefix, folder, plan)
+        finally:
+            # If the tasks are gone, so are the copies.
+            with suppress(tf.errors.OpError):
+                for part in copied:
+                    part.release()
 
-        copied = files.of_copies(copies)
-        copied.prepare()
-        functions = [tf.function(f, autograph=False).get_concrete_function() for f in (copy, release)]
-        return copied, *functions
+    def _write_large(self, prefix: Path, folder: Path, plan: WritePlan) -> None:
+        plan.write()
+        with tf.device(self._chief):
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=[str(folder / name) for name in plan.files],
+                destination_prefix=str(literal_path(prefix)),
+                delete_old_dirs=True,
+            )
+
+    def _restore(self, path: Path, parts: Sequence[Slices]) -> None:
+        path = literal_path(path)
+        self._look_for(Path(f"{path}.index"))
+        for part in parts:
+            part.restore(str(path))
 
     def _write_small(self, prefix: Path, values: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> None:
         """Writes values that have travelled to the chief."""
-        _refuse([name for name, value in values.items() if not is_finite(value)])
+        refuse([name for name, value in values.items() if not is_finite(value)])
         self._write(prefix, {**values, **others})
 
     def _make_folder(self, prefix: Path, others: Mapping[str, np.ndarray]) -> Path:
@@ -226,18 +233,6 @@ class ValueFiles:
         self._write(folder / "others", others)
         self._look_for(folder / "others.index")
         return folder
-
-    def _write_large(self, prefix: Path, folder: Path, files: PieceFiles, rows: Saving) -> None:
-        """Lets every task write what it holds, and makes one checkpoint of it."""
-        files.save(str(folder))
-        for call in rows.calls:
-            call()
-        with tf.device(self._chief):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=[str(folder / name) for name in (*files.names, *rows.files, "others")],
-                destination_prefix=str(literal_path(prefix)),
-                delete_old_dirs=True,
-            )
 
     def _write(self, prefix: Path, values: Mapping[str, np.ndarray]) -> None:
         with tf.device(self._chief):
@@ -253,7 +248,7 @@ class ValueFiles:
         if self._has_looked:
             return
         content, blind = path.read_bytes(), []
-        for host in dict.fromkeys([*self._present.hosts, *self._dynamic.devices]):
+        for host in dict.fromkeys(host for part in self._whole for host in part.hosts):
             try:
                 with tf.device(host):
                     found = tf.io.read_file(str(path)).numpy()
@@ -262,16 +257,8 @@ class ValueFiles:
             if found != content:
                 blind.append(":".join(_TASK.search(host).groups()))  # type: ignore[union-attr]
         self._has_looked = True
-        for files in (self._present, self._restored, self._whole, self._whole_restored):
-            files.through_chief = bool(blind)
-        self._dynamic.travel_through_chief(bool(blind))
-        self._deltas.travel_through_chief(bool(blind))
+        for part in [*self._whole, *self._delta]:
+            part.through_chief = bool(blind)
         if blind:
             verb = "does" if len(blind) == 1 else "do"
             warn(f"{', '.join(blind)} {verb} not see {path.parent}: checkpoints travel through the chief")
-
-
-def _refuse(not_finite: Sequence[str]) -> None:
-    if not_finite:
-        verb = "is" if len(not_finite) == 1 else "are"
-        raise NonFiniteError(f"{', '.join(not_finite[:5])} {verb} not finite")

@@ -11,7 +11,7 @@ import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from omegaconf import DictConfig
 
-from kdist.cli import main
+from kdist.cli import train as main
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError

@@ -15,6 +15,7 @@ from helpers import free_ports
 
 from kdist import hooks
 from kdist.errors import CheckpointError, ClusterError, ConfigError
+from kdist.extras.trackers import Tracker
 from kdist.hooks import (
     BestCheckpoint,
     CheckpointSaver,
@@ -38,7 +39,6 @@ from kdist.hooks import (
     SummarySaver,
 )
 from kdist.hooks.base import RunContext, RunValues
-from kdist.hooks.tracker import Tracker
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.base import Strategy

@@ -92,7 +92,7 @@ class Servers:
 
     def save(self, *, full: bool = False) -> Path:
         step, since = self.store.counters.global_step(), None if full else self.since
-        ended = self.store.deltas.next_interval(None if since is None else since.interval)
+        ended = self.store.files.next_interval(None if since is None else since.interval)
         path = self.checkpoints.save(step, stored_by(self), since=since)
         self.since = None if ended is None else DeltaBase(step, ended)
         return path
@@ -205,7 +205,7 @@ def test_what_is_copied_is_written_whatever_becomes_of_the_rows(tmp_path: Path) 
     since = servers.since
     assert since is not None
     servers.train(2)
-    servers.store.deltas.next_interval(since.interval)
+    servers.store.files.next_interval(since.interval)
     write = servers.store.files.begin_save(tmp_path / "delta-2", {"seed": np.array(3)}, since)
     now = servers.values()
     servers.train(2, 3)
@@ -213,8 +213,8 @@ def test_what_is_copied_is_written_whatever_becomes_of_the_rows(tmp_path: Path) 
     others = Servers(tmp_path / "b", 1)
     others.store.restore(servers.checkpoints.path(1), [tmp_path / "delta-2"])
     assert_same_bits(others.values(), now)
-    for group in servers.store.deltas._groups:
-        for rows in group.copies.rows:
+    for changed in servers.store.files._delta[1:]:
+        for rows in changed._snapshot[0]._rows:
             assert not any(tf.size(column.read_value()).numpy() for column in rows.columns.values())
 
 
@@ -250,7 +250,7 @@ def test_servers_that_do_not_see_the_files_send_them_through_the_chief(
 
 def test_nothing_is_marked_if_nobody_asks(tmp_path: Path) -> None:
     servers = Servers(tmp_path, full_every=1)
-    assert servers.store.deltas.next_interval(None) is None
+    assert servers.store.files.next_interval(None) is None
     assert not any("changed" in table.columns for table in servers.store._evicting)
     marks = [rows._marks for o in servers.store._optimizers._optimizers.values() for rows in o._by_rows.values()]
     assert marks

@@ -137,7 +137,7 @@ def test_what_is_copied_is_written_whatever_becomes_of_the_values(
 def test_copies_take_no_memory_when_they_are_written_or_could_not_be(tmp_path: Path) -> None:
     files = ValueFiles(stored((0, 300, 511)))
     write = files.begin_save(tmp_path / "saved", {"seed": np.array(3)})
-    copies = [piece.variable for piece in files._copies[0]._pieces]
+    copies = [piece.variable for piece in files._whole[0]._snapshot[0]._slices]
     assert sum(tf.size(copy.read_value()).numpy() for copy in copies) > 511 * 7
     write()
     assert not any(tf.size(copy.read_value()).numpy() for copy in copies)

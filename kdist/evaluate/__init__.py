@@ -1,1 +1,0 @@
-"""`python -m kdist.evaluate`; see `kdist.cli.evaluate`."""

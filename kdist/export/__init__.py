@@ -1,1 +1,0 @@
-"""`python -m kdist.export`; see `kdist.cli.export`."""

@@ -1,0 +1,309 @@
+"""`arriving_files`: a folder that files keep arriving in, as training data."""
+
+from __future__ import annotations
+
+import abc
+import csv
+import gzip
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.config.checks import check_more_than_zero
+from kdist.data import parquet
+from kdist.data.python_readers import offer_readers, read_by
+from kdist.data.split_data import SplitSource
+from kdist.data.splits import SplitEnumerator, UnreadableSplit
+from kdist.errors import ConfigError
+
+#: A file of this name says that no others will come.
+END_FILE = "_END"
+#: Files of these names are not complete, or are no data.
+_HIDDEN = (".", "_")
+_UNFINISHED = ".tmp"
+_FORMATS = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "csv": "csv", "parquet": "parquet"}
+
+
+def arriving_files(
+    folder: str | Path,
+    pattern: str,
+    parse: Callable[[Any], Any],
+    *,
+    columns: Mapping[str, str | tf.DType] | None = None,
+    idle_secs: float = 3600.0,
+    poll_secs: float = 1.0,
+) -> ArrivingFiles:
+    """A folder that files keep arriving in, as data for `Trainer.fit`: every file is read once, by one worker.
+
+    A file counts as soon as it has its name: write it under a name that begins with `.` or `_` or ends in `.tmp`, which
+    are passed over, and rename it. Training ends by `steps` or a signal, when all files are read and there is one with
+    the name `_END`, or when no file has arrived for `idle_secs`. What was read is part of each checkpoint: a resumed
+    run reads what the checkpoint's parameters were not trained on.
+
+    Args:
+        folder: where they arrive, at the same path on every worker; folders inside it are not looked into.
+        pattern: of their names, as `*.parquet`. It ends in `.tfrecord`, `.tfrecords`, `.csv` or `.parquet`, the first
+            three also followed by `.gz`; that is the format of all of them.
+        parse: makes `x`, `(x, y)` or `(x, y, sample_weight)` of the records of a batch, in operations of TensorFlow. It
+            gets a string tensor `[n]` of TFRecords, or a dict of tensors `[n]` of the columns of CSV and Parquet files.
+        columns: the dtype of each column: of CSV files all of them, in the order of the files. Of Parquet files those
+            that are read; None: all columns of the first file, which must be there, and all files need its schema.
+        idle_secs: seconds to wait for a file, if all others are read.
+        poll_secs: seconds between two looks into the folder.
+
+    Raises:
+        ConfigError: an argument is not allowed, or pyarrow is not installed.
+    """
+    check_more_than_zero("idle_secs", idle_secs)
+    check_more_than_zero("poll_secs", poll_secs)
+    if "://" in str(folder):
+        raise ConfigError(f"folder={folder}: is a URL; give a folder that every worker sees at the same path")
+    folder = Path(folder).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"folder={folder}: there is no such folder")
+    format_name = _format_of(pattern)
+    if format_name == "csv" and columns is None:
+        raise ConfigError(f"pattern={pattern}: CSV files need columns, as {{'label': 'int64', 'price': 'float32'}}")
+    if format_name == "tfrecord" and columns is not None:
+        raise ConfigError(f"columns: TFRecord files have none; parse={getattr(parse, '__name__', parse)} decodes them")
+    if format_name == "parquet":
+        parquet.require_pyarrow()
+    dtypes = None if columns is None else checked_dtypes(columns)
+    return ArrivingFiles(folder, pattern, format_name, parse, dtypes, idle_secs, poll_secs)
+
+
+def _format_of(pattern: str) -> str:
+    name, is_compressed = (pattern[:-3], True) if pattern.endswith(".gz") else (pattern, False)
+    format_name = _FORMATS.get(name.rpartition(".")[2])
+    if "/" in pattern or format_name is None or (is_compressed and format_name == "parquet"):
+        raise ConfigError(
+            f"pattern={pattern}: must be of names of files, and end in .tfrecord, .csv (also with .gz) or .parquet"
+        )
+    return format_name
+
+
+@dataclass(frozen=True)
+class ArrivingFiles(SplitSource):
+    """What `arriving_files` returns; see there."""
+
+    folder: Path
+    pattern: str
+    format_name: str
+    parse: Callable[[Any], Any]
+    dtypes: Mapping[str, tf.DType] | None
+    idle_secs: float
+    poll_secs: float
+
+    def enumerator(self) -> FolderEnumerator:
+        # A worker in this process reads, too.
+        offer_readers()
+        return FolderEnumerator(self)
+
+    def batches(self, split: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
+        path = tf.strings.join([f"{self.folder}{os.sep}", split])
+        return self.file_format.batches(path, num_read, batch_size).map(self.parse, tf.data.AUTOTUNE)
+
+    @cached_property
+    def file_format(self) -> FileFormat:
+        """How the files are read.
+
+        Raises:
+            ConfigError: the columns are to be those of the first file, and there is none.
+        """
+        if self.format_name == "tfrecord":
+            return TfRecords()
+        if self.format_name == "csv":
+            return Csv(self.dtypes or {})
+        if self.dtypes is not None:
+            return Parquet({name: dtype.name for name, dtype in self.dtypes.items()})
+        for name in self.names():
+            try:
+                return Parquet.like(self.folder / name)
+            except UnreadableSplit:
+                continue
+        raise ConfigError(
+            f"{self.folder}{os.sep}{self.pattern}: there is no Parquet file yet to take the columns from; give "
+            "columns, as {'label': 'int64', 'price': 'float32'}"
+        )
+
+    def names(self) -> list[str]:
+        """The names of the files that are there, in alphabetical order.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        return sorted(name for name in os.listdir(self.folder) if self._counts(name))
+
+    def _counts(self, name: str) -> bool:
+        is_unfinished = name.startswith(_HIDDEN) or name.endswith(_UNFINISHED)
+        return fnmatchcase(name, self.pattern) and not is_unfinished
+
+
+class FolderEnumerator(SplitEnumerator):
+    """Finds files in a folder; a split is a file, by its name.
+
+    Args:
+        files: which ones.
+    """
+
+    def __init__(self, files: ArrivingFiles) -> None:
+        self.place = f"{files.folder}{os.sep}{files.pattern}"
+        self.poll_secs = files.poll_secs
+        self.idle_secs = files.idle_secs
+        self._files = files
+        self._format = files.file_format
+        self._found: set[str] = set()
+        self._end_was_there = False
+        self._has_ended = False
+
+    def discover(self) -> list[str]:
+        # A file that came just before the last one may be missing in a list that was begun before: only what is listed
+        # later is all.
+        self._has_ended, self._end_was_there = self._end_was_there, (self._files.folder / END_FILE).exists()
+        new = [name for name in self._files.names() if name not in self._found]
+        self._found.update(new)
+        return new
+
+    @property
+    def ended_by(self) -> str | None:
+        return str(self._files.folder / END_FILE) if self._has_ended else None
+
+    def check(self, name: str) -> None:
+        self._format.check(self._files.folder / name)
+
+    def state(self) -> list[str]:
+        return sorted(self._found)
+
+    def restore(self, state: list[str]) -> None:
+        self._found = set(state)
+        self._end_was_there = self._has_ended = False
+
+
+_GZIP = ".gz"
+
+
+class FileFormat(abc.ABC):
+    """How the records of a file are read."""
+
+    @abc.abstractmethod
+    def batches(self, path: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
+        """Batches of the records of a file but the first `num_read`, in their order; see `SplitSource.batches`."""
+
+    def check(self, path: Path) -> None:
+        """Looks at a file on the chief, before a worker reads it; see `SplitEnumerator.check`."""
+        if not path.exists():
+            raise UnreadableSplit("it was removed")
+        if not path.is_file():
+            raise UnreadableSplit("it is no file")
+
+
+class TfRecords(FileFormat):
+    """TFRecord files, also compressed by gzip (`.gz`). A batch is a string tensor `[n]` of serialized records."""
+
+    def batches(self, path: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
+        return tf.data.TFRecordDataset(path, _compression(path)).skip(num_read).batch(batch_size)
+
+
+class Csv(FileFormat):
+    """CSV files as of RFC 4180, also compressed by gzip (`.gz`); the first line of each has the names of its columns.
+
+    A batch is a dict of tensors `[n]`. Every value has to be there.
+
+    Args:
+        dtypes: of all columns by name, in the order of the file.
+    """
+
+    def __init__(self, dtypes: Mapping[str, tf.DType]) -> None:
+        self._dtypes = dict(dtypes)
+
+    def batches(self, path: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
+        lines = tf.data.experimental.CsvDataset(path, list(self._dtypes.values()), _compression(path), header=True)
+        return lines.skip(num_read).batch(batch_size).map(lambda *columns: dict(zip(self._dtypes, columns)))
+
+    def check(self, path: Path) -> None:
+        super().check(path)
+        try:
+            with gzip.open(path, "rt") if path.suffix == _GZIP else path.open() as file:
+                header = next(csv.reader(file), [])
+        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+            raise UnreadableSplit(str(error)) from error
+        for number, (found, wanted) in enumerate(zip(header, self._dtypes), start=1):
+            if found != wanted:
+                raise ConfigError(f"{path}: column {number} is {found!r}, and columns says {wanted!r}")
+        if len(header) != len(self._dtypes):
+            raise ConfigError(f"{path}: has {len(header)} columns, and columns says {len(self._dtypes)}")
+
+
+class Parquet(FileFormat):
+    """Parquet files. A batch is a dict of tensors `[n]`: numbers, booleans and strings.
+
+    Memory is needed for two row groups at a time. A null is NaN in floating point, and elsewhere an error.
+
+    Args:
+        expected: of the columns that are read by name: their dtypes, or their types in `first`.
+        first: the file whose schema all files must have; None if others may have more columns.
+    """
+
+    def __init__(self, expected: Mapping[str, str], first: Path | None = None) -> None:
+        self._expected = dict(expected)
+        self._first = first
+        dtypes = {name: parquet.dtype_of(kind) for name, kind in expected.items()} if first else expected
+        self._specs = {name: tf.TensorSpec([None], dtype) for name, dtype in dtypes.items()}
+
+    @classmethod
+    def like(cls, first: Path) -> Parquet:
+        """The columns of a file.
+
+        Raises:
+            UnreadableSplit: it is missing, or no Parquet file.
+            ConfigError: a column is of a type that a worker cannot read.
+        """
+        types = parquet.types_in(first)
+        if names := parquet.unsupported(types):
+            raise ConfigError(
+                f"{first}: {', '.join(names)} cannot be read; numbers, booleans and strings can: name those that you "
+                "need in columns, as {'price': 'float32'}"
+            )
+        return cls(types, first)
+
+    def batches(self, path: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
+        names = tf.constant(list(self._specs))
+
+        def rows(group: tf.Tensor) -> dict[str, tf.Tensor]:
+            columns = read_by("kdist.parquet.rows", [path, group, names], list(self._specs.values()))
+            return dict(zip(self._specs, columns))
+
+        groups = tf.data.Dataset.from_tensors(num_read).flat_map(
+            lambda number: tf.data.Dataset.from_tensor_slices(
+                read_by("kdist.parquet.groups", [path, number], [tf.TensorSpec([None, 2], tf.int64)])[0]
+            )
+        )
+        return groups.map(rows).prefetch(1).rebatch(batch_size)
+
+    def check(self, path: Path) -> None:
+        super().check(path)
+        parquet.check_types(path, self._expected, of_first=self._first)
+
+
+def _compression(path: tf.Tensor) -> tf.Tensor:
+    return tf.where(tf.strings.regex_full_match(path, rf".*\{_GZIP}"), "GZIP", "")
+
+
+def checked_dtypes(columns: Mapping[str, Any]) -> dict[str, tf.DType]:
+    """Columns and their dtypes, as `{"label": "int64", "price": tf.float32}`.
+
+    Raises:
+        ConfigError: names the column whose dtype is none.
+    """
+    if not isinstance(columns, Mapping) or not columns:
+        raise ConfigError(f"columns={columns}: give the dtype of each column, as {{'label': 'int64'}}")
+    try:
+        return {name: tf.as_dtype(dtype) for name, dtype in columns.items()}
+    except TypeError as error:
+        raise ConfigError(f"columns: {error}") from error

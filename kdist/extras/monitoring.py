@@ -1,0 +1,235 @@
+"""Hooks that answer over HTTP while a run lasts: metrics for Prometheus, health for the probes of Kubernetes."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kdist.cluster.health_server import Health, HealthServer
+from kdist.cluster.http_server import HttpServer, Page
+from kdist.config.checks import check_port
+from kdist.config.schema import RunConfig
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
+
+if TYPE_CHECKING:
+    from kdist.model.metrics import MetricTotals
+
+PATH = "/metrics"
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_EVERY_SECS = 5.0
+#: Every name with its type and meaning, in the order in which they are shown.
+_HELP = {
+    "kdist_global_step": ("gauge", "Updates applied to the parameters."),
+    "kdist_last_step": ("gauge", "The global step at which training ends, if it is known."),
+    "kdist_steps_per_second": ("gauge", "Rate of the last seconds, without steps in which functions were traced."),
+    "kdist_examples_per_second": ("gauge", "Rate of the last seconds, as kdist_steps_per_second."),
+    "kdist_staleness_mean": ("gauge", "Updates between the pull and the push of a gradient, over the last seconds."),
+    "kdist_staleness_max": ("gauge", "The largest of these."),
+    "kdist_dropped_gradients_total": ("counter", "Gradients that were not part of an update."),
+    "kdist_lost_workers_total": ("counter", "How often a worker was lost."),
+    "kdist_restarts_total": ("counter", "How often a worker returned, and how often the cluster was restarted."),
+    "kdist_resident_memory_bytes": ("gauge", "Memory of the chief, and of the other tasks on its machine."),
+    "kdist_training": ("gauge", "Loss and metrics of training, over the last seconds."),
+    "kdist_validation": ("gauge", "Loss and metrics of the last validation."),
+}
+
+
+class MetricsServer(Hook):
+    """Serves the state of the run at `http://<host>:<port>/metrics`, from before the cluster starts to the end.
+
+    `run.metrics_port` adds it.
+
+    Args:
+        port: where it listens; at least 1.
+        host: the address; another than the loopback address opens it to the network, for anyone to read.
+        clock: returns seconds; replaced in tests.
+
+    Raises:
+        ConfigError: the port is no port; when training starts, the address cannot be used.
+    """
+
+    def __init__(
+        self, port: int, host: str = RunConfig.metrics_host, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        check_port("run.metrics_port", port)
+        self._address = (host, port)
+        self._clock = clock
+        self._server: HttpServer | None = None
+
+    def begin(self, session: Session) -> None:
+        self._dropped = 0
+        self._window = _Window(self._clock())
+        self._state: dict[str, dict[str, float]] = {}
+        self._pids: Mapping[str, int] = {}
+        host, port = self._address
+        self._server = HttpServer("run.metrics_port", host, port, {PATH: lambda: Page(self._text(), _CONTENT_TYPE)})
+
+    def after_create_session(self, session: Session) -> None:
+        self._set_counts(session)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        session = context.session
+        self._dropped += sum(counts.dropped for counts in values.gradient_counts.values())
+        self._window.add(values)
+        if self._clock() - self._window.began >= _EVERY_SECS or "kdist_training" not in self._state:
+            self._report(session)
+        self._set_counts(session)
+
+    def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
+        self._state["kdist_validation"] = _by_metric(logs)
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _report(self, session: Session) -> None:
+        """Reports the steps of the window, and begins another one."""
+        window, self._window = self._window, _Window(self._clock())
+        assert window.totals is not None
+        self._state["kdist_training"] = _by_metric(session.training_logs(window.totals))
+        if session.is_asynchronous:
+            self._state["kdist_staleness_mean"] = {"": window.staleness_sum / window.num_steps}
+            self._state["kdist_staleness_max"] = {"": window.staleness_max}
+        if window.seconds:
+            self._state["kdist_steps_per_second"] = {"": window.steady_steps / window.seconds}
+            self._state["kdist_examples_per_second"] = {"": window.steady_examples / window.seconds}
+
+    def _set_counts(self, session: Session) -> None:
+        state = self._state
+        state["kdist_global_step"] = {"": session.global_step}
+        if session.last_step is not None:
+            state["kdist_last_step"] = {"": session.last_step}
+        state["kdist_dropped_gradients_total"] = {"": self._dropped}
+        state["kdist_lost_workers_total"] = {"": session.strategy.worker_losses}
+        state["kdist_restarts_total"] = {_labels(kind=kind): count for kind, count in session.restarts.items()}
+        self._pids = {str(task): pid for task, pid in session.strategy.pids.items()}
+
+    def _text(self) -> str:
+        """The state in Prometheus's text format; called by threads of the server."""
+        pids = {"chief": os.getpid(), **self._pids}
+        memory = {_labels(task=task): _resident_bytes(pid) for task, pid in pids.items()}
+        state: dict[str, dict[str, float]] = dict(self._state)
+        state["kdist_resident_memory_bytes"] = {labels: size for labels, size in memory.items() if size is not None}
+        lines = []
+        for name, (kind, meaning) in _HELP.items():
+            if samples := state.get(name):
+                lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+                lines += [f"{name}{labels} {_number(value)}" for labels, value in samples.items()]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass
+class _Window:
+    """Some steps, since `began`; those that count for the rates have `steady` in their names."""
+
+    began: float
+    num_steps: int = 0
+    steady_steps: int = 0
+    steady_examples: int = 0
+    seconds: float = 0.0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    totals: MetricTotals | None = field(default=None)
+
+    def add(self, values: RunValues) -> None:
+        self.num_steps += values.num_steps
+        self.staleness_sum += int(values.staleness.sum())
+        self.staleness_max = max(self.staleness_max, int(values.staleness.max(initial=0)))
+        self.totals = values.totals if self.totals is None else self.totals + values.totals
+        if not values.warming_up:
+            self.steady_steps += values.num_steps
+            self.steady_examples += values.num_examples
+            self.seconds += values.seconds
+
+
+def _by_metric(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Samples of loss and metrics; of a metric with several values, one for each."""
+    samples: dict[str, float] = {}
+    for name, value in logs.items():
+        values: Iterable[float] = np.ravel(value)
+        if np.ndim(value) == 0:
+            samples[_labels(metric=name)] = float(value)
+        else:
+            samples |= {_labels(metric=name, index=str(i)): float(each) for i, each in enumerate(values)}
+    return samples
+
+
+def _labels(**labels: str) -> str:
+    escaped = {k: v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
+
+
+def _resident_bytes(pid: int) -> int | None:
+    """The resident memory of a process; None if it has ended, or this system has no /proc."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class HealthCheck(Hook):
+    """Answers at `http://<host>:<port>/healthz` and `/readyz`, from before the cluster starts to the end.
+
+    Both say the global step and the seconds since there was a new one. `/readyz` has status 503 until training starts.
+    `run.health_port` adds it, and a server of the same kind in every other task that was started by others.
+
+    Args:
+        port: where it listens; at least 1.
+        clock: returns seconds; replaced in tests.
+        interface: the network interface at which it listens, see `cluster.bind`; None for all.
+
+    Raises:
+        ConfigError: the port is no port; when training starts, it cannot be used.
+    """
+
+    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic, interface: str | None = None) -> None:
+        check_port("run.health_port", port)
+        self._port = port
+        self._clock = clock
+        self._interface = interface
+        self._server: HealthServer | None = None
+
+    def begin(self, session: Session) -> None:
+        self._step: int | None = None
+        self._progress_at = 0.0
+        self._server = HealthServer(self._port, self._health, self._interface)
+
+    def after_create_session(self, session: Session) -> None:
+        self._has_reached(session.global_step)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._has_reached(values.global_step)
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _has_reached(self, step: int) -> None:
+        # In this order: a request may come in between.
+        self._progress_at = self._clock()
+        self._step = step
+
+    def _health(self) -> Health:
+        """Called by threads of the server."""
+        step = self._step
+        since = None if step is None else self._clock() - self._progress_at
+        return Health("chief", step is not None, step, since)

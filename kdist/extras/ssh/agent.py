@@ -1,0 +1,186 @@
+"""The program that `kdist launch` runs on each host, which starts the tasks there and ends them.
+
+Its source is sent over the connection, so that it needs nothing but Python there. Messages are JSON, one a line. On
+standard input come `prepare`, then `start`, and from then on signals for the tasks, and a sign of life every few
+seconds. Standard output has the answers, which begin with `MARK`: what a shell says at login has not.
+
+No task outlives the connection: when standard input closes, or has been silent for too long, all of them are killed. On
+Linux so they are when this process is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import IO, Any
+
+MARK = "kdist-agent "
+_LINE_BYTES = 1 << 16
+#: A child of a task that has a session of its own ends by itself, and closes the output then.
+_OUTPUT_SECS = 6.0
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_LAST_PORT = 65535
+#: In which a launcher that connects says what it wants.
+_FIRST_ORDER_SECS = 60.0
+
+_orders = sys.stdin.buffer
+_says = threading.Lock()
+_held: list[socket.socket] = []
+
+
+def main() -> None:
+    """Does what the launcher says, until all tasks have ended."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    asked = _next_order(_FIRST_ORDER_SECS)
+    why, ports = _prepare(asked["folder"], asked["number"], asked["port"])
+    _say(refused=why) if why else _say(ready=ports)
+    # No thread runs before the tasks are started: this process forks, and its children end with the thread that did.
+    order = _next_order(asked["patience"])
+    tasks = {name: _start(argv, {**os.environ, **order["environment"], **own}) for name, argv, own in order["tasks"]}
+    signal.alarm(0)
+    _watch(tasks, asked["patience"])
+
+
+def _next_order(patience: float) -> Any:
+    """The next message, without signs of life; ends this process if the launcher is gone, or silent."""
+    while True:
+        signal.alarm(math.ceil(patience))
+        line = _orders.readline()
+        if not line:
+            os._exit(0)
+        if order := json.loads(line):
+            return order
+
+
+def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]]:
+    """Why tasks cannot be started here, which is empty if they can, and ports for them."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror} (--workdir names another folder)", []
+    sockets = [socket.socket() for _ in range(number)]
+    try:
+        for index, held in enumerate(sockets):
+            wanted = port + index if port else 0
+            if wanted > _LAST_PORT:
+                return f"port {wanted}: the last one is {_LAST_PORT} (--port names others)", []
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("", wanted))
+        return "", [held.getsockname()[1] for held in sockets]
+    except OSError as error:
+        return f"port {wanted}: {error.strerror} (--port names others)", []
+    finally:
+        if sys.platform == "linux":
+            # Nobody else gets them while this process runs; see kdist.cluster.held_ports.
+            _held.extend(sockets)
+        else:
+            for held in sockets:
+                held.close()
+
+
+def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | str:
+    """The process of a task, in a session of its own; why there is none, if it cannot be started."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def end_with_parent() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    try:
+        return subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads yet
+        )
+    except OSError as error:
+        return f"{argv[0]}: {error.strerror}"
+
+
+def _watch(tasks: dict[str, Any], patience: float) -> None:
+    """Passes on what comes, until all tasks have ended or the launcher is gone."""
+    events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    running = {name: task for name, task in tasks.items() if not isinstance(task, str)}
+    for name, task in tasks.items():
+        if isinstance(task, str):
+            _say(task=name, stream=2, text=task)
+            _say(task=name, code=127)
+        else:
+            threading.Thread(target=_follow, args=(name, task, events), daemon=True).start()
+    threading.Thread(target=_read_orders, args=(events,), daemon=True).start()
+    while running:
+        try:
+            what, value = events.get(timeout=patience)
+        except queue.Empty:
+            break
+        if what == "gone":
+            break
+        if what == "ended":
+            del running[value]
+        elif "signal" in value:
+            for task in running.values():
+                # Not `send_signal`, which would wait for a task that has exited; `_follow` does.
+                if task.returncode is None:
+                    with suppress(ProcessLookupError):
+                        os.kill(task.pid, value["signal"])
+    for task in running.values():
+        _kill_group(task.pid)
+    os._exit(0)
+
+
+def _read_orders(events: queue.SimpleQueue[tuple[str, Any]]) -> None:
+    for line in _orders:
+        events.put(("order", json.loads(line)))
+    events.put(("gone", None))
+
+
+def _follow(name: str, task: subprocess.Popen[bytes], events: queue.SimpleQueue[tuple[str, Any]]) -> None:
+    """Passes on what a task prints, and how it ends."""
+    readers = [
+        threading.Thread(target=_read_output, args=(name, number, stream), daemon=True)
+        for number, stream in ((1, task.stdout), (2, task.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    # Until it has been waited for, no other process has its number, nor its group's.
+    os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOWAIT)
+    _kill_group(task.pid)
+    code = task.wait()
+    for reader in readers:
+        reader.join(_OUTPUT_SECS)
+    _say(task=name, code=code)
+    events.put(("ended", name))
+
+
+def _read_output(name: str, number: int, stream: IO[bytes]) -> None:
+    while line := stream.readline(_LINE_BYTES):
+        _say(task=name, stream=number, text=line.decode(errors="replace").rstrip("\r\n"))
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _say(**message: Any) -> None:
+    with _says, suppress(OSError):
+        # If nobody listens, standard input is closed as well.
+        sys.stdout.buffer.write((MARK + json.dumps(message) + "\n").encode())
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

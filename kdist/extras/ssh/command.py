@@ -1,0 +1,140 @@
+"""`kdist launch`: what is to be started, and where, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kdist.cluster.spec import ClusterShape
+from kdist.config.scheduler import GRACE_SECS
+from kdist.errors import ConfigError
+from kdist.extras.ssh.hosts import parse_hosts
+from kdist.extras.ssh.launcher import Request
+from kdist.extras.ssh.launcher import run as run_tasks
+
+_DESCRIPTION = """\
+Starts the tasks of a cluster on machines that ssh reaches, and ends them together.
+
+  kdist launch -H h1:2,h2:2 -- +recipe=mnist cluster=2ps2w
+  kdist launch -H h1:2,h2:2 --cluster 2ps2w -- train.py --my-option
+
+Slots are filled in order: worker 0, which is the chief as well, the other workers, then parameter servers. The hosts
+have the same folders and the same interpreter as this machine, unless options name others.
+"""
+_EPILOG = """\
+ssh must log in without a password. Environment variables go along, over the encrypted connection, but not those of
+this machine (HOME, USER, TMPDIR, ...), of this session (SSH_*, XDG_*, ...) and of other launchers (SLURM_*, ...).
+Signals are forwarded: after Ctrl-C, SIGTERM or SIGUSR1 the chief saves and all tasks end; a second one ends them at
+once. If a task fails, the others get SIGTERM. If this command or a connection ends, so do the tasks.
+Exit codes: that of the task that failed first; 75 if it was killed, or if a host does not answer; 2 if something given
+is wrong.
+"""
+#: Tasks that save after another one has failed take no longer than `run.grace_secs`, and some seconds to exit.
+_EXIT_SECS = 10.0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises a ConfigError instead of printing usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help shows what this command takes")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    return run_tasks(request_of(arguments))
+
+
+def request_of(arguments: Sequence[str]) -> Request:
+    """What the command line asks for.
+
+    Raises:
+        ConfigError: something is missing, or cannot be read.
+    """
+    own, program = _split(arguments)
+    given = _parser().parse_args(own)
+    if not program:
+        raise ConfigError("nothing to start: after --, give overrides, as +recipe=mnist cluster=2ps2w, or a script")
+    for name in ("connect_timeout", "patience"):
+        if getattr(given, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name):g}: must be more than 0")
+    if given.port is not None and not 0 < given.port < 65536:
+        raise ConfigError(f"--port {given.port}: must be from 1 to 65535")
+    is_script = program[0].endswith(".py")
+    shape = _shape(given.cluster, None if is_script else program)
+    return Request(
+        hosts=parse_hosts(given.hosts),
+        shape=shape,
+        command=tuple(program) if is_script else ("-m", "kdist", *program),
+        python=given.python,
+        folder=os.path.abspath(given.workdir),
+        ssh=tuple(shlex.split(given.ssh)) or ("ssh",),
+        port=given.port,
+        connect_timeout=given.connect_timeout,
+        patience=given.patience,
+        grace_secs=_grace_secs(program) + _EXIT_SECS,
+    )
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is before the first `--`, and what is behind it."""
+    own = list(arguments)
+    if "--" not in own:
+        return own, []
+    place = own.index("--")
+    return own[:place], own[place + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "kdist launch",
+        usage="kdist launch -H HOSTS [options] -- OVERRIDES | SCRIPT.py ARGUMENTS",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-H", "--hosts", required=True, metavar="HOSTS", help="h1:2,user@h2:2,[fd00::3]:1: hosts with their slots")
+    add("--cluster", metavar="SHAPE", help="how many tasks a script has, as 2ps2w; overrides say it by cluster=2ps2w")
+    add("--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts [%(default)s]")
+    add("--workdir", default=".", metavar="FOLDER", help="the folder on the hosts [the present one]")
+    add("--ssh", default="ssh", metavar="COMMAND", help="with options, as 'ssh -p 2222 -i key' [ssh]")
+    add("--port", type=int, metavar="N", help="the tasks of a host listen at N, N+1, ... [any free ports]")
+    add("--connect-timeout", type=float, default=30.0, metavar="SECS", help="for all hosts to be ready [30]")
+    add("--patience", type=float, default=30.0, metavar="SECS", help="of silence, then a connection is lost [30]")
+    return parser
+
+
+def _shape(given: str | None, overrides: Sequence[str] | None) -> ClusterShape:
+    """The shape of the cluster, from `--cluster` for a script, else from the overrides."""
+    if overrides is None:
+        if given is None:
+            raise ConfigError("--cluster is not given: say how many tasks the script has, as --cluster 2ps2w")
+        text = given
+    else:
+        if given is not None:
+            raise ConfigError(f"--cluster {given}: is for scripts; behind --, write cluster={given}")
+        if wrong := [text for text in overrides if "=" not in text and not text.startswith(("-", "~"))]:
+            raise ConfigError(f"{wrong[0]}: is neither an override, as key=value, nor a script, as train.py")
+        if {"-m", "--multirun"} & set(overrides):
+            raise ConfigError("-m: a sweep starts one cluster after another; run the launcher once for each trial")
+        shapes = [text.partition("=")[2] for text in overrides if text.startswith("cluster=")]
+        if not shapes:
+            raise ConfigError("no cluster= after --; give one, for example cluster=2ps2w")
+        text = shapes[-1]
+    shape = ClusterShape.parse(text)
+    if shape.is_local:
+        raise ConfigError(f"cluster={text}: is one process, which needs no launcher")
+    return shape
+
+
+def _grace_secs(program: Sequence[str]) -> float:
+    """`run.grace_secs` of the overrides; the tasks do not know of a scheduler that has started this process."""
+    found = [match[1] for text in program if (match := re.fullmatch(r"run\.grace_secs=(\d+(?:\.\d*)?)", text))]
+    return float(found[-1]) if found else GRACE_SECS

@@ -1,0 +1,255 @@
+"""The launcher's side of one host: an ssh process, and the messages of the agent that it runs there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any
+
+from kdist.cluster.process import KILLED_SECS
+from kdist.errors import ClusterError, ConfigError, KdistError
+from kdist.extras.ssh.agent import MARK
+from kdist.extras.ssh.hosts import Host
+
+# Reads the agent's source from standard input and runs it; its process shows no more than this.
+_BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'kdist-agent','exec'))"
+_AGENT = Path(__file__).with_name("agent.py")
+_END_SECS = 5.0
+_NAME_SECS = 5.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A host can start its tasks; they may use these ports."""
+
+    host: Host
+    ports: list[int]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A host cannot start its tasks."""
+
+    host: Host
+    why: str
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A task has printed a line; stream 1 is standard output, 2 standard error."""
+
+    task: str
+    stream: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A task has ended; a negative code is that of a signal."""
+
+    task: str
+    code: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A connection has ended, and with it every task of the host.
+
+    Attributes:
+        code: the exit code of ssh, which is that of the remote command, or 255.
+        said: what ssh, or the shell of the host, has said about it.
+    """
+
+    host: Host
+    code: int
+    said: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """This process has received a signal."""
+
+    number: int
+
+
+Event = Ready | Refused | Printed | Ended | Closed | Told
+
+
+class Connection:
+    """A host, reached by ssh; every event of it is put into `events`.
+
+    Args:
+        host: where to.
+        ssh: the command, with options of the user's.
+        python: the interpreter that runs the agent there.
+        connect_timeout: seconds for the connection.
+        patience: seconds of silence after which the connection counts as lost, on both sides.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ssh: Sequence[str],
+        python: str,
+        events: SimpleQueue[Event],
+        *,
+        connect_timeout: float,
+        patience: float,
+    ) -> None:
+        self.host = host
+        self._events = events
+        self._patience = patience
+        self._lock = threading.Lock()
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": round(connect_timeout),
+            "ServerAliveInterval": max(1, round(patience / 3)),
+            "ServerAliveCountMax": 3,
+            # Without banners; errors are shown.
+            "LogLevel": "ERROR",
+            # One that other sessions share would end with them.
+            "ControlPath": "none",
+            "ForwardAgent": "no",
+            "ClearAllForwardings": "yes",
+        }
+        given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+        command = f"exec {shlex.quote(python)} -I -c {shlex.quote(_BOOTSTRAP)}"
+        try:
+            self._process = subprocess.Popen(
+                [*ssh, "-T", "-x", *given, host.login, command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # Ctrl-C in a terminal would end ssh before the tasks have saved.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"--ssh {ssh[0]}: {error.strerror}") from None
+        source = _AGENT.read_bytes()
+        self._write(b"%d\n%s" % (len(source), source))
+        threading.Thread(target=self._follow, name=f"kdist-ssh-{host}", daemon=True).start()
+
+    def prepare(self, folder: str, number: int, port: int | None) -> None:
+        """Asks for that folder and `number` ports, from `port` on if given; `Ready` or `Refused` is the answer."""
+        self._tell(folder=folder, number=number, port=port, patience=self._patience)
+
+    def start(
+        self, tasks: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], environment: Mapping[str, str]
+    ) -> None:
+        """Starts tasks, each with its command and variables of its own, in addition to those of all."""
+        listed = [(name, list(command), dict(own)) for name, (command, own) in tasks.items()]
+        self._tell(tasks=listed, environment=dict(environment))
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to all tasks of the host."""
+        self._tell(signal=number)
+
+    def give_sign_of_life(self) -> None:
+        """Has to be called more often than `patience` allows silence."""
+        self._tell()
+
+    def close(self) -> None:
+        """Closes the connection, and so ends every task of the host; returns at once."""
+        assert self._process.stdin is not None
+        with self._lock, suppress(OSError):
+            self._process.stdin.close()
+
+    def wait(self, timeout: float) -> None:
+        """Waits for the end of a connection that was closed, and ends it if that takes longer."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(KILLED_SECS)
+
+    def _tell(self, **message: Any) -> None:
+        self._write((json.dumps(message) + "\n").encode())
+
+    def _write(self, content: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        # If ssh has ended, `Closed` says so.
+        with self._lock, suppress(OSError, ValueError):
+            stdin.write(content)
+            stdin.flush()
+
+    def _follow(self) -> None:
+        """Turns what comes into events, until the connection has ended."""
+        said: list[str] = []
+        reader = threading.Thread(target=_collect, args=(self._process.stderr, said), daemon=True)
+        reader.start()
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            _, mark, message = line.decode(errors="replace").partition(MARK)
+            if mark:
+                self._events.put(_event_of(self.host, json.loads(message)))
+        code = self._process.wait()
+        reader.join(_END_SECS)
+        self._events.put(Closed(self.host, code, "\n".join(said[-20:])))
+
+
+def _collect(stream: IO[bytes], lines: list[str]) -> None:
+    lines.extend(line.decode(errors="replace").strip() for line in stream)
+
+
+def _event_of(host: Host, message: Mapping[str, Any]) -> Event:
+    if "ready" in message:
+        return Ready(host, message["ready"])
+    if "refused" in message:
+        return Refused(host, message["refused"])
+    if "code" in message:
+        return Ended(message["task"], message["code"])
+    return Printed(message["task"], message["stream"], message["text"])
+
+
+#: What ssh says, why that is, and what to do.
+_REASONS = (
+    (r"Could not resolve hostname", "its name cannot be resolved", ConfigError),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that ssh knows; if that is right, `ssh-keygen -R {host}` forgets the old one",
+        ConfigError,
+    ),
+    (
+        r"Host key verification failed",
+        "ssh does not know its host key; connect once by hand, `ssh {login}`, and compare it",
+        ConfigError,
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "ssh cannot log in without a password; `ssh-copy-id {login}` installs a key, `ssh-add` unlocks one",
+        ConfigError,
+    ),
+    (r"Bad configuration option|command-line: line|unknown option|usage: ssh", "ssh refuses its options", ConfigError),
+    (r"Connection refused", "no sshd answers there", ClusterError),
+    (r"timed out|No route to host|Network is unreachable", "it does not answer", ClusterError),
+)
+
+
+def why_closed(closed: Closed, python: str) -> KdistError:
+    """Why a connection ended before its host was ready, in a message that names the host."""
+    host, last = closed.host, closed.said.splitlines()[-1] if closed.said else f"ssh ended with code {closed.code}"
+    for pattern, meaning, error in _REASONS:
+        if re.search(pattern, closed.said, re.IGNORECASE):
+            return error(f"{host}: {meaning.format(host=host.name, login=host.login)}\n  {last}")
+    if closed.code in (126, 127):
+        return ConfigError(f"{host}: cannot run {python} (--python names another interpreter)\n  {last}")
+    return ClusterError(f"{host}: the connection failed\n  {last}")
+
+
+def name_by_ssh(host: Host, ssh: Sequence[str]) -> str | None:
+    """The name or address that ssh's own config has for a host; None if it says nothing."""
+    try:
+        done = subprocess.run([*ssh, "-G", host.login], capture_output=True, text=True, timeout=_NAME_SECS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
+    return found[1] if found and not done.returncode else None

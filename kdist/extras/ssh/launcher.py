@@ -1,0 +1,311 @@
+"""The run of all tasks of a cluster over ssh, from the first connection to the exit code."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from kdist import log
+from kdist.cluster.address_check import look_up
+from kdist.cluster.process import how_it_ended
+from kdist.cluster.spec import ClusterShape, Task
+from kdist.errors import ClusterError, ConfigError
+from kdist.extras.ssh.connection import (
+    Closed,
+    Connection,
+    Ended,
+    Event,
+    Printed,
+    Ready,
+    Refused,
+    Told,
+    name_by_ssh,
+    why_closed,
+)
+from kdist.extras.ssh.hosts import Host, tasks_by_host, tf_configs
+
+#: Sent to the tasks when this process gets them; for SIGHUP, as when its terminal closes, they get SIGTERM.
+_FORWARDED = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)} | {
+    signal.SIGHUP: signal.SIGTERM
+}
+_CLOSE_SECS = 5.0
+#: Schedulers send a signal twice within milliseconds.
+SAME_SIGNAL_SECS = 0.5
+#: That tasks have to notice the end of another one.
+_NOTICE_SECS = 5.0
+#: That tasks have to end after a second signal.
+_SECOND_SIGNAL_SECS = 5.0
+#: What one machine has set up for itself, and what tells a task how another launcher has started it.
+_OWN_VARIABLES = {
+    "_", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "TF_CONFIG",
+    "TMPDIR", "USER", "WAYLAND_DISPLAY", "XAUTHORITY",
+}  # fmt: skip
+_OWN_PREFIXES = ("DBUS_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "SSH_", "XDG_")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to start, and where.
+
+    Attributes:
+        hosts: with their slots.
+        shape: of the cluster.
+        command: of every task, without the interpreter.
+        python: the interpreter on the hosts.
+        folder: that the tasks work in, on every host.
+        ssh: the command to connect with.
+        port: of the first task of a host, whose others follow; None for any free ports.
+        connect_timeout: seconds within which every host must be ready.
+        patience: seconds of silence after which a connection counts as lost.
+        grace_secs: seconds that tasks have to end when another one has failed.
+    """
+
+    hosts: tuple[Host, ...]
+    shape: ClusterShape
+    command: tuple[str, ...]
+    python: str
+    folder: str
+    ssh: tuple[str, ...]
+    port: int | None
+    connect_timeout: float
+    patience: float
+    grace_secs: float
+
+
+def run(request: Request) -> int:
+    """Starts the tasks, shows what they print, and forwards signals to them; returns the exit code.
+
+    That is the code of the task that failed first, or 75 if a signal or the end of its connection ended it.
+
+    Raises:
+        ConfigError: a host cannot be reached, for a reason that does not pass by itself, or cannot start tasks.
+        ClusterError: a host cannot be reached.
+    """
+    tasks = tasks_by_host(request.hosts, request.shape)
+    events: SimpleQueue[Event] = SimpleQueue()
+    connections: dict[Host, Connection] = {}
+    try:
+        with _received_signals(events):
+            for host in tasks:
+                connections[host] = Connection(
+                    host,
+                    request.ssh,
+                    request.python,
+                    events,
+                    connect_timeout=request.connect_timeout,
+                    patience=request.patience,
+                )
+            with _signs_of_life(list(connections.values()), request.patience / 3):
+                for host, connection in connections.items():
+                    connection.prepare(request.folder, len(tasks[host]), request.port)
+                ports = _ports(events, set(connections), request)
+                if isinstance(ports, int):
+                    return ports
+                _start(request, tasks, ports, connections)
+                return _Tasks(tasks, connections, request.grace_secs).watch(events)
+    finally:
+        for connection in connections.values():
+            connection.close()
+        deadline = time.monotonic() + _CLOSE_SECS
+        for connection in connections.values():
+            connection.wait(max(0.0, deadline - time.monotonic()))
+
+
+def variables_to_send(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go along to the hosts: all but those of this machine, this session and other launchers."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OWN_VARIABLES and not name.startswith(_OWN_PREFIXES)
+    }
+
+
+def _ports(events: SimpleQueue[Event], hosts: set[Host], request: Request) -> dict[Host, list[int]] | int:
+    """The ports for the tasks of each host, once all hosts are ready; an exit code if a signal came before."""
+    ports: dict[Host, list[int]] = {}
+    deadline = time.monotonic() + request.connect_timeout
+    while missing := hosts - ports.keys():
+        try:
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            names = ", ".join(sorted(map(str, missing)))
+            raise ClusterError(f"{names}: not ready after {request.connect_timeout:g} s (--connect-timeout)") from None
+        if isinstance(event, Ready):
+            ports[event.host] = event.ports
+        elif isinstance(event, Refused):
+            raise ConfigError(f"{event.host}: {event.why}")
+        elif isinstance(event, Closed):
+            raise why_closed(event, request.python)
+        elif isinstance(event, Told):
+            return _code_of(event.number)
+    return ports
+
+
+def _start(
+    request: Request,
+    tasks: Mapping[Host, Sequence[Task]],
+    ports: Mapping[Host, Sequence[int]],
+    connections: Mapping[Host, Connection],
+) -> None:
+    resolved = look_up(frozenset(host.name for host in tasks))
+    # A name that only ssh's config explains means nothing to the other hosts.
+    names = {host: None if host.name in resolved else name_by_ssh(host, request.ssh) for host in tasks}
+    addresses = {
+        task: host.address(port, names[host]) for host in tasks for task, port in zip(tasks[host], ports[host])
+    }
+    configs = tf_configs(addresses)
+    listed = " | ".join(f"{host}: {' '.join(map(str, tasks[host]))}" for host in tasks)
+    log.say(f"kdist.launch | {request.shape} | {listed}")
+    environment = variables_to_send(os.environ)
+    for host, connection in connections.items():
+        command = (request.python, *request.command)
+        connection.start({str(task): (command, {"TF_CONFIG": configs[task]}) for task in tasks[host]}, environment)
+
+
+class _Tasks:
+    """The tasks, from their start to the end of the last one."""
+
+    def __init__(
+        self,
+        tasks: Mapping[Host, Sequence[Task]],
+        connections: Mapping[Host, Connection],
+        grace_secs: float,
+    ) -> None:
+        self._hosts = {str(task): host for host, of_host in tasks.items() for task in of_host}
+        self._running = set(self._hosts)
+        self._connections = connections
+        self._grace_secs = grace_secs
+        self._width = max(map(len, self._hosts))
+        self._code = 0
+        # When the tasks are told to end, and when they are killed.
+        self._stop_at = self._kill_at = math.inf
+        self._told: int | None = None
+        self._told_at = 0.0
+
+    def watch(self, events: SimpleQueue[Event]) -> int:
+        """Handles events until no task runs; returns the exit code."""
+        while self._running:
+            due = min(self._stop_at, self._kill_at)
+            try:
+                event = events.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
+            except Empty:
+                if self._stop_at == due:
+                    self._stop_at = math.inf
+                    self._send(signal.SIGTERM)
+                    continue
+                names = ", ".join(sorted(self._running))
+                _report(f"{names} did not end in time; killed")
+                break
+            if isinstance(event, Printed):
+                self._show(event)
+            elif isinstance(event, Ended):
+                self._ended(event)
+            elif isinstance(event, Closed):
+                self._closed(event)
+            elif isinstance(event, Told):
+                self._tell(event.number)
+        return self._code
+
+    def _show(self, printed: Printed) -> None:
+        stream = sys.stdout if printed.stream == 1 else sys.stderr
+        # A terminal that was closed, or `head` that has enough, does not end training.
+        with suppress(OSError):
+            print(f"{printed.task:<{self._width}} | {printed.text}", file=stream, flush=True)
+
+    def _ended(self, ended: Ended) -> None:
+        self._running.discard(ended.task)
+        if ended.code:
+            what = f"{ended.task} on {self._hosts[ended.task]} failed ({how_it_ended(ended.code)})"
+            self._fail(what, ended.code if ended.code > 0 else ClusterError.exit_code)
+
+    def _closed(self, closed: Closed) -> None:
+        lost = sorted(task for task in self._running if self._hosts[task] == closed.host)
+        self._running.difference_update(lost)
+        if lost:
+            said = closed.said.splitlines()[-1] if closed.said else "it was closed, or did not answer"
+            self._fail(f"{', '.join(lost)}: the connection with {closed.host} was lost: {said}", ClusterError.exit_code)
+
+    def _fail(self, what: str, code: int) -> None:
+        """The first failure ends all tasks, and says with which code."""
+        is_cause = self._code == ClusterError.exit_code and code in (1, 2) and self._told is None
+        if not self._code or is_cause:
+            # 75 may only say that another task has ended, whose reason comes a moment later.
+            self._code = code
+        if self._kill_at < math.inf:
+            return
+        now = time.monotonic()
+        self._kill_at = now + self._grace_secs
+        if self._told is not None:
+            # They have been told to end, and the first one has.
+            return
+        _report(f"{what}; ending the other tasks" if self._running else what)
+        # Those that notice end by themselves, and say what it means for the run. A config is wrong for all of them.
+        self._stop_at = now if code == ConfigError.exit_code else now + _NOTICE_SECS
+
+    def _tell(self, number: int) -> None:
+        """Forwards a signal; after a second one, tasks have little time."""
+        now = time.monotonic()
+        self._send(_FORWARDED[signal.Signals(number)])
+        if self._told is None:
+            self._told, self._told_at = number, now
+        elif now - self._told_at > SAME_SIGNAL_SECS:
+            self._code = self._code or _code_of(self._told)
+            self._kill_at = now + _SECOND_SIGNAL_SECS
+
+    def _send(self, number: int) -> None:
+        for connection in self._connections.values():
+            connection.send_signal(number)
+
+
+def _code_of(number: int) -> int:
+    """The exit code after a signal before anything was started, or if tasks do not end after it."""
+    return 130 if number == signal.SIGINT else 143
+
+
+def _report(text: str) -> None:
+    with suppress(OSError):
+        log.say(log.Line(f"kdist: {text}", "error"), stream=sys.stderr)
+
+
+@contextmanager
+def _received_signals(events: SimpleQueue[Event]) -> Iterator[None]:
+    """While entered, signals to this process become events; those that it ignores, as under `nohup`, stay ignored."""
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+
+    def receive(number: int, _frame: Any) -> None:
+        events.put(Told(number))
+
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _signs_of_life(connections: Sequence[Connection], every_secs: float) -> Iterator[None]:
+    """While entered, the hosts hear of this process."""
+    ended = threading.Event()
+
+    def give() -> None:
+        while not ended.wait(every_secs):
+            for connection in connections:
+                connection.give_sign_of_life()
+
+    threading.Thread(target=give, name="kdist-signs-of-life", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

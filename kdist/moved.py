@@ -1,0 +1,76 @@
+"""Earlier names of modules, and the commands `python -m kdist.evaluate` and so on.
+
+Programs, configs and the records of runs may name a module by an earlier path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+#: The present name of each module that was moved.
+MODULES = {
+    "kdist.console.log": "kdist.log",
+    "kdist.console.warn": "kdist.log",
+    "kdist.data.arriving_files": "kdist.extras.arriving_files",
+    "kdist.data.kafka": "kdist.extras.kafka",
+    "kdist.hooks.faults": "kdist.extras.faults",
+    "kdist.hooks.health": "kdist.extras.monitoring",
+    "kdist.hooks.metrics_server": "kdist.extras.monitoring",
+    "kdist.hooks.mlflow_tracker": "kdist.extras.trackers",
+    "kdist.hooks.tracker": "kdist.extras.trackers",
+    "kdist.hooks.wandb_tracker": "kdist.extras.trackers",
+}
+#: The command that `python -m` runs by each name: `python -m kdist.evaluate` is `kdist evaluate`.
+COMMANDS = {f"kdist.{name}": name for name in ("evaluate", "predict", "export", "runs")}
+COMMANDS["kdist.launch.__main__"] = "launch"
+_PROGRAM = "if __name__ == '__main__':\n    from kdist.cli.main import main\n    main({!r})\n"
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules by their earlier names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULES:
+            return importlib.util.spec_from_loader(fullname, _Moved(MODULES[fullname]))
+        if fullname in COMMANDS:
+            return importlib.util.spec_from_loader(fullname, _Command())
+        return None
+
+
+class _Moved(importlib.abc.Loader):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It has been executed under its own name.
+        module.__spec__ = self._spec
+
+
+class _Command(importlib.abc.InspectLoader):
+    def get_source(self, fullname: str) -> str:
+        return _PROGRAM.format(COMMANDS[fullname])
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.get_source(fullname), fullname, "exec")
+
+    def is_package(self, fullname: str) -> bool:
+        return False
+
+
+def install() -> None:
+    """Lets Python find modules by their earlier names."""
+    # First, as a folder that was left without its files would count as a package.
+    sys.meta_path.insert(0, Finder())

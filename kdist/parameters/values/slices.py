@@ -1,0 +1,586 @@
+"""Slices: the rows of named values, as every checkpoint has them: whole, as a delta, and of a snapshot.
+
+Servers write rows of named columns as slices of tensors, a few at a time, and read theirs in the same way, so that the
+number of servers does not matter. The rows of `ChosenSlices` are chosen at run time: first the chief asks every server
+how many rows of each table there are. `FixedSlices` are the case where the choice is constant.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist._compat.tensorflow import UninitializedVariable
+from kdist.errors import NonFiniteError
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.tables.dynamic_table import IDS, TABLES
+from kdist.parameters.tables.resizable_variable import resizable_variable, set_value
+from kdist.parameters.tables.table import Table
+from kdist.parameters.tensorflow_paths import open_checkpoint
+from kdist.parameters.values.named_values import Slice, assign_rows
+
+#: The interval before all others: what has changed since is everything.
+_FIRST = -1
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Files that are to be written, and may be by another thread.
+
+    Attributes:
+        files: their names.
+        checks: each names values that are not finite.
+        calls: each writes some of the files.
+    """
+
+    files: Sequence[str] = ()
+    checks: Sequence[Callable[[], list[str]]] = ()
+    calls: Sequence[Callable[[], object]] = ()
+
+    def __add__(self, other: WritePlan) -> WritePlan:
+        return WritePlan([*self.files, *other.files], [*self.checks, *other.checks], [*self.calls, *other.calls])
+
+    def check(self) -> None:
+        """Refuses, with a `NonFiniteError`, values that contain NaN or infinity."""
+        refuse([name for check in self.checks for name in check()])
+
+    def write(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class Slices(abc.ABC):
+    """What servers write to a checkpoint and read from it.
+
+    Attributes:
+        through_chief: whether this process reads and writes the files, because the servers do not see them; must not
+            change once `plan` or `copy` was called.
+    """
+
+    def __init__(self) -> None:
+        self.through_chief = False
+        self._chief = chief_device()
+        self._functions: dict[Any, Callable[..., Any]] = {}
+
+    @property
+    @abc.abstractmethod
+    def hosts(self) -> list[str]:
+        """The CPUs of the tasks that have them."""
+
+    @abc.abstractmethod
+    def plan(self, folder: str, label: str) -> WritePlan:
+        """The plan that writes them into files of a folder; traces the functions that do. Nothing may change them
+        meanwhile.
+        """
+
+    @abc.abstractmethod
+    def copy(self, since: int | None = None) -> Slices:
+        """Copies them where they are, until `release`; a copy must be written before the next one is made.
+
+        Args:
+            since: of tables only rows that have changed after this interval are copied; all rows if None.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Gives the memory of copies back; does nothing without."""
+
+    @abc.abstractmethod
+    def restore(self, path: str) -> None:
+        """Reads them from a checkpoint, each server its own."""
+
+    def traced(self, key: Any, function: Callable[..., Any], *specs: tf.TensorSpec) -> Callable[..., Any]:
+        """A function, traced when it is first asked for."""
+        if key not in self._functions:
+            self._functions[key] = tf.function(function, autograph=False).get_concrete_function(*specs)
+        return self._functions[key]
+
+    def _writer_of(self, device: str) -> str:
+        """Who reads and writes the files of what a device holds."""
+        return self._chief if self.through_chief else host_of(device)
+
+
+class FixedSlices(Slices):
+    """Slices of values that are always the same; one file for each group of slices of a device.
+
+    A task writes or reads one group at once, and may need memory for it beside the values themselves.
+
+    Args:
+        slices: in any order.
+        not_restored: the names of values that are not read.
+    """
+
+    def __init__(self, slices: Sequence[Slice], not_restored: Collection[str] = ()) -> None:
+        super().__init__()
+        self._slices, self._not_restored = list(slices), not_restored
+        # What is in one variable comes in its order, so that a group has a run of its elements.
+        number = {id(variable): i for i, variable in enumerate(self._variables)}
+        self._groups: dict[str, list[list[Slice]]] = defaultdict(list)
+        for piece in sorted(slices, key=lambda piece: (number[id(piece.variable)], piece.offset)):
+            of_device = self._groups[piece.variable.device]
+            size = sum(other.num_bytes for other in of_device[-1]) if of_device else 0
+            if not of_device or size + piece.num_bytes > StoredShard.slice_bytes:
+                of_device.append([])
+            of_device[-1].append(piece)
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(map(host_of, self._groups)))
+
+    def plan(self, folder: str, label: str) -> WritePlan:
+        check = self.traced("check", self._check)
+        save = self.traced("save", self._save, tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.string))
+        return WritePlan(
+            [f"{label}-{number}" for number in self._numbers],
+            [lambda: self._not_finite(check())],
+            [lambda: save(tf.constant(folder), tf.constant(label))],
+        )
+
+    def copy(self, since: int | None = None) -> Slices:
+        copies, fill, _ = self._snapshot
+        fill()
+        return copies
+
+    def release(self) -> None:
+        if "_snapshot" in self.__dict__:
+            self._snapshot[-1]()
+
+    def restore(self, path: str) -> None:
+        self.traced("restore", self._restore, tf.TensorSpec([], tf.string))(tf.constant(path))
+
+    @property
+    def _variables(self) -> list[tf.Variable]:
+        """The variables that hold them."""
+        return list({id(piece.variable): piece.variable for piece in self._slices}.values())
+
+    @property
+    def _numbers(self) -> list[str]:
+        """Of the files."""
+        return [f"{d}-{g}" for d, groups in enumerate(self._groups.values()) for g in range(len(groups))]
+
+    @cached_property
+    def _snapshot(self) -> tuple[FixedSlices, Callable[[], object], Callable[[], object]]:
+        """The same slices of copies of their variables, empty; what fills and what empties them."""
+        variables = self._variables
+        copies: dict[int, tf.Variable] = {}
+        for variable in variables:
+            with tf.device(variable.device):
+                copies[id(variable)] = UninitializedVariable(False, shape=variable.shape, dtype=variable.dtype)
+
+        def fill() -> None:
+            for variable in variables:
+                with tf.device(variable.device):
+                    # What is read shares its memory with the variable.
+                    value = tf.raw_ops.DeepCopy(x=variable.read_value_no_copy())
+                    tf.raw_ops.AssignVariableOp(resource=copies[id(variable)].handle, value=value)
+
+        def release() -> None:
+            for variable in copies.values():
+                with tf.device(variable.device):
+                    # Of a shape that TensorFlow cannot compare with the variable's.
+                    nothing = tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.dtype), None)
+                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
+
+        other = FixedSlices([replace(piece, variable=copies[id(piece.variable)]) for piece in self._slices])
+        other.through_chief = self.through_chief
+        functions = [tf.function(f, autograph=False).get_concrete_function() for f in (fill, release)]
+        return other, *functions
+
+    def _not_finite(self, of_devices: Sequence[tf.Tensor]) -> list[str]:
+        """The names of the values that contain NaN or infinity.
+
+        Args:
+            of_devices: what `_check` returns.
+        """
+        flags = [flag for of_device in of_devices for flag in of_device.numpy()]
+        keys = [key for of_device in self._floats().values() for key in of_device]
+        broken = {key for key, is_good in zip(keys, flags) if not is_good}
+        suspects = [piece for piece in self._slices if id(piece.variable) in broken]
+        return list(dict.fromkeys(piece.name for piece in suspects if not is_finite(read_run([piece])[0].numpy())))
+
+    def _floats(self) -> dict[str, dict[int, tf.Variable]]:
+        """The variables of each device that may hold NaN or infinity, by their `id`."""
+        floats: dict[str, dict[int, tf.Variable]] = defaultdict(dict)
+        for piece in self._slices:
+            if piece.variable.dtype.is_floating:
+                floats[piece.variable.device][id(piece.variable)] = piece.variable
+        return floats
+
+    def _check(self) -> list[tf.Tensor]:
+        return [_are_finite(device, list(variables.values())) for device, variables in self._floats().items()]
+
+    def _save(self, folder: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
+        numbers, last = iter(self._numbers), list[tf.Operation]()
+        for device, groups in self._groups.items():
+            before: list[tf.Operation] = []
+            for group in groups:
+                # One after the other: what one group needs is free before the next one is read.
+                with tf.control_dependencies(before):
+                    with tf.device(device):
+                        tensors = [tensor for run in _runs(group) for tensor in read_run(run)]
+                    with tf.device(self._writer_of(device)):
+                        saved = tf.raw_ops.SaveV2(
+                            prefix=tf.strings.join([folder, "/", label, "-", next(numbers)]),
+                            tensor_names=[piece.name for piece in group],
+                            shape_and_slices=[piece.slice_spec for piece in group],
+                            tensors=tensors,
+                        )
+                before = [saved]
+            last += before
+        # A function runs what its output needs.
+        with tf.control_dependencies(last), tf.device(self._chief):
+            return tf.constant(len(last))
+
+    def _restore(self, path: tf.Tensor) -> None:
+        for device, groups in self._groups.items():
+            before: list[tf.Operation] = []
+            for group in groups:
+                # What several variables hold is written to all of them by the chief.
+                if not (read := [piece for piece in group if piece.name not in self._not_restored]):
+                    continue
+                with tf.control_dependencies(before), tf.device(self._writer_of(device)):
+                    tensors = tf.raw_ops.RestoreV2(
+                        prefix=path,
+                        tensor_names=[piece.name for piece in read],
+                        shape_and_slices=[piece.slice_spec for piece in read],
+                        dtypes=[piece.variable.dtype for piece in read],
+                    )
+                given = iter(tensors)
+                with tf.device(device):
+                    before = [_assign(run, [next(given) for _ in run]) for run in _runs(read)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a table on a server, or a copy of them.
+
+    Attributes:
+        columns: variables by name, each `[capacity, ...]`, `ids` and `tables` among them.
+        num_rows: int64: of `capacity`.
+    """
+
+    device: str
+    columns: Mapping[str, tf.Variable]
+    num_rows: tf.Variable
+
+
+class ChosenSlices(Slices):
+    """Slices of tensors whose length only the servers know: each table of a group has a row for each id.
+
+    Args:
+        names: for each table of the group the tensors of its columns, by column; `ids` is one of them.
+        tables: of the servers.
+        rows: what is written, of each server; without, only copies are.
+
+    Attributes:
+        chunk: how many rows a server writes or reads at once.
+    """
+
+    def __init__(self, names: Sequence[Mapping[str, str]], tables: Sequence[Table], rows: Sequence[Rows] = ()) -> None:
+        super().__init__()
+        self._names, self._tables, self._rows = names, tables, rows
+        specs = {name: tf.TensorSpec([None, *of.shape[1:]], of.dtype) for name, of in tables[0].stored.items()}
+        #: The dtype of each column, and its shape.
+        self._columns = {IDS: tf.TensorSpec([None], tf.int64), **specs}
+        row_bytes = sum(prod(column.shape[1:]) * column.dtype.size for column in self._columns.values())
+        self.chunk = max(1, StoredShard.slice_bytes // row_bytes)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [host_of(table.device) for table in self._tables]
+
+    def plan(self, folder: str, label: str) -> WritePlan:
+        counts = [self._counts(rows) for rows in self._rows]
+        totals = sum(of_server.sum(0) for of_server in counts)
+        files, calls = list[str](), list[Callable[[], object]]()
+        end = np.zeros(len(self._names), np.int64)
+        for server, (rows, of_server) in enumerate(zip(self._rows, counts)):
+            for chunk, of_chunk in enumerate(of_server):
+                present = tuple(np.flatnonzero(of_chunk).tolist())
+                if not present:
+                    continue
+                function = self.traced(
+                    ("save", server, present),
+                    partial(self._save, rows, present),
+                    tf.TensorSpec([], tf.string),
+                    tf.TensorSpec([], tf.int64),
+                    tf.TensorSpec([None, 2], tf.int64),
+                )
+                files.append(f"{label}-{server}-{chunk}")
+                where = np.stack([totals, end], 1)[list(present)]
+                arguments = f"{folder}/{files[-1]}", np.int64(chunk * self.chunk), where
+                calls.append(partial(function, *map(tf.constant, arguments)))
+                end = end + of_chunk
+        empty = [table for table, total in enumerate(np.broadcast_to(totals, [len(self._names)])) if not total]
+        if empty:
+            files.append(f"{label}-empty")
+            calls.append(partial(self._save_empty, f"{folder}/{files[-1]}", empty))
+        floats = [name for name in self._columns if self._columns[name].dtype.is_floating]
+        checks = [
+            partial(self._not_finite, floats, self.traced(("check", server), partial(self._are_finite, rows, floats)))
+            for server, rows in enumerate(self._rows)
+            if floats
+        ]
+        return WritePlan(files, checks, calls)
+
+    def copy(self, since: int | None = None) -> Slices:
+        copies, fill, _ = self._snapshot
+        fill(tf.constant(_FIRST if since is None else since, tf.int32))
+        return copies
+
+    def release(self) -> None:
+        if "_snapshot" in self.__dict__:
+            self._snapshot[-1]()
+
+    @cached_property
+    def _snapshot(self) -> tuple[ChosenSlices, Callable[[tf.Tensor], object], Callable[[], object]]:
+        """The slices of copies, empty at first, each on the server of its rows; what fills and what empties them."""
+        copies = []
+        for table in self._tables:
+            specs = {name: (column.shape[1:], column.dtype) for name, column in table.stored.items()}
+            specs = {IDS: ((), tf.int64), TABLES: ((), tf.int32), **specs}
+            with tf.device(table.device):
+                columns = {name: resizable_variable(*spec) for name, spec in specs.items()}
+                copies.append(Rows(table.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False)))
+
+        def fill(since: tf.Tensor) -> None:
+            for table, copy in zip(self._tables, copies):
+                with tf.device(table.device):
+                    chosen = table.chosen(since)
+                    values = {name: column.sparse_read(chosen) for name, column in table.stored.items()}
+                    for name, value in {**values, **table.placed(chosen)}.items():
+                        set_value(copy.columns[name], value)
+                    copy.num_rows.assign(tf.size(chosen, tf.int64))
+
+        def release() -> None:
+            for copy in copies:
+                with tf.device(copy.device):
+                    for column in copy.columns.values():
+                        set_value(column, tf.zeros([0, *column.shape[1:]], column.dtype))
+
+        other = ChosenSlices(self._names, self._tables, copies)
+        other.through_chief = self.through_chief
+        fills = tf.function(fill, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
+        return other, fills, tf.function(release, autograph=False).get_concrete_function()
+
+    def restore(self, path: str) -> None:
+        """Lets every server take its rows from a checkpoint, in the place of those that their ids have."""
+        shapes = open_checkpoint(Path(path)).get_variable_to_shape_map()
+        columns = list(self._names[0])
+        load = self.traced(
+            "load",
+            self._load,
+            tf.TensorSpec([], tf.string),
+            tf.TensorSpec([len(columns)], tf.string),
+            tf.TensorSpec([], tf.int32),
+            *[tf.TensorSpec([], tf.int64)] * 3,
+        )
+        for table, names in enumerate(self._names):
+            if names[IDS] not in shapes:
+                raise tf.errors.NotFoundError(None, None, f"{path} has no {names[IDS]}")
+            total = shapes[names[IDS]][0]
+            for start in range(0, total, self.chunk):
+                place = (np.int64(number) for number in (total, start, min(self.chunk, total - start)))
+                arguments = path, [names[column] for column in columns], np.int32(table), *place
+                load(*map(tf.constant, arguments))
+
+    def _not_finite(self, floats: Sequence[str], check: Callable[[], tf.Tensor]) -> list[str]:
+        """The names of floating-point columns that have NaN or infinity; of a group with many tables, of all."""
+        broken = {name for name, is_good in zip(floats, check().numpy()) if not is_good}
+        return [name for names in self._names for column, name in names.items() if column in broken]
+
+    def rows_of(self, rows: Rows, start: tf.Tensor, table: Any) -> tf.Tensor:
+        """The rows of a table among those of a chunk, int64 `[n]`; traced."""
+        of_chunk = tf.range(start, tf.minimum(start + self.chunk, rows.num_rows.read_value()))
+        return tf.boolean_mask(of_chunk, tf.equal(rows.columns[TABLES].sparse_read(of_chunk), table))
+
+    def _counts(self, rows: Rows) -> np.ndarray:
+        """How many rows each chunk has of each table: int64 `[chunks, tables]`."""
+        num_tables = len(self._names)
+
+        def count() -> tf.Tensor:
+            with tf.device(rows.device):
+                used = tf.range(rows.num_rows.read_value())
+                tables = tf.cast(rows.columns[TABLES].sparse_read(used), tf.int64)
+                where = tf.boolean_mask(used // self.chunk * num_tables + tables, tables >= 0)
+                num_chunks = (tf.size(used, tf.int64) + self.chunk - 1) // self.chunk
+                return tf.math.bincount(tf.cast(where, tf.int32), minlength=tf.cast(num_chunks, tf.int32) * num_tables)
+
+        return self.traced(("count", id(rows.num_rows)), count)().numpy().reshape(-1, num_tables)
+
+    def _save(
+        self, rows: Rows, present: Sequence[int], prefix: tf.Tensor, start: tf.Tensor, places: tf.Tensor
+    ) -> tf.Tensor:
+        """Writes a chunk; `places` says of each table how many rows there are in all, and where these begin."""
+        names, specs, tensors = list[str](), list[tf.Tensor](), list[tf.Tensor]()
+        with tf.device(rows.device):
+            for number, table in enumerate(present):
+                chosen = self.rows_of(rows, start, int(table))
+                total, first = places[number, 0], places[number, 1]
+                for column, name in self._names[table].items():
+                    variable = rows.columns[column]
+                    names.append(name)
+                    specs.append(_slice_spec(variable.shape[1:], total, first, tf.size(chosen)))
+                    tensors.append(variable.sparse_read(chosen))
+        with tf.device(self._writer_of(rows.device)):
+            saved = tf.raw_ops.SaveV2(
+                prefix=prefix, tensor_names=names, shape_and_slices=tf.stack(specs), tensors=tensors
+            )
+        with tf.control_dependencies([saved]), tf.device(self._chief):
+            return tf.constant(True)
+
+    def _save_empty(self, prefix: str, tables: Sequence[int]) -> None:
+        named = [(self._columns[column], name) for table in tables for column, name in self._names[table].items()]
+        with tf.device(self._chief):
+            tf.raw_ops.SaveV2(
+                prefix=prefix,
+                tensor_names=[name for _, name in named],
+                shape_and_slices=[""] * len(named),
+                tensors=[tf.zeros([0, *column.shape[1:]], column.dtype) for column, _ in named],
+            )
+
+    def _load(
+        self,
+        path: tf.Tensor,
+        names: tf.Tensor,
+        table: tf.Tensor,
+        total: tf.Tensor,
+        start: tf.Tensor,
+        count: tf.Tensor,
+    ) -> None:
+        """Lets every server read a chunk of a table, and take the rows of its ids."""
+        columns = self._columns
+        dtypes = {column: columns[column].dtype for column in self._names[0]}
+        specs = {c: _slice_spec(columns[c].shape[1:], total, start, count) for c in dtypes}
+        ids_at = list(dtypes).index(IDS)
+        for holder in self._tables:
+            with tf.device(self._writer_of(holder.device)):
+                (ids,) = tf.raw_ops.RestoreV2(
+                    prefix=path,
+                    tensor_names=names[ids_at : ids_at + 1],
+                    shape_and_slices=tf.stack([specs[IDS]]),
+                    dtypes=[tf.int64],
+                )
+                ids = tf.ensure_shape(ids, [None])
+
+            def load(holder: Table = holder, ids: tf.Tensor = ids) -> tf.Tensor:
+                with tf.device(self._writer_of(holder.device)):
+                    read = tf.raw_ops.RestoreV2(
+                        prefix=path,
+                        tensor_names=names,
+                        shape_and_slices=tf.stack(list(specs.values())),
+                        dtypes=list(dtypes.values()),
+                    )
+                with tf.device(holder.device):
+                    is_own = holder.keys_here(ids, table)
+                    values = {
+                        column: tf.boolean_mask(tf.ensure_shape(of_column, [None, *columns[column].shape[1:]]), is_own)
+                        for column, of_column in zip(dtypes, read)
+                    }
+                    holder.take(table, values)
+                    return tf.constant(True)
+
+            if self.through_chief:
+                load()
+                continue
+            with tf.device(holder.device):
+                tf.cond(tf.reduce_any(holder.keys_here(ids, table)), load, lambda: False)
+
+    def _are_finite(self, rows: Rows, columns: Sequence[str]) -> tf.Tensor:
+        def check(start: tf.Tensor, flags: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            stop = tf.minimum(start + self.chunk, num_rows)
+            values = [rows.columns[column].sparse_read(tf.range(start, stop)) for column in columns]
+            return stop, flags & tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+        with tf.device(rows.device):
+            num_rows = rows.num_rows.read_value()
+            initial = [tf.zeros([], tf.int64), tf.ones([len(columns)], tf.bool)]
+            return tf.while_loop(lambda start, _: start < num_rows, check, initial, parallel_iterations=1)[1]
+
+
+def is_finite(value: np.ndarray) -> bool:
+    """Whether no element is NaN or infinity."""
+    # numpy does not count bfloat16 as a float; everything but integers and bools is checked.
+    return value.dtype.kind in "iub" or bool(np.isfinite(value.astype(np.float32)).all())
+
+
+def _runs(group: Sequence[Slice]) -> list[list[Slice]]:
+    """The slices of each variable."""
+    return [list(run) for _, run in itertools.groupby(group, key=lambda piece: id(piece.variable))]
+
+
+def read_run(run: Sequence[Slice]) -> list[tf.Tensor]:
+    """The values of pieces that are next to each other, on the device of their variable.
+
+    They are views of the variable where TensorFlow can make them, so nothing may change it meanwhile.
+    """
+    value = run[0].variable.read_value_no_copy()
+    places = [piece.place_in(value.shape) for piece in run]
+    if not _cover(places, value):
+        value = value[places[0].start : places[-1].stop]
+    parts = tf.split(value, [place.stop - place.start for place in places]) if len(run) > 1 else [value]
+    return [tf.reshape(part, piece.own_shape) for part, piece in zip(parts, run)]
+
+
+def _assign(run: Sequence[Slice], values: Sequence[tf.Tensor]) -> tf.Operation:
+    """Sets pieces that are next to each other, in place."""
+    variable = run[0].variable
+    places = [piece.place_in(variable.shape) for piece in run]
+    parts = [tf.reshape(value, [-1, *variable.shape[1:]]) for value in values]
+    joined = tf.concat(parts, 0) if len(run) > 1 else parts[0]
+    if _cover(places, variable):
+        return variable.assign(tf.reshape(joined, variable.shape), read_value=False)
+    return assign_rows(variable, places[0].start, places[-1].stop, joined)
+
+
+def _cover(places: Sequence[slice], whole: tf.Tensor | tf.Variable) -> bool:
+    """Whether places that are next to each other are all of a variable, or of its value."""
+    return whole.shape.rank == 0 or places[-1].stop - places[0].start == whole.shape[0]
+
+
+def _are_finite(device: str, variables: Sequence[tf.Variable]) -> tf.Tensor:
+    """For each variable of a device whether all its elements are finite: bool `[n]`."""
+
+    def is_finite(variable: tf.Variable) -> tf.Tensor:
+        value = variable.read_value_no_copy()
+        # A sum needs no memory, and is finite only if all its terms are; but it may overflow, too.
+        total = tf.math.is_finite(tf.reduce_sum(value))
+        return tf.cond(total, lambda: True, lambda: tf.reduce_all(tf.math.is_finite(value)))
+
+    with tf.device(device):
+        return tf.stack([is_finite(variable) for variable in variables])
+
+
+def host_of(device: str) -> str:
+    """The CPU of the task that has a device."""
+    return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
+
+
+def chief_device() -> str:
+    """The device of this process by its full name, since each task has a CPU."""
+    with tf.device("CPU:0"):
+        return tf.zeros([]).device
+
+
+def _slice_spec(row_shape: Any, total: tf.Tensor, start: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """Some rows of a tensor as TensorFlow's ops for checkpoints take them."""
+    shape = tf.strings.as_string(tf.stack([total, *(tf.constant(size, tf.int64) for size in row_shape)]))
+    rows = tf.strings.join([tf.strings.as_string(start), ",", tf.strings.as_string(count)])
+    return tf.strings.join([tf.strings.reduce_join(shape, separator=" "), " ", rows, ":-" * len(row_shape)])
+
+
+def refuse(not_finite: Sequence[str]) -> None:
+    """Refuses, with a `NonFiniteError`, to save values with these names."""
+    if names := list(dict.fromkeys(not_finite)):
+        verb = "is" if len(names) == 1 else "are"
+        raise NonFiniteError(f"{', '.join(names[:5])} {verb} not finite")

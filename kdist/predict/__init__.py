@@ -1,1 +1,0 @@
-"""`python -m kdist.predict`; see `kdist.cli.predict`."""

@@ -1,0 +1,1 @@
+"""Many runs, run, compared and read as rows."""

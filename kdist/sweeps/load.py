@@ -1,0 +1,224 @@
+"""`load_runs`: one row for each run dir below a folder: what was run, how it ended, what it reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.config.hparams import by_key, value_of
+from kdist.errors import ConfigError
+from kdist.log import warn
+from kdist.model.logs import scalars
+from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, metrics_of, rows_in
+from kdist.run.metrics_file import NAME as METRICS
+from kdist.run.result import checked_record, content_of
+from kdist.sweeps.folder import RESULT, TRIAL, RunsFolder, runs_folder
+
+if TYPE_CHECKING:
+    import pandas
+
+Row = dict[str, Any]
+
+SEED = "run.seed"
+#: The first columns.
+_ABOUT = ("run", "status", "strategy", "cluster", "seed")
+#: The last columns, after those of metrics.
+_SPEED = ("steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers")
+#: Keys that say where a run is and not what, and those that are columns of their own.
+_NOT_KEYS = ("run.dir", "run.name", "sweep.", "hydra.", "cluster.shape", "strategy.name")
+_DONE, _FAILED = "done", "failed"
+_ENDED = (_DONE, _FAILED, "preempted")
+#: Where the config of a run from Python has its hyperparameters.
+_HPARAMS = "hparams"
+
+
+@dataclass
+class Runs:
+    """Rows of runs.
+
+    Attributes:
+        rows: of runs, each with all columns; None is a value that a run does not have.
+        keys: columns of keys: those that a run overrides, and those in which runs from Python differ.
+        metrics: columns of metrics: `train/loss`, `validation/loss`, `best/loss`.
+        modes: `min` or `max` by metric, for those of which it is known which values are better.
+        errors: the first lines of the errors of failed runs, by their names.
+    """
+
+    rows: list[Row]
+    keys: list[str]
+    metrics: list[str]
+    modes: dict[str, str]
+    errors: dict[str, str]
+
+    @property
+    def columns(self) -> list[str]:
+        return [*_ABOUT, *self.keys, *self.metrics, *_SPEED]
+
+    @property
+    def speed(self) -> Sequence[str]:
+        """Columns of numbers other than metrics."""
+        return _SPEED
+
+    def varied(self) -> list[str]:
+        """The keys, strategy and cluster in which runs differ."""
+        # A run that failed before it had a strategy differs from the others in nothing else.
+        known = {key: {row[key] for row in self.rows} - {None} for key in ("cluster", "strategy")}
+        values = known | {key: {repr(row[key]) for row in self.rows} for key in self.keys}
+        return [key for key, found in values.items() if len(found) > 1]
+
+
+def load_runs(folder: str | Path) -> pandas.DataFrame | list[Row]:
+    """The runs below a folder, also the trials of sweeps, as a `pandas.DataFrame` with one row each.
+
+    The columns are `run` (its path in the folder), `status` (`done`, `failed`, `preempted`, or `unfinished` without a
+    result), `strategy`, `cluster` and `seed` as resolved, a column for each config key that a run overrides or in which
+    runs from Python differ, the final metrics as `train/loss` and `validation/loss`, the best ones of validation as
+    `best/loss`, `steps_per_second`, `examples_per_second`, `staleness` (its mean), `seconds`, `global_step` and
+    `workers`. Of an unfinished run the metrics are the newest ones.
+
+    Args:
+        folder: a path, or a URL on object storage.
+
+    Returns:
+        Without pandas, a list of dicts with these keys, in which a value that a run does not have is None.
+
+    Raises:
+        ConfigError: there is no such folder or no run in it, a record was written by a newer version, or a file is
+            damaged.
+    """
+    runs = runs_in(runs_folder(folder))
+    try:
+        import pandas
+    except ImportError:
+        return runs.rows
+    return pandas.DataFrame(runs.rows, columns=runs.columns)
+
+
+def runs_in(folder: RunsFolder, names: Sequence[str] | None = None) -> Runs:
+    """The runs below a folder, or those in its run dirs of these names; see `load_runs`."""
+    found = [run for name in (folder.run_dirs() if names is None else names) if (run := _read(folder, name))]
+    if names is None and not found:
+        raise ConfigError(f"{folder}: no run is there: neither it nor a folder in it has a {RESULT} of kdist")
+    keys = _keys_of(found)
+    metrics = list(dict.fromkeys(name for run in found for name in run.metrics))
+    rows = [
+        {
+            **run.about,
+            **{key: run.value(key) for key in keys},
+            **{name: run.metrics.get(name) for name in metrics},
+            **{name: run.speed.get(name) for name in _SPEED},
+        }
+        for run in found
+    ]
+    metrics.sort(key=lambda name: ("train", "validation", "best").index(name.partition("/")[0]))
+    modes = {name: mode for run in found for name, mode in run.modes.items()}
+    errors = {run.about["run"]: run.error for run in found if run.error is not None}
+    return Runs(rows, keys, metrics, modes, errors)
+
+
+@dataclass
+class _Run:
+    """What is known of one run: parts of its row, and its record."""
+
+    about: Row
+    overrides: Mapping[str, str]
+    config: Mapping[str, Any]
+    metrics: Row
+    speed: Row
+    modes: Mapping[str, str]
+    record: dict[str, Any]
+    error: str | None
+
+    def value(self, key: str) -> Any:
+        """The value of a config key; for the choice of a group its name."""
+        if key in self.about:
+            return self.about[key]
+        if key in self.config:
+            return self.config[key]
+        return value_of(self.overrides[key]) if key in self.overrides else None
+
+
+def _read(folder: RunsFolder, name: str) -> _Run | None:
+    """The run in a run dir; None, with a warning, if its `result.json` is something else."""
+    place = f"{folder}/{name}" if name != "." else str(folder)
+    trial = content_of(folder.read(f"{name}/{TRIAL}") or b"")
+    record: dict[str, Any] = {}
+    if (content := folder.read(f"{name}/{RESULT}")) is not None:
+        if "status" in content_of(content):
+            record = checked_record(content, f"{place}/{RESULT}")
+        elif not trial:
+            warn(f"{place}/{RESULT}: is not the record of a run; left out")
+            return None
+    status = trial.get("status", record.get("status"))
+    error = str(trial.get("error") or record.get("error") or "unknown")
+    overrides = by_key(record.get("overrides") or ()) or trial.get("overrides") or {}
+    metrics, speed = _of_record(record) if record else _of_rows(folder, name, place)
+    return _Run(
+        about={
+            "run": name if name != "." else Path(str(folder)).resolve().name,
+            # A trial that is marked as running may have been killed.
+            "status": status if status in _ENDED else "unfinished",
+            "strategy": record.get("strategy") or overrides.get("strategy"),
+            "cluster": record.get("cluster") or overrides.get("cluster"),
+            "seed": record.get("seed", value_of(overrides[SEED]) if SEED in overrides else None),
+        },
+        overrides=overrides,
+        config=_flat(record.get("config") or {}),
+        metrics=metrics,
+        speed=speed,
+        modes={f"best/{n}": best["mode"] for n, best in (record.get("best") or {}).items() if best.get("mode")},
+        record=record,
+        error=error.splitlines()[0] if status == _FAILED else None,
+    )
+
+
+def _of_record(record: Mapping[str, Any]) -> tuple[Row, Row]:
+    """Metrics and speed of a run that has ended."""
+    logs = record.get("metrics") or {}
+    metrics = {f"{split}/{n}": v for split in ("train", "validation") for n, v in scalars(logs.get(split) or {})}
+    metrics |= {f"best/{name}": best.get("value") for name, best in (record.get("best") or {}).items()}
+    speed = {name: record.get(name) for name in _SPEED}
+    return metrics, {**speed, "staleness": (record.get("gradients") or {}).get("staleness_mean")}
+
+
+def _of_rows(folder: RunsFolder, name: str, place: str) -> tuple[Row, Row]:
+    """Metrics and speed of a run that has not: those of its last rows."""
+    rows = rows_in(folder.read(f"{name}/{METRICS}") or b"", f"{place}/{METRICS}")
+    metrics: Row = {}
+    speed: Row = {}
+    for row in rows:
+        speed |= {name: row[name] for name in ("steps_per_second", "staleness", "seconds") if name in row}
+        speed["global_step"] = row["step"]
+    for split, kinds, prefix in (("train", (TRAIN, EPOCH), ""), ("validation", (VALIDATION,), "val_")):
+        logs = metrics_of(next((row for row in reversed(rows) if row["kind"] in kinds), {}))
+        found = {n.removeprefix(prefix): v for n, v in logs.items() if n.startswith("val_") == bool(prefix)}
+        metrics |= {f"{split}/{n}": v for n, v in scalars(found)}
+    return metrics, speed
+
+
+def _keys_of(runs: Sequence[_Run]) -> list[str]:
+    """The columns of keys, in the order in which they appear."""
+    from_python = [run.config for run in runs if _HPARAMS in run.record.get("config", {})]
+    keys = dict.fromkeys(key for run in runs for key in run.overrides)
+    keys |= dict.fromkeys(key for config in from_python for key in config if _is_key(key, from_python))
+    return [key for key in keys if key not in _ABOUT and not key.startswith(_NOT_KEYS)]
+
+
+def _is_key(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether runs from Python have a column for a key: a hyperparameter, or an argument in which they differ."""
+    # A seed that nobody has chosen is another one in each run.
+    return key != SEED and ("." not in key or len({repr(config.get(key)) for config in configs}) > 1)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Row:
+    """The values of a config by key, lists as texts; hyperparameters of a run from Python under their own names."""
+    found: Row = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{key}.")
+        else:
+            found[key.removeprefix(f"{_HPARAMS}.")] = str(value) if isinstance(value, list) else value
+    return found

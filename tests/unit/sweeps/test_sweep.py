@@ -1,0 +1,254 @@
+"""What a sweep knows of its jobs."""
+
+import itertools
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kdist.errors import ConfigError
+from kdist.sweeps.folder import SweepFolder, sweep_folder
+from kdist.sweeps.plot import picture_of
+from kdist.sweeps.sweep import Objective, Sweep, Trial, begin_trial, objective
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def result(loss: float, accuracy: float, **more: Any) -> dict[str, Any]:
+    best = {"loss": (loss, "min"), "accuracy": (accuracy, "max"), "odd": (1.0, None)}
+    return {
+        "status": "done",
+        "best": {name: {"value": value, "step": 10, "mode": mode} for name, (value, mode) in best.items()},
+        "metrics": {"train": {"loss": 9.0}, "validation": {}},
+        "steps_per_second": 100.0,
+        "examples_per_second": 3200.0,
+        "seconds": 4.0,
+        "workers": 2,
+        "strategy": "parameter_server",
+        "gradients": {"staleness_mean": 1.5},
+        **more,
+    }
+
+
+@pytest.fixture(params=["{}", "file://{}", "memory://bucket{}"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SweepFolder]:
+    """The folder of a sweep, wherever it may be."""
+    yield sweep_folder(request.param.format(tmp_path / "sweep"), 1.0)
+    MemoryFileSystem.store.clear()
+
+
+def add(folder: SweepFolder, number: int, overrides: dict[str, str], found: Any, **record: Any) -> None:
+    Trial(str(number), overrides, **{"status": "done" if found else "running", **record}).write(folder)
+    if found is not None:
+        folder.write(f"{number}/result.json", json.dumps(found).encode())
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (None, Objective("loss", 0.5, "min")),
+        ("loss", Objective("loss", 0.5, "min")),
+        ("val_accuracy", Objective("accuracy", 0.9, "max")),
+        ("steps_per_second", Objective("steps_per_second", 100.0, "max")),
+        ("seconds", Objective("seconds", 4.0, "min")),
+    ],
+)
+def test_a_job_returns_the_best_value_of_the_metric(metric: str | None, expected: Objective) -> None:
+    assert objective(result(0.5, 0.9), metric, None) == expected
+
+
+def test_without_validation_it_is_the_training_loss() -> None:
+    assert objective(result(0, 0, best={}), None, None) == Objective("train loss", 9.0, "min")
+
+
+def test_a_metric_that_is_not_there_or_has_no_direction_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sweep\.metric=auc: a run reports loss, accuracy, odd, steps_per_second"):
+        objective(result(0.5, 0.9), "auc", None)
+    with pytest.raises(ConfigError, match=r"sweep\.metric=odd: say which values are better: sweep\.mode=min"):
+        objective(result(0.5, 0.9), "odd", None)
+    assert objective(result(0.5, 0.9), "odd", "max") == Objective("odd", 1.0, "max")
+
+
+def test_a_job_is_begun_once_and_known_again(folder: SweepFolder) -> None:
+    overrides = ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=1"]
+    job = begin_trial(folder, "0", overrides)
+    assert job.status == "running"
+    assert job.overrides == {"recipe": "mnist", "optimizer.learning_rate": "0.1", "run.seed": "1"}
+    # Killed: it runs again. Done, without a result: as well.
+    assert begin_trial(folder, "0", overrides).status == "running"
+    add(folder, 0, dict(job.overrides), result(1, 0))
+    assert begin_trial(folder, "0", overrides).status == "done"
+    with pytest.raises(
+        ConfigError, match=r"0: holds a trial with recipe=mnist optimizer\.learning_rate=0\.1 run\.seed=1, not"
+    ):
+        begin_trial(folder, "0", ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=2", "run.grace_secs=5"])
+
+
+def test_trials_are_found_whatever_their_folders_are_called(folder: SweepFolder) -> None:
+    names = {0: "units=8,run.trust=[mine]", 1: "units=4,data.path=/a/b"}
+    for number, name in names.items():
+        begin_trial(folder, name, [f"model.units={8 - 4 * number}"], number)
+    assert begin_trial(folder, names[1], ["model.units=4"], 7).number == 7
+    Trial(names[0], {"model.units": "8"}, "failed", "it broke", 2, 0).write(folder)
+    sweep = Sweep(folder)
+    assert [trial.name for trial in sweep.trials] == [names[0], names[1]]
+    assert [trial.exit_code for trial in sweep.failed] == [2]
+    *_, unfinished, failed, why = sweep.table()
+    assert {unfinished.split()[0], failed.split()[0]} == {"0", "7"}
+    assert why == f"trial 0 ({names[0]}) failed: it broke"
+
+
+@pytest.mark.parametrize("name", [".", "..", "../elsewhere"])
+def test_a_trial_stays_in_the_folder_of_its_sweep(folder: SweepFolder, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir: .* is not a folder in hydra\.sweep\.dir"):
+        begin_trial(folder, name, ["model.units=4"], 0)
+
+
+def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> None:
+    add(folder, 0, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "0.1"}, result(0.7, 0.8))
+    add(folder, 1, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "0.1"}, result(0.2, 0.9))
+    add(folder, 2, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "9"}, None, status="failed",
+        error="NanTensor: the loss became nan\nmore", exit_code=1)  # fmt: skip
+    add(folder, 10, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "9"}, None)
+    folder.write("notes/trial.json", b"{}")
+    folder.write("3/result.json", b"{}")
+    sweep = Sweep(folder)
+    assert [job.number for job in sweep.trials] == [0, 1, 2, 10]
+    assert sweep.swept == ["cluster", "optimizer.learning_rate"]
+    heads, rule, *rows, failed = sweep.table()
+    assert heads.split(" | ")[0].strip() == "trial"
+    assert set(rule) <= {"-", "+"}
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert cells == [
+        ["1", "1ps2w", "0.1", "0.2", "100.0", "1.50", "done"],
+        ["0", "1ps1w", "0.1", "0.7", "100.0", "1.50", "done"],
+        ["2", "1ps2w", "9", "", "", "", "failed"],
+        ["10", "1ps1w", "9", "", "", "", "unfinished"],
+    ]
+    assert failed == "trial 2 failed: NanTensor: the loss became nan"
+    assert [group.rows[0]["run"] for group in Sweep(folder, "accuracy").groups()[:2]] == ["1", "0"]
+    sweep.write()
+    assert (folder.read("sweep.txt") or b"").decode().splitlines() == sweep.table()
+    assert (picture_of(sweep) or b"").startswith(PNG)
+
+
+def test_seeds_are_one_row_with_mean_and_spread(folder: SweepFolder) -> None:
+    accuracies = {"1ps1w": (0.8, 0.9, 1.0), "1ps2w": (0.7, 0.7, None)}
+    for number, (cluster, seed) in enumerate(itertools.product(accuracies, range(3))):
+        accuracy = accuracies[cluster][seed]
+        found = None if accuracy is None else result(1.0, accuracy, cluster=cluster, seed=seed)
+        status = {} if found else {"status": "failed", "error": "no"}
+        add(folder, number, {"cluster": cluster, "run.seed": str(seed), "train.steps": "9"}, found, **status)
+    sweep = Sweep(folder, "accuracy")
+    assert sweep.swept == ["cluster", "run.seed"]
+    heads, _, *rows, failed = sweep.table()
+    assert [[cell.strip() for cell in row.split("|")] for row in [heads, *rows]] == [
+        ["trial", "cluster", "run.seed", "accuracy", "steps/s", "staleness", "status"],
+        ["0-2", "1ps1w", "0-2", "0.9 ± 0.1", "100.0 ± 0", "1.50 ± 0", "done"],
+        ["3-5", "1ps2w", "0-2", "0.7 ± 0", "100.0 ± 0", "1.50 ± 0", "2 done, 1 failed"],
+    ]
+    assert failed == "trial 5 failed: no"
+
+
+def axes_of(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The panels of the picture of a sweep."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    picture_of(sweep)
+    return [axes for axes in figures[0].axes if axes.axison]
+
+
+def lines_joined(axes: Axes) -> list[bool]:
+    return [line.get_linestyle() not in ("None", "none", "") for line in axes.lines]
+
+
+def test_categories_are_points_and_numbers_are_lines_in_bands(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (("1ps1w", "1ps2w", "2ps2w"), ("0.1", "0.01", "1.0"), ("1", "2"))
+    for number, (cluster, rate, seed) in enumerate(itertools.product(*keys)):
+        found = result(1.0, 0.9 + 0.001 * int(seed), cluster=cluster, seed=int(seed))
+        add(folder, number, {"cluster": cluster, "optimizer.learning_rate": rate, "run.seed": seed}, found)
+    metric, rate_axes, staleness, over_rate = axes_of(Sweep(folder, "accuracy"), monkeypatch)
+    for axes in (metric, rate_axes, staleness):
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == list(keys[0])
+        assert not any(lines_joined(axes))
+        # Mean and deviation of each rate.
+        assert len(axes.containers) == 3
+    assert [axes.get_ylabel() for axes in (rate_axes, staleness)] == ["examples/s", "staleness, mean"]
+    assert rate_axes.get_ylim()[0] == staleness.get_ylim()[0] == 0
+    # It would hide all differences, so the axis says that it is cut.
+    assert metric.get_ylabel() == "accuracy  (axis does not begin at 0)"
+    assert lines_joined(over_rate) == [True] * 3
+    assert [list(line.get_xdata()) for line in over_rate.lines] == [[0.01, 0.1, 1.0]] * 3
+    assert (len(over_rate.collections), over_rate.get_xscale()) == (3, "log")
+    for axes in (metric, over_rate):
+        # The legend is above what is drawn.
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
+    assert axes.get_legend().get_title().get_text() == "cluster"
+
+
+def test_a_loss_that_differs_much_begins_at_0_and_seeds_alone_are_points(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, seed in enumerate("123"):
+        add(folder, number, {"run.seed": seed}, result(float(seed), 0.5, seed=int(seed)))
+    (axes,) = axes_of(Sweep(folder), monkeypatch)
+    assert (axes.get_ylabel(), axes.get_ylim()[0], axes.get_xlabel()) == ("loss", 0, "run.seed")
+    assert not any(lines_joined(axes))
+
+
+def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: SweepFolder) -> None:
+    add(folder, 0, {"cluster": "local"}, None, status="failed", error="no", exit_code=2)
+    sweep = Sweep(folder)
+    sweep.write()
+    assert picture_of(sweep) is None
+    assert b"trial 0 failed: no" in (folder.read("sweep.txt") or b"")
+
+
+def test_what_a_sweep_has_written_is_there_for_processes_of_a_launcher(folder: SweepFolder) -> None:
+    add(folder, 0, {"cluster": "local"}, result(1, 0))
+    received = pickle.loads(pickle.dumps(folder))
+    assert str(received) == str(folder)
+    found = Trial.read(received, "0")
+    assert found is not None
+    assert found.result["status"] == "done"
+
+
+def test_files_of_hydra_are_brought_to_a_sweep_on_object_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = sweep_folder(f"file://{tmp_path}/sweep", 1.0)
+    # Nothing was written here yet.
+    folder.take_over()
+    (folder.local / "0").mkdir(parents=True)
+    (folder.local / "multirun.yaml").write_text("hydra: {}")
+    folder.take_over()
+    assert [path.name for path in (tmp_path / "sweep").iterdir()] == ["multirun.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("s3://key:hunter2@bucket/sweep", r"hydra\.sweep\.dir=s3://\*\*\*: has a user"),
+        ("az://bucket/sweep", r"hydra\.sweep\.dir=az://bucket/sweep: unknown protocol az; choose one of s3, gs"),
+        (
+            "gs://bucket/sweep",
+            r"hydra\.sweep\.dir=gs://bucket/sweep: needs the package gcsfs: pip install 'kdist\[gs\]'",
+        ),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_at_once(
+    place: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        sweep_folder(place, 1.0)
