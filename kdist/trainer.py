@@ -30,7 +30,6 @@ from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConf
 from kdist.config.strategy_options import strategy_config
 from kdist.console import live
 from kdist.data.sources import split_validation
-from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
 from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults

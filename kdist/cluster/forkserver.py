@@ -33,7 +33,7 @@ from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, st
 #: The name of the process.
 NAME = "kdist-forks"
 #: Modules that it imports: for tasks that serve TensorFlow, and for those that run a training loop.
-SERVING, TRAINING = "kdist.data.python_readers", "kdist.launch.in_process"
+SERVING, TRAINING = "kdist.data.python_readers", "kdist.strategies.remote"
 
 _REPORT_SECS = 0.05
 _CLOSE_SECS = 2.0

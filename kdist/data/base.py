@@ -77,6 +77,10 @@ class TrainingData(abc.ABC):
         """The parts that workers read one after the other, of data that may end; None if it is endless."""
         return None
 
+    def state(self) -> str | None:
+        """The part of data that may end which was read, as JSON; None of endless data."""
+        return None if self.splits is None else self.splits.state()
+
     @property
     def passes(self) -> Passes | None:
         """The passes that are the epochs, if nobody knows their length; None if epochs are numbers of steps."""

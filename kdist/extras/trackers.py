@@ -75,11 +75,6 @@ class Tracker(Hook, abc.ABC):
         """Ends the run of the tracker; `files` are to be kept with it."""
 
     @property
-    def stays_with_user(self) -> bool:
-        # There is the run that the user may have started.
-        return True
-
-    @property
     def _name(self) -> str:
         """The run dir, and the folder that it is in."""
         return "/".join(self._run_dir.absolute().parts[-2:])

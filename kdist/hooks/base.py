@@ -172,14 +172,6 @@ class Hook:
     #: Whether the hook does nothing without validation data, so that a fit without it is refused.
     needs_validation = False
 
-    @property
-    def stays_with_user(self) -> bool:
-        """Whether the hook runs in the user's process also where a process of its own trains: its code is the user's.
-
-        kdist's own hooks, which save and write what is in that process, run there.
-        """
-        return not type(self).__module__.startswith("kdist.")
-
     def before_fit(self, run_dir: Path, result: Result) -> None:
         """Called first of all, with what is known of the result: config, strategy, cluster, seed."""
 

@@ -75,10 +75,6 @@ class CheckpointSaver(TimedHook):
         self._begun_at = 0
         self._listeners = list(listeners)
 
-    @property
-    def stays_with_user(self) -> bool:
-        return super().stays_with_user or bool(self._listeners)
-
     def begin(self, session: Session) -> None:
         for listener in self._listeners:
             listener.begin()

@@ -27,10 +27,6 @@ class FeedFn(Hook):
         self._every_steps = every_steps
         self._next_step = 0
 
-    @property
-    def stays_with_user(self) -> bool:
-        return True
-
     def after_create_session(self, session: Session) -> None:
         self._next_step = session.global_step
 

@@ -22,10 +22,6 @@ class FinalOps(Hook):
         self._final_ops = final_ops
         self.final_ops_values: Any = None
 
-    @property
-    def stays_with_user(self) -> bool:
-        return True
-
     def begin(self, session: Session) -> None:
         self.final_ops_values = None
 

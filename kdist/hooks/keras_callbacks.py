@@ -29,21 +29,12 @@ from kdist.model.state import (
 CallbackOrSeveral: TypeAlias = Callback | Sequence[Callback] | keras.callbacks.CallbackList
 
 
-class EpochLogs(Callback):
-    """The logs of the last epoch, with what the callbacks before it have added: Keras gives them a copy."""
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        del epoch
-        self.logs = dict(logs or {})
-
-
 #: Keras callbacks that only use logs, so that the values need not be sent to the chief.
 _LOGS_ONLY = (
     keras.callbacks.History,
     keras.callbacks.CSVLogger,
     keras.callbacks.ProgbarLogger,
     keras.callbacks.RemoteMonitor,
-    EpochLogs,
 )
 #: Those that set the learning rate, and look at nothing else.
 RATE_ONLY = (keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
@@ -250,10 +241,6 @@ class _TerminateOnNaN(NanTensor):
     def __init__(self, callbacks: Sequence[keras.callbacks.TerminateOnNaN]) -> None:
         super().__init__()
         self._callbacks = callbacks
-
-    @property
-    def stays_with_user(self) -> bool:
-        return True
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         loss, spec = values.totals.loss, context.session.spec

@@ -1,8 +1,8 @@
 """How a fit reaches the process that runs it: a launcher takes a `FitRequest` and returns a `FitOutcome`.
 
-There are three launchers: `InProcess` runs the training loop in this process, `Subprocesses` in processes of its own,
-which some strategies need, and `ExternalTask` takes part in a fit whose chief is another process. None of them sees the
-`Trainer`; the request is all that they know, and the outcome all that they return.
+There are two launchers: `InProcess` runs the training loop in this process, and `ExternalTask` takes part in a fit
+whose chief is another process. Neither of them sees the `Trainer`; the request is all that they know, and the outcome
+all that they return.
 """
 
 from __future__ import annotations
@@ -105,10 +105,6 @@ class StrategyRequest:
         if self.description is not None and self.membership is not None and self.name == "multi_worker_mirrored":
             agree(self.membership, self.description, self.cluster.start_timeout)
 
-    def own_processes(self) -> int | None:
-        """See `kdist.strategies.registry.own_processes`."""
-        return registry.own_processes(self.config, self.shape, self.membership)
-
     def workers(
         self, log_dir: Path, grace_secs: float, training: Callable[[Strategy], None] | None
     ) -> WorkerPool | None:
@@ -119,10 +115,6 @@ class StrategyRequest:
 
     def make(self) -> Strategy:
         """A new strategy, not started."""
-        if (num_cpus := self.own_processes()) is not None:
-            from kdist.strategies.remote import Remote
-
-            return Remote(self.name, self.shape, self.cluster, self.config.devices, num_cpus)
         return registry.create(self.config, self.cluster, self.shape, self.membership, self.custom, self.description)
 
 

@@ -39,17 +39,10 @@ from kdist.strategies.ps_base import PsStrategy
 
 
 class InProcess(Launcher):
-    """Runs the training loop in this process.
-
-    Args:
-        make_callbacks: `Callbacks`, or something that stands in for it.
-    """
-
-    def __init__(self, make_callbacks: Callable[..., Callbacks] = Callbacks) -> None:
-        self._make_callbacks = make_callbacks
+    """Runs the training loop in this process."""
 
     def launch(self, request: FitRequest) -> FitOutcome:
-        fit = LocalFit(request, self._make_callbacks)
+        fit = LocalFit(request)
         try:
             with fit.session() as session:
                 while not session.should_stop():
@@ -64,11 +57,9 @@ class LocalFit:
 
     Args:
         request: what to train; its model gets the trained values.
-        make_callbacks: see `InProcess`.
     """
 
-    def __init__(self, request: FitRequest, make_callbacks: Callable[..., Callbacks] = Callbacks) -> None:
-        self._make_callbacks = make_callbacks
+    def __init__(self, request: FitRequest) -> None:
         self._request = request
         self._model = request.source.model
         self._history = keras.callbacks.History()
@@ -186,8 +177,8 @@ class LocalFit:
         if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         listed = [*others, self._history]
-        steps = arguments.steps_per_epoch or (lengths and lengths.steps_per_epoch)
-        callbacks = self._make_callbacks(listed, model, epochs=arguments.epochs, steps=steps)
+        steps = arguments.steps_per_epoch or (None if lengths is None else lengths.steps_per_epoch)
+        callbacks = Callbacks(listed, model, epochs=arguments.epochs, steps=steps)
         self._validate = validate = Validator(model, arguments.validation, callbacks, self._stays_on_servers)
         has_evaluator = request.strategy.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:

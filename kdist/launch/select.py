@@ -5,7 +5,6 @@ from __future__ import annotations
 from kdist.launch.base import Launcher, StrategyRequest
 from kdist.launch.external_task import ExternalTask
 from kdist.launch.in_process import InProcess
-from kdist.launch.subprocesses import Subprocesses
 
 
 def launcher_for(strategy: StrategyRequest) -> Launcher:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kdist.cluster.spec import Task
-    from kdist.cluster.task_processes import TaskProcess
     from kdist.session import TrainSession
 
 #: Schedulers send a signal to a process and to its group, or twice; one that follows so soon is the same.
@@ -283,39 +282,6 @@ def task_signals(task: Task, grace_secs: float, names: Collection[str] = STOP_SI
             yield signals
         finally:
             _of_task.clear()
-
-
-class ForwardedSignals(_Signals):
-    """While entered, forwards signals to the process that runs the session; a second one ends it at once.
-
-    So does the end of the time that it has to save, if a hook or callback of the user still runs in this process.
-
-    Args:
-        chief: that process.
-        grace_secs: seconds that it has to save and exit.
-        names: of the signals, beside SIGINT.
-    """
-
-    def __init__(self, chief: TaskProcess, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
-        super().__init__(names)
-        self._chief = chief
-        self._grace_secs = grace_secs
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the first signal raises where a run ends; None without one."""
-        return None if self.received is None else _error_of(self.received)
-
-    def _handle(self, number: int, _frame: FrameType | None = None) -> None:
-        is_first = self.received is None
-        if self._arrivals.add(number):
-            self._chief.kill()
-            leave(signal.Signals(number))
-        self._chief.send_signal(number)
-        if is_first and (received := self.received) is not None:
-            secs = self._grace_secs + _EXIT_SECS
-            late = f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs): a hook or callback runs"
-            self._leave_after(secs, received, lambda: late)
 
 
 def leave(received: signal.Signals) -> None:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
-from kdist.data.worker_dataset import call_with, iterator_over, iterator_spec
+from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput
@@ -68,22 +69,21 @@ class AllReduce(StoreBackedStrategy):
         self.warming_up |= size not in self._functions
         return self._call(size)
 
-    #: For each replica of this process the arguments of its data, if another process has them.
-    received: Sequence[Sequence[Any]] | None = None
-
     def _call(self, num_steps: int) -> StepLogs:
-        """Runs steps on all replicas; every process has to call it."""
-        packed = self._call_packed(num_steps)
+        packed = self.call(num_steps)
         if self._splits is not None:
             for replica in self._replicas:
                 self._splits.advance(replica)
         return self._logs.join([self._logs.unpack(row) for row in packed])
 
-    def _call_packed(self, num_steps: int) -> Any:
-        if not self._iterators or self._splits is not None or self.received is not None:
+    def call(self, num_steps: int) -> np.ndarray:
+        """Runs steps on all replicas, which every process has to do; returns all logs, `[replicas, num_steps, n]`."""
+        # A split is one batch, which is no dataset.
+        if not self._iterators or not isinstance(self._make_dataset.structured_outputs, tf.data.Dataset):
             self._iterators = [iterator_over(made) for made in self._datasets()]
         try:
-            return self._function(num_steps)(self._iterators).numpy()
+            packed: np.ndarray = self._function(num_steps)(self._iterators).numpy()
+            return packed
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
 
@@ -96,11 +96,7 @@ class AllReduce(StoreBackedStrategy):
         """The data of each replica of this process."""
         step = self.values.global_step()
         for replica in self._replicas:
-            if self.received is not None:
-                numbers = [tf.constant(number, tf.int64) for number in (replica, step, 0)]
-                yield call_with(self._make_dataset, *numbers, *map(tf.constant, self.received[replica]))
-            else:
-                yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
+            yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
 
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""

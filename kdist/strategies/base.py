@@ -82,6 +82,7 @@ class TrainingSpec:
         epoch_lengths: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
         first_epoch: the number of the epoch that began there.
+        source: from which another process makes the model; None if it gets `model` itself.
         saves_deltas: whether it is marked which rows of tables change, so that checkpoints can be deltas.
     """
 
@@ -100,7 +101,6 @@ class TrainingSpec:
     first_epoch: int = 0
     saves_deltas: bool = False
     source: Any = None
-    has_splits: bool = False
 
     @property
     def first_step(self) -> int:

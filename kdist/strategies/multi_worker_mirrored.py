@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +28,6 @@ from kdist.errors import ClusterError, ConfigError, reason
 from kdist.model.names import GLOBAL_STEP
 from kdist.strategies.all_reduce import AllReduce, here
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.traced_calls import StepLogs
 from kdist.threads import in_thread
 
 T = TypeVar("T")
@@ -160,7 +159,7 @@ class MultiWorkerMirrored(AllReduce):
                 if command == _WRITE:
                     self._share(self._store.values.read())
                 else:
-                    super()._call_packed(argument)
+                    super().call(argument)
         except _LOST as error:
             raise _lost(error) from error
         finally:
@@ -178,10 +177,10 @@ class MultiWorkerMirrored(AllReduce):
         self._tcp_timeouts.stop()
         super().stop()
 
-    def _call_packed(self, num_steps: int) -> Any:
-        def call() -> Any:
+    def call(self, num_steps: int) -> np.ndarray:
+        def call() -> np.ndarray:
             self._say(_RUN, num_steps)
-            return super(MultiWorkerMirrored, self)._call_packed(num_steps)
+            return super(MultiWorkerMirrored, self).call(num_steps)
 
         return self._bounded(call)
 

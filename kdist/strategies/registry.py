@@ -63,6 +63,8 @@ def create(
     membership: Membership | None = None,
     custom: type[Strategy] | None = None,
     description: Description | None = None,
+    *,
+    is_in_place: bool = False,
 ) -> Strategy:
     """Makes the strategy for `config` on a cluster of `shape`.
 
@@ -70,11 +72,17 @@ def create(
         membership: the role of this process, if the tasks were started one by one.
         custom: the class to use, derived from that of the strategy; it also gets `config.arguments`.
         description: what the tasks need alike, if others start them; None compares nothing.
+        is_in_place: whether this process is one that `Remote` has started.
 
     Raises:
         ConfigError: see `resolve`; or `custom` is not such a class, or does not take these arguments.
     """
     name = resolve(config, shape)
+    if not is_in_place and (num_cpus := own_processes(config, shape, membership)) is not None:
+        from kdist.strategies.remote import Remote
+
+        make = partial(_create_in_place, config, cluster, shape, custom)
+        return Remote(name, make, shape, cluster, num_devices=config.devices or 1, num_cpus=num_cpus)
     base = _class_of(name)
     if custom is not None and not issubclass(custom, base):
         raise ConfigError(f"strategy={name}: {custom.__name__} must be a subclass of {base.__module__}.{base.__name__}")
@@ -96,6 +104,16 @@ def create(
         if custom is None:
             raise
         raise ConfigError(f"strategy.arguments: {error}") from error
+
+
+def _create_in_place(
+    config: StrategyConfig,
+    cluster: ClusterConfig,
+    shape: ClusterShape,
+    custom: type[Strategy] | None,
+    membership: Membership | None,
+) -> Strategy:
+    return create(config, cluster, shape, membership, custom, is_in_place=True)
 
 
 def _class_of(name: str) -> type[Any]:

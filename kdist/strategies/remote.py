@@ -1,8 +1,9 @@
-"""`Remote`: an all-reduce strategy whose replicas are in processes of their own on this machine.
+"""`Remote`: an all-reduce strategy whose replicas run in processes of their own on this machine.
 
-TensorFlow can join other workers, and split the CPU into devices, only before its first op in a process. So the replicas
-run in processes that kdist starts, and this process, which has the session, calls worker 0 over a pipe. What waits here
-for a result watches all of them. `kdist.strategies.remote_main` is the other end.
+TensorFlow can join other workers, and split the CPU into devices, only before its first op in a process. So kdist
+starts processes for the replicas, and this one, which has the session, calls worker 0 over a pipe; the other workers
+follow worker 0. `kdist.strategies.remote_main` is the other end. Data that may end is read here, and its batches are
+sent with each call.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import numpy as np
+import tensorflow as tf
 
 from kdist import forks
 from kdist._compat import op_libraries
@@ -34,29 +37,42 @@ from kdist.cluster.task_processes import TaskProcess, TaskProcesses
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.pickling import packed_program, pickled, unpickled
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, ConfigError
+from kdist.model.names import GLOBAL_STEP
 from kdist.model.state import read_from_model
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.strategies.base import TrainingSpec
-from kdist.strategies.prepared_training import prepare
+from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.prepared_training import PreparedTraining, prepare
 from kdist.strategies.store_backed import StoreBackedStrategy
 from kdist.strategies.traced_calls import CallLogs, StepLogs
 from kdist.strategies.values import Values
 
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
+#: The kernel tells of a process that was killed a little later than of its connections.
+_KILLED_SECS = 1.0
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """What a process has to know before it may import TensorFlow."""
+    """Settings of a process that it needs before it may import TensorFlow.
+
+    Attributes:
+        index: of this worker.
+        workers: addresses of all workers; empty if there is only one, which has none to join.
+        num_cpus: logical CPU devices to create; 0 leaves the CPU as it is.
+        intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
+        request: file with the pickled `RemoteRequest`.
+        path: Python's import path.
+        pipe: descriptor of the pipe to the process with the session.
+        bind: the network interface at which the workers listen; None for all.
+        start_timeout: seconds within which all must have joined.
+        cores: the CPU cores it is bound to; None leaves that to the system.
+        op_libraries: modules that load ops beside TensorFlow's own.
+    """
 
     index: int
     workers: list[str]
-    start_timeout: float
-    step_timeout: float
-    patience: float
-    num_devices: int | None
     num_cpus: int
     intra_op_threads: int
     inter_op_threads: int
@@ -64,182 +80,335 @@ class RemoteOptions:
     path: list[str]
     pipe: int
     bind: str | None
+    start_timeout: float
     cores: list[int] | None
     op_libraries: list[str]
 
 
 @dataclass(frozen=True)
+class RemoteRequest:
+    """The training of a worker.
+
+    Attributes:
+        make: membership -> the strategy of a worker, not started.
+        source: a model, or a source of one.
+        spec: without a model.
+        values: of the model, by name.
+    """
+
+    make: Callable[[Any], Strategy]
+    source: Any
+    spec: TrainingSpec
+    values: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
 class RemoteFacts:
-    """What the other end says of itself when it has started."""
+    """Properties of a strategy that has started.
+
+    Attributes:
+        num_replicas: of all workers together.
+        shapes, by_rows: those of its `Values`.
+    """
 
     num_replicas: int
     shapes: Mapping[str, tuple[int, ...]]
     by_rows: frozenset[str]
 
 
-class ArrivingBatches(TrainingData):
-    """Data of which the other process has the splits."""
+class BatchesElsewhere(TrainingData):
+    """Data whose splits another process has, which sends the arguments of each batch.
+
+    Attributes:
+        arrived: these arguments, by replica.
+        state_there: what was read of the data, when the other process saves.
+    """
 
     def __init__(self, data: TrainingData) -> None:
         self._data = data
+        self.arrived: Sequence[Sequence[Any]] = ()
+        self.state_there: str | None = None
 
-    def specs(self, num_workers: int) -> list[Any]:
+    def state(self) -> str | None:
+        return self.state_there
+
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return self._data.specs(num_workers)
 
     def trace_transfer(self, num_workers: int) -> None:
         self._data.trace_transfer(num_workers)
 
-    def dataset(self, context: DataContext, *arguments: Any) -> Any:
+    def arguments(self, worker_index: int, num_workers: int) -> list[Any]:
+        return [tf.constant(argument) for argument in self.arrived[worker_index]]
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
         return self._data.dataset(context, *arguments)
 
 
 class Remote(StoreBackedStrategy):
-    """The strategy `name` in processes of its own."""
+    """A strategy in processes of its own.
 
-    name: ClassVar[str] = "remote"
+    Args:
+        name: of the strategy.
+        make: membership -> that strategy, not started; called in the processes.
+        shape: of the cluster.
+        cluster: its config.
+        num_devices: of each process, as far as it is known.
+        num_cpus: logical CPU devices to create in each process; 0 for the devices that exist.
+    """
 
-    def __init__(self, name: str, shape: ClusterShape, cluster: ClusterConfig, num_devices: int | None, num_cpus: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Any], Strategy],
+        shape: ClusterShape,
+        cluster: ClusterConfig,
+        *,
+        num_devices: int = 1,
+        num_cpus: int = 0,
+    ) -> None:
         self.name = name  # type: ignore[misc]
-        self._shape = shape
+        self._make = make
         self._cluster = cluster
-        self._num_devices, self._num_cpus = num_devices, num_cpus
+        self._num_cpus = num_cpus
         self._num_workers = max(1, shape.num_workers)
-        self.num_replicas = self.batches_per_step = self._num_workers * (num_devices or 1)
-        self._at_end = ExitStack()
-        self._processes: list[TaskProcess] = []
+        self.num_replicas = self.batches_per_step = self._num_workers * num_devices
+        self._processes: Processes | None = None
         self._traced: set[int] = set()
-        self._stopped = Stopped()
 
     def start(self, spec: TrainingSpec) -> None:
-        self._log_dir = spec.log_dir
-        self._launch(spec)
-        self._prepared = prepare(spec, self.num_replicas, self.num_replicas)
-        self._prepared.check_fixed_tables(self.name)
-        if self.num_replicas > 1:
-            self._prepared.check_assigned(self.name)
-        self._deadline: float | None = time.monotonic() + self._cluster.start_timeout
-        values = read_from_model(spec.model)
-        facts: RemoteFacts = self._ask("start", values)
-        self._deadline = None
-        self._values = RemoteValues(self._ask, facts, self._have_set)
+        # Finds what is wrong with the model and the data before anything starts.
+        self._prepared = self._prepare(spec)
+        self._processes = Processes(self._num_workers, self._num_cpus, self._cluster, spec.log_dir)
+        facts = self._processes.start(self._request(spec))
+        if facts.num_replicas != self.num_replicas:
+            self.num_replicas = self.batches_per_step = facts.num_replicas
+            self._prepared = self._prepare(spec)
+        self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
+        self._values = RemoteValues(self._processes.call, facts, self._have_set, spec.data.state)
         self._logs = CallLogs(self._prepared.replica_step)
+        # All replicas take all steps.
         self._sizer = self._prepared.sizer(num_workers=1)
 
-    def _launch(self, spec: TrainingSpec) -> None:
-        spec.log_dir.mkdir(parents=True, exist_ok=True)
-        folder = self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="kdist-"))
-        request = Path(folder) / "request"
-        sent = replace(spec, model=None, stays_on_servers=bool, has_splits=spec.data.splits is not None)
-        request.write_bytes(packed_program((spec.source or spec.model, sent)))
-        ports = self._at_end.enter_context(HeldPorts(self._num_workers if self._num_workers > 1 else 0))
-        workers = [f"127.0.0.1:{port}" for port in ports.numbers]
-        shape = ClusterShape(0, self._num_workers)
-        intra_op, inter_op = thread_budget("worker", shape, available_cores())
-        started = TaskProcesses(log_path(spec.log_dir, Task("worker", 0)), train=True)
-        self._at_end.callback(started.close)
-        self._at_end.callback(lambda: end_children(self._processes, _STOP_SECS))
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = prepare(spec, self.num_replicas, self.num_replicas)
+        prepared.check_fixed_tables(self.name)
+        if self.num_replicas > 1:
+            prepared.check_assigned(self.name)
+        return prepared
+
+    def _request(self, spec: TrainingSpec) -> bytes:
+        data = spec.data if spec.data.splits is None else BatchesElsewhere(spec.data)
+        sent = replace(spec, model=cast(Any, None), source=None, data=data, stays_on_servers=bool)
+        request = RemoteRequest(self._make, spec.source or spec.model, sent, read_from_model(spec.model))
+        return packed_program(request)
+
+    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
+        assert self._processes is not None
+        if interrupted() or (self._splits is not None and not self._splits.look()):
+            return None
+        self._check_copied()
+        size = self._sizer.next_size(may_begin)
+        self.warming_up |= size not in self._traced
+        self._traced.add(size)
+        packed = self._processes.call("run", size, self._batches())
+        return self._logs.join([self._logs.unpack(row) for row in packed])
+
+    def _batches(self) -> list[list[np.ndarray]] | None:
+        """The arguments of a step's batches, by replica; None if the workers read the data themselves."""
+        if (splits := self._splits) is None:
+            return None
+        data, replicas = self._prepared.spec.data, range(self.num_replicas)
+        batches = [[np.asarray(a) for a in data.arguments(replica, self.num_replicas)] for replica in replicas]
+        for replica in replicas:
+            splits.advance(replica)
+        return batches
+
+    def _check_copied(self) -> None:
+        for variable, value in self._copied:
+            if not np.array_equal(variable.numpy(), value):
+                raise ConfigError(
+                    f"callbacks: {variable.name} is a tf.Variable that the step reads, and it was assigned during "
+                    f"training; with strategy={self.name} the processes that train have copies of their own: make it "
+                    "a keras.Variable, whose values travel"
+                )
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        return {} if self._processes is None else self._processes.pids
+
+    def stop(self) -> None:
+        if self._processes is not None:
+            self._processes.stop()
+
+
+class Processes:
+    """The worker processes of a `Remote`.
+
+    Args:
+        number: of workers.
+        num_cpus: see `RemoteOptions`.
+        cluster: its config.
+        log_dir: folder for their logs.
+    """
+
+    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig, log_dir: Path) -> None:
+        self._number, self._num_cpus, self._cluster = number, num_cpus, cluster
+        self._logs = [log_path(log_dir, Task("worker", i)) for i in range(number)]
+        self._log_starts = [log.stat().st_size if log.exists() else 0 for log in self._logs]
+        self._processes: list[TaskProcess] = []
         self._pipes: list[Connection] = []
-        for index in range(self._num_workers):
+        self._at_end = ExitStack()
+        self._stopped = Stopped()
+        self._lock = threading.Lock()
+        self._deadline: float | None = None
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        """Process ids, by task."""
+        return {Task("worker", i): process.pid for i, process in enumerate(self._processes)}
+
+    def start(self, request: bytes) -> RemoteFacts:
+        """Starts them with a pickled `RemoteRequest`, and waits until their strategy has started.
+
+        Raises:
+            ClusterError: one is lost, or has not started within `cluster.start_timeout` seconds.
+            KdistError: the model or the data failed in one of them.
+        """
+        self._deadline = time.monotonic() + self._cluster.start_timeout
+        with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
+            file = Path(folder) / "request"
+            file.write_bytes(request)
+            self._launch(file)
+            facts: RemoteFacts = self._result()
+        self._deadline = None
+        return facts
+
+    def _launch(self, request: Path) -> None:
+        self._logs[0].parent.mkdir(parents=True, exist_ok=True)
+        ports = self._at_end.enter_context(HeldPorts(self._number if self._number > 1 else 0))
+        shape = ClusterShape(0, self._number)
+        intra_op, inter_op = thread_budget("worker", shape, available_cores())
+        tasks = TaskProcesses(self._logs[0], train=True)
+        self._at_end.callback(tasks.close)
+        self._at_end.callback(lambda: end_children(self._processes, _STOP_SECS))
+        for index, log in enumerate(self._logs):
             here, there = Pipe()
-            self._at_end.enter_context(here)
-            forks.keep_from_children(here)
-            options = RemoteOptions(
-                index,
-                workers,
-                self._cluster.start_timeout,
-                self._cluster.step_timeout,
-                self._cluster.patience,
-                self._num_devices,
-                self._num_cpus,
-                intra_op,
-                inter_op,
-                str(request),
-                sys.path,
-                there.fileno(),
-                self._cluster.bind,
-                own_cores_of(Task("worker", index), shape) if self._num_workers > 1 else None,
-                op_libraries.loaded_by(),
-            )
             with there:
+                self._pipes.append(self._at_end.enter_context(here))
+                forks.keep_from_children(here)
+                options = RemoteOptions(
+                    index,
+                    [f"127.0.0.1:{port}" for port in ports.numbers],
+                    self._num_cpus,
+                    intra_op,
+                    inter_op,
+                    str(request),
+                    sys.path,
+                    there.fileno(),
+                    self._cluster.bind,
+                    self._cluster.start_timeout,
+                    # One process with several devices uses all of them.
+                    own_cores_of(Task("worker", index), shape) if self._number > 1 else None,
+                    op_libraries.loaded_by(),
+                )
                 program = TaskProgram(
                     "kdist.strategies.remote_main",
                     json.dumps(asdict(options)),
                     task_environment(Task("worker", index), self._cluster.devices),
-                    log_path(spec.log_dir, Task("worker", index)),
+                    log,
                     prints_to_log=True,
                     pass_fds=[there.fileno()],
                 )
-                self._processes.append(started.start(program))
-            self._pipes.append(here)
+                self._processes.append(tasks.start(program))
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        """Calls the other end."""
-        for pipe in self._pipes if name == "start" else self._pipes[:1]:
-            self._send(pipe, (name, arguments))
-        return self._answer()
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of `remote_main` in worker 0; returns its result, or raises what it has raised.
 
-    def _send(self, pipe: Connection, message: Any) -> None:
+        Raises:
+            ClusterError: a worker is lost.
+        """
+        with self._lock:
+            # It is closed if worker 0 has ended, which `_result` finds.
+            with suppress(OSError):
+                self._pipes[0].send_bytes(pickled((name, arguments)))
+            return self._result()
+
+    def _result(self) -> Any:
         try:
-            pipe.send_bytes(pickled(message))
-        except OSError:
-            self._check()
-            raise ClusterError("a worker has closed its pipe") from None
-
-    def _answer(self) -> Any:
-        pipe = self._pipes[0]
-        while not pipe.poll(_POLL_SECS):
-            self._check()
-        try:
-            is_error, content = unpickled(pipe.recv_bytes())
+            while not self._pipes[0].poll(_POLL_SECS):
+                self._check()
+            is_error, content = unpickled(self._pipes[0].recv_bytes())
         except (EOFError, OSError):
-            self._processes[0].wait()
-            self._check()
-            raise ClusterError("worker:0 has closed its pipe") from None
+            is_error, content = True, ClusterError("worker:0 has closed its pipe")
+        if is_error and isinstance(content, ClusterError):
+            # Worker 0 knows less about a worker that was killed than this process, which sees how it ended.
+            deadline = time.monotonic() + _KILLED_SECS
+            while time.monotonic() < deadline:
+                self._check()
+                time.sleep(_POLL_SECS)
         if is_error:
             raise content
         return content
 
     def _check(self) -> None:
-        for index, process in enumerate(self._processes):
+        """Raises why a worker cannot go on, if one cannot."""
+        for index, process in reversed(list(enumerate(self._processes))):
             if (code := process.poll()) is not None:
-                log = log_path(self._log_dir, Task("worker", index))
-                raise ClusterError(f"{Task('worker', index)} died ({how_it_ended(code)}){log_tail(log)}")
+                raise self._left(index) or ClusterError(
+                    f"{Task('worker', index)} died ({how_it_ended(code)}){self._tail(index)}"
+                )
         if self._deadline is not None and time.monotonic() > self._deadline:
-            raise ClusterError(f"the workers did not respond within {self._cluster.start_timeout:g} s (cluster.start_timeout)")
+            raise ClusterError(
+                f"the workers did not respond within {self._cluster.start_timeout:g} s (cluster.start_timeout)"
+                + self._tail(0)
+            )
+        pids = [process.pid for process in self._processes]
+        for pid in self._stopped.longer_than(self._cluster.step_timeout, pids):
+            raise ClusterError(
+                f"{Task('worker', pids.index(pid))} has been stopped for {self._cluster.step_timeout:g} s "
+                "(cluster.step_timeout)"
+            )
 
-    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        splits, data = self._splits, self._prepared.spec.data
-        if interrupted() or (splits is not None and not splits.look()):
-            return None
-        size = self._sizer.next_size(may_begin)
-        self.warming_up |= size not in self._traced
-        self._traced.add(size)
-        arguments = None
-        if splits is not None:
-            replicas = range(self.num_replicas)
-            arguments = [[a.numpy() for a in data.arguments(replica, self.num_replicas)] for replica in replicas]
-        packed = self._ask("call", size, arguments)
-        if splits is not None:
-            for replica in range(self.num_replicas):
-                splits.advance(replica)
-        return self._logs.join([self._logs.unpack(row) for row in packed])
+    def _left(self, index: int) -> BaseException | None:
+        """The error that a worker has sent before it ended; None if it has sent none."""
+        with suppress(EOFError, OSError):
+            while self._pipes[index].poll():
+                is_error, content = unpickled(self._pipes[index].recv_bytes())
+                if is_error:
+                    return cast(BaseException, content)
+        return None
 
-    @property
-    def pids(self) -> Mapping[Task, int]:
-        return {Task("worker", i): process.pid for i, process in enumerate(self._processes)}
+    def _tail(self, index: int) -> str:
+        return log_tail(self._logs[index], self._log_starts[index])
 
     def stop(self) -> None:
+        """Ends them; may be called repeatedly."""
         self._at_end.close()
-        self._processes = []
+        self._processes, self._pipes = [], []
 
 
 class RemoteValues(Values):
-    """The values of the other end."""
+    """The values of a strategy in other processes.
 
-    def __init__(self, ask: Callable[..., Any], facts: RemoteFacts, has_set: Callable[[int | None], None]) -> None:
-        self._ask = ask
+    Args:
+        call: calls a function of `remote_main`.
+        facts: of that strategy.
+        has_set: called when values were set, with the global step if that was among them.
+        data_state: returns what was read of data that may end.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        facts: RemoteFacts,
+        has_set: Callable[[int | None], None],
+        data_state: Callable[[], str | None],
+    ) -> None:
+        self._call = call
         self._facts = facts
         self._has_set = has_set
+        self._data_state = data_state
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -250,37 +419,51 @@ class RemoteValues(Values):
         return self._facts.by_rows
 
     def global_step(self) -> int:
-        return int(self._ask("values", "global_step"))
+        return int(self._call("of_values", "global_step"))
 
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
-        yield self._ask("values", "read", names)
+        portion = self._call("first_portion", names)
+        while portion is not None:
+            yield portion
+            portion = self._call("next_portion")
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        self._ask("values", "write", dict(values))
-        self._has_set(int(values["global_step"]) if "global_step" in values else None)
+        self._call("of_values", "write", dict(values))
+        self._has_set(int(values[GLOBAL_STEP]) if GLOBAL_STEP in values else None)
 
     def histograms(self) -> dict[str, np.ndarray]:
-        return dict(self._ask("values", "histograms"))
+        return dict(self._call("of_values", "histograms"))
 
     def next_interval(self, since: int | None) -> int | None:
-        found: int | None = self._ask("values", "next_interval", since)
-        return found
+        return cast("int | None", self._call("of_values", "next_interval", since))
 
     def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
-        self._ask("values", "save", prefix, since)
+        self._call("save", prefix, since, self._data_state())
 
     def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
-        self.save(prefix, since)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        self._call("begin_save", prefix, since, self._data_state())
+        return _Written(self._call)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        self._ask("values", "restore", path, list(deltas))
+        self._call("of_values", "restore", path, list(deltas))
         self._has_set(self.global_step())
 
     def count_rows(self) -> None:
-        pass
+        """Replicas have no dynamic tables."""
 
     def use_averages(self) -> None:
-        self._ask("values", "use_averages")
+        self._call("of_values", "use_averages")
+
+
+class _Written(Future[None]):
+    """A checkpoint that another process writes."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def done(self) -> bool:
+        return bool(self._call("save_is_written"))
+
+    def result(self, timeout: float | None = None) -> None:
+        self._call("finish_save")

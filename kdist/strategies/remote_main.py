@@ -1,4 +1,8 @@
-"""The other end of a `Remote` strategy."""
+"""A worker of a `Remote` strategy: the other end of its pipe.
+
+`run` is called in a fork of a process that has imported TensorFlow, or by `python -m kdist.strategies.remote_main
+'<RemoteOptions as JSON>'`. Worker 0 does what it is asked for over the pipe; the others follow it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kdist import forks
+from kdist import forks, log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.process import end_with_parent, name_process
@@ -20,76 +26,131 @@ from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.data.pickling import pickled, unpacked_program, unpickled
 from kdist.errors import KdistError, TaskError, traceback_of
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kdist.parameters.tables.changed_rows import DeltaBase
+    from kdist.strategies.all_reduce import AllReduce
+    from kdist.strategies.remote import RemoteOptions, RemoteRequest
+
 
 def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
+    """Runs a worker with `RemoteOptions` as JSON; ends the process. See `kdist.cluster.task_processes`."""
     given = json.loads(options)
+    # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
     end_with_parent()
     task = Task("worker", given["index"])
     name_process(str(task))
     if given["cores"] is not None:
         os.sched_setaffinity(0, given["cores"])
     sys.path[:] = given["path"]
-    pipe = Connection(descriptors.get(given["pipe"], given["pipe"]))
-    code = 0
+    log.relay = lambda line: print(f"{log.now()} {line}", flush=True)
+    warnings.formatwarning = lambda message, *_, **__: f"{log.now()} {message}\n"
+    pipe, code = Connection(descriptors.get(given["pipe"], given["pipe"])), 0
     try:
-        _serve(given, task, pipe)
-    except BaseException as error:  # noqa: BLE001
-        print(traceback_of(error), file=sys.stderr)
+        _work(given, task, pipe)
+    except BaseException as error:  # noqa: BLE001 - raised in the process with the session
+        print(f"{log.now()} {task} failed\n{traceback_of(error)}", end="", file=sys.stderr)
         code = 1
-        if task.index == 0:
-            sent = error if isinstance(error, (KdistError, SystemExit)) else TaskError(str(task), error)
-            pipe.send_bytes(pickled((True, sent)))
-    sys.stdout.flush(), sys.stderr.flush()
+        pipe.send_bytes(pickled((True, error if isinstance(error, KdistError) else TaskError(str(task), error))))
+    sys.stdout.flush()
+    sys.stderr.flush()
     forks.end_daemons()
+    # At a normal exit TensorFlow may wait for a worker that has exited.
     os._exit(code)
 
 
-def _serve(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
+def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     with quick_import():
         import tensorflow as tf
 
-        from kdist.config.schema import MirroredOptions
-        from kdist.strategies.mirrored import Mirrored, make_logical_cpus
-        from kdist.strategies.multi_worker_mirrored import MultiWorkerMirrored, join
-        from kdist.strategies.remote import ArrivingBatches, RemoteFacts
+        from kdist.strategies import remote
+        from kdist.strategies.mirrored import make_logical_cpus
+        from kdist.strategies.multi_worker_mirrored import join
 
+    options: RemoteOptions = remote.RemoteOptions(**given)
     gc.freeze()
-    tf.config.threading.set_intra_op_parallelism_threads(given["intra_op_threads"])
-    tf.config.threading.set_inter_op_parallelism_threads(given["inter_op_threads"])
-    if given["num_cpus"]:
-        make_logical_cpus(given["num_cpus"])
-    strategy: Any
-    if given["workers"]:
-        membership = Membership(ClusterSpec((), tuple(given["workers"])), task, started_by_kdist=True)
-        join(membership, given["start_timeout"], given["bind"])
-        strategy = MultiWorkerMirrored(membership, step_timeout=given["step_timeout"], patience=given["patience"])
-    else:
-        strategy = Mirrored(options=MirroredOptions(given["num_devices"]))
-    op_libraries.load(given["op_libraries"])
-    source, spec = unpacked_program(Path(given["request"]).read_bytes())
-    data = spec.data
-    if spec.has_splits:
-        data = ArrivingBatches(spec.data)
-    spec = replace(spec, model=getattr(source, "model", source), data=data)
-    _, (values,) = unpickled(pipe.recv_bytes())
+    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    packed = Path(options.request).read_bytes()
+    if options.num_cpus:
+        make_logical_cpus(options.num_cpus)
+    membership = None
+    if options.workers:
+        membership = Membership(ClusterSpec((), tuple(options.workers)), task, started_by_kdist=True)
+        # Before the request is read: models and tensors in it run TensorFlow's first ops.
+        join(membership, options.start_timeout, options.bind)
+    op_libraries.load(options.op_libraries)
+    request: RemoteRequest = unpacked_program(packed)
+    del packed
+    spec = replace(request.spec, model=getattr(request.source, "model", request.source))
+    strategy: Any = request.make(membership)
     if task.index:
         strategy.follow(spec)
         return
     strategy.start(spec)
-    strategy.values.write({name: value for name, value in values.items() if name in strategy.values.shapes})
-    facts = RemoteFacts(strategy.num_replicas, dict(strategy.values.shapes), strategy.values.by_rows)
-    pipe.send_bytes(pickled((False, facts)))
+    strategy.values.write({n: v for n, v in request.values.items() if n in strategy.values.shapes})
+    shapes, by_rows = dict(strategy.values.shapes), strategy.values.by_rows
+    pipe.send_bytes(pickled((False, remote.RemoteFacts(strategy.num_replicas, shapes, by_rows))))
+    del request
+    served = _Served(strategy, spec.data)
     while True:
-        name, arguments = unpickled(pipe.recv_bytes())
         try:
-            if name == "call":
-                strategy.warming_up = False
-                size, given_arguments = arguments
-                strategy.received = given_arguments
-                result: Any = strategy._call_packed(size)
-            else:
-                result = getattr(strategy.values, arguments[0])(*arguments[1:])
-            message = pickled((False, result))
+            name, arguments = unpickled(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            message = pickled((False, getattr(served, name)(*arguments)))
         except (KdistError, tf.errors.OpError, OSError) as error:
-            message = pickled((True, error if isinstance(error, KdistError) else RuntimeError(str(error))))
+            message = pickled((True, error))
         pipe.send_bytes(message)
+
+
+class _Served:
+    """The functions that the process with the session calls."""
+
+    def __init__(self, strategy: AllReduce, data: Any) -> None:
+        self._strategy = strategy
+        self._data = data
+        self._portions: Iterator[Mapping[str, np.ndarray]] = iter(())
+        self._written: Future[None] | None = None
+
+    def run(self, num_steps: int, batches: list[list[np.ndarray]] | None) -> np.ndarray:
+        """Runs steps; returns the logs of all replicas, float64 `[replicas, num_steps, n]`."""
+        if batches is not None:
+            self._data.arrived = batches
+        return self._strategy.call(num_steps)
+
+    def of_values(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._strategy.values, name)(*arguments)
+
+    def first_portion(self, names: Collection[str] | None) -> Mapping[str, np.ndarray] | None:
+        self._portions = self._strategy.values.portions(names)
+        return self.next_portion()
+
+    def next_portion(self) -> Mapping[str, np.ndarray] | None:
+        return next(self._portions, None)
+
+    def save(self, prefix: Path, since: DeltaBase | None, data_state: str | None) -> None:
+        self._tell(data_state)
+        self._strategy.values.save(prefix, since)
+
+    def begin_save(self, prefix: Path, since: DeltaBase | None, data_state: str | None) -> None:
+        self._tell(data_state)
+        self._written = self._strategy.values.begin_save(prefix, since)
+
+    def _tell(self, data_state: str | None) -> None:
+        if data_state is not None:
+            self._data.state_there = data_state
+
+    def save_is_written(self) -> bool:
+        assert self._written is not None
+        return self._written.done()
+
+    def finish_save(self) -> None:
+        assert self._written is not None
+        self._strategy.values.wait_for(self._written)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], {})

@@ -20,7 +20,7 @@ from kdist.strategies.base import Strategy
 from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
 from kdist.strategies.traced_calls import CallSizer, StepLogs
-from kdist.strategies.values import StoreValues
+from kdist.strategies.values import StoreValues, Values
 from kdist.threads import in_thread
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ class StoreBackedStrategy(Strategy):
 
     _prepared: PreparedTraining
     _sizer: CallSizer
+    _values: Values
     #: Logs of finished steps that `run` has not returned yet.
     _ahead: StepLogs | None = None
     #: When the last run ended, if it left steps in flight.
@@ -133,7 +134,7 @@ class StoreBackedStrategy(Strategy):
         return None
 
     @property
-    def values(self) -> StoreValues:
+    def values(self) -> Values:
         return self._values
 
     def _beside(self) -> dict[str, np.ndarray]:
@@ -143,7 +144,8 @@ class StoreBackedStrategy(Strategy):
             SEED: np.array(spec.seed, np.int64),
             EPOCHS_BEGIN: np.array([spec.data_begins_at, spec.first_epoch], np.int64),
         }
-        return beside if self._splits is None else {**beside, DATA_STATE: np.array(self._splits.state(), object)}
+        state = spec.data.state()
+        return beside if state is None else {**beside, DATA_STATE: np.array(state, object)}
 
     @property
     def _splits(self) -> Splits | None:
