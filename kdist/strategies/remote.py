@@ -228,9 +228,9 @@ class Remote(StoreBackedStrategy):
         for variable, value in self._copied:
             if not np.array_equal(variable.numpy(), value):
                 raise ConfigError(
-                    f"callbacks: {variable.name} is a tf.Variable that the step reads, and it was assigned during "
-                    f"training; with strategy={self.name} the processes that train have copies of their own: make it "
-                    "a keras.Variable, whose values travel"
+                    f"callbacks: {variable.name} is a tf.Variable that the step reads, and a callback or hook has "
+                    f"assigned it; with strategy={self.name} the processes that train have copies of their own: make "
+                    "it a keras.Variable, whose values travel"
                 )
 
     @property

@@ -418,4 +418,4 @@ def test_help_needs_no_tensorflow(tmp_path: Path) -> None:
         [sys.executable, "-c", code], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: python -m kdist.") == 3
+    assert done.stdout.count("usage: kdist ") == 3

@@ -59,9 +59,9 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     # Where tasks are is said of those that others start.
     assert "task  | " not in out
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["chief-0.log", "worker-0.log", "worker-1.log"]
-    # The chief is worker 0.
+    # The session is in this process, and each worker in one of its own.
     sizes = dict(re.findall(r'kdist_resident_memory_bytes\{task="(.+?)"\} (\d+)', scrapes.text))
-    assert sizes.keys() == {"chief", "worker:1"}
+    assert sizes.keys() == {"chief", "worker:0", "worker:1"}
     assert min(map(int, sizes.values())) > 10**8
     # This process is as it was.
     assert own(np.zeros((1, 6), np.float32)).shape == (1, 2)
@@ -188,7 +188,7 @@ def test_an_error_of_the_users_comes_back_with_its_worker(run_dir: Path) -> None
 
 
 @pytest.mark.long
-def test_what_cannot_travel_and_a_loop_of_ones_own_are_refused(run_dir: Path) -> None:
+def test_what_cannot_travel_is_refused(run_dir: Path) -> None:
     x, y = toy_data()
 
     lock = threading.Lock()
@@ -208,5 +208,64 @@ def test_what_cannot_travel_and_a_loop_of_ones_own_are_refused(run_dir: Path) ->
     asks = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[Asks()])
     with pytest.raises(AttributeError, match="store"):
         asks.fit(x, y, steps=5, verbose=0)
-    with pytest.raises(kdist.ConfigError, match="use fit"), trainer.session(x, y, steps=5):
-        pass
+
+
+class Halves(Hook):
+    """Halves a bias at every fourth step, and notes what it has read."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if values.global_step % 4:
+            return
+        (bias,) = context.session.read(["parameters/dense_1/bias"]).values()
+        context.session.write({"parameters/dense_1/bias": bias / 2})
+        (now,) = context.session.read(["parameters/dense_1/bias"]).values()
+        assert np.array_equal(now, bias / 2)
+        self.seen.append((values.global_step, float(np.abs(bias).sum())))
+
+    def due_in(self, step: int) -> int:
+        return 4 - step % 4
+
+
+@pytest.mark.parametrize(("cluster", "options"), [("2w", {}), ("local", {"strategy": "mirrored", "devices": 2})])
+def test_a_session_of_ones_own_has_hooks_that_read_and_write_also_after_a_worker_is_lost(
+    run_dir: Path, cluster: str, options: dict[str, Any]
+) -> None:
+    x, y = toy_data()
+    halves = Halves()
+    hooks = [halves, CheckpointSaver(every_steps=8)]
+    trainer = kdist.Trainer(models.mlp, cluster=cluster, run_dir=run_dir, hooks=hooks, seed=1, **options)
+    history = keras.callbacks.History()
+    with trainer.session(x, y, batch_size=8, epochs=3, shuffle=False, callbacks=[history], verbose=0) as session:
+        first = session.strategy.pids
+        while not session.should_stop():
+            session.run()
+            if session.global_step == 20 and session.strategy.pids == first:
+                os.kill(list(first.values())[-1], signal.SIGKILL)
+        assert session.restarts == {"worker": 0, "cluster": 1}
+    assert result_of(run_dir)["restarts"] == {"worker": 0, "cluster": 1}
+    # Steps after the checkpoint of step 16 are repeated, with the same values.
+    assert [step for step, _ in halves.seen] == [4, 8, 12, 16, 20, 20, *range(24, 49, 4)]
+    assert halves.seen[4][1] == pytest.approx(halves.seen[5][1], rel=1e-5)
+    assert (history.epoch, result_of(run_dir)["global_step"]) == ([0, 1, 2], 48)
+
+
+def test_mirrored_reads_a_generator_of_this_process(run_dir: Path) -> None:
+    x, y = toy_data()
+    lock = threading.Lock()
+
+    def batches() -> Any:
+        for i in range(8):
+            with lock:
+                yield x[i * 8 : (i + 1) * 8], y[i * 8 : (i + 1) * 8]
+
+    trainer = kdist.Trainer(models.mlp, strategy="mirrored", devices=2, run_dir=run_dir)
+    alone = models.mlp()
+    alone.set_weights(trainer.model.get_weights())
+    trainer.fit(batches(), verbose=0)
+    # Two batches make a step.
+    alone.fit(x[:64], y[:64], batch_size=16, shuffle=False, verbose=0)
+    for mine, other in zip(trainer.model.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)

@@ -120,7 +120,7 @@ def test_an_error_of_a_running_session_stays_what_it_is(clock: Clock) -> None:
 def test_a_stop_signal_before_the_config_is_read_ends_the_command_line(is_replaced: bool) -> None:
     code = (
         "import signal, sys\n"
-        "from kdist.cli import main as cli\n"
+        "from kdist.cli import main as cli, train\n"
         "from kdist.launch import signals\n"
         "def run(_):\n"
         "    try:\n"
@@ -130,7 +130,7 @@ def test_a_stop_signal_before_the_config_is_read_ends_the_command_line(is_replac
         f"        {'found += 1' if is_replaced else 'pass'}\n"
         "    with signals.StopSignals(None, 30):\n"
         "        print('trains')\n"
-        "cli._run_hydra = run\n"
+        "train._run_hydra = run\n"
         "cli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
