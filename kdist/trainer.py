@@ -41,11 +41,10 @@ from kdist.hooks.keras_callbacks import (
     checked,
 )
 from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
-from kdist.launch.external_task import EndedSession, not_the_chief
+from kdist.launch.external_task import EndedSession, ExternalTask, not_the_chief
 from kdist.launch.fit_arguments import FitArguments
-from kdist.launch.in_process import LocalFit
+from kdist.launch.in_process import InProcess, LocalFit
 from kdist.launch.reached import reached
-from kdist.launch.select import launcher_for
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.run.mirror import Mirror
@@ -370,7 +369,10 @@ class Trainer:
 
     def _launch(self, request: FitRequest) -> FitOutcome:
         self._source.withhold()
-        return reached(request) or launcher_for(self._strategy).launch(request)
+        membership = self._strategy.membership
+        if membership is not None and not membership.is_chief:
+            return reached(request) or ExternalTask(membership).launch(request)
+        return reached(request) or InProcess().launch(request)
 
     def _take(self, outcome: FitOutcome) -> None:
         self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers

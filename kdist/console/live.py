@@ -22,7 +22,6 @@ _BAR_WIDTH = 24
 # On a narrower terminal, the text matters more than the bar.
 _WIDE = 110
 _REFRESHES_PER_SECOND = 4
-_END_SECS = 5.0
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 _is_shown = threading.Event()

@@ -10,7 +10,7 @@ import io
 import linecache
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import CodeType
@@ -23,13 +23,6 @@ from kdist.errors import ConfigError, KdistError
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], str | None]) -> None:
-        super().__init__(file)
-        self._name_of = name_of
-
-    def persistent_id(self, obj: Any) -> str | None:
-        return self._name_of(obj)
-
     def reducer_override(self, obj: Any) -> Any:
         import keras
         import tensorflow as tf
@@ -86,43 +79,27 @@ def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeTy
     return make(*arguments).replace(co_filename=filename)
 
 
-def pickled(program: Any, name_of: Callable[[Any], str | None] = lambda _: None) -> bytes:
+def pickled(program: Any) -> bytes:
     """The object as bytes.
-
-    Args:
-        name_of: the name of an object that does not travel, because the other process has its own; None for others.
 
     Raises:
         ConfigError: something in it cannot be sent to another process.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, name_of).dump(program)
+        _Pickler(buffer).dump(program)
     except KdistError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the model, data or hooks cannot be sent to the processes that train: {type(error).__name__}: {error}"
+            f"the model or data cannot be sent to the processes that train: {type(error).__name__}: {error}"
         ) from error
     return buffer.getvalue()
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, objects: Mapping[str, Any]) -> None:
-        super().__init__(file)
-        self._objects = objects
-
-    def persistent_load(self, pid: str) -> Any:
-        return self._objects[pid]
-
-
-def unpickled(packed: bytes, objects: Mapping[str, Any] | None = None) -> Any:
-    """Undoes `pickled`. Runs code: only for what this run's own processes sent.
-
-    Args:
-        objects: those of this process, by the names that `name_of` gave them there.
-    """
-    return _Unpickler(io.BytesIO(packed), objects or {}).load()
+def unpickled(packed: bytes) -> Any:
+    """Undoes `pickled`. Runs code: only for what this run's own processes sent."""
+    return pickle.loads(packed)
 
 
 def packed_program(program: Any) -> bytes:

@@ -73,9 +73,6 @@ class Checkpoints:
         """The checkpoints of another folder of the same run dir."""
         return Checkpoints(self.folder.with_name(name))
 
-    def refresh(self) -> None:
-        """Looks again at what another process has changed; in a folder, every method does."""
-
     def steps(self) -> list[int]:
         """Global steps of the complete checkpoints and deltas, oldest first."""
         return sorted({*self._steps_of(_FULL), *self._steps_of(_DELTA)})

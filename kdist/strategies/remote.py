@@ -9,6 +9,9 @@ sent with each call.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -212,17 +215,17 @@ class Remote(StoreBackedStrategy):
         self.warming_up |= size not in self._traced
         self._traced.add(size)
         packed = self._processes.call("run", size, self._batches())
+        if self._splits is not None:
+            for replica in range(self.num_replicas):
+                self._splits.advance(replica)
         return self._logs.join([self._logs.unpack(row) for row in packed])
 
     def _batches(self) -> list[list[np.ndarray]] | None:
         """The arguments of a step's batches, by replica; None if the workers read the data themselves."""
-        if (splits := self._splits) is None:
+        if self._splits is None:
             return None
         data, replicas = self._prepared.spec.data, range(self.num_replicas)
-        batches = [[np.asarray(a) for a in data.arguments(replica, self.num_replicas)] for replica in replicas]
-        for replica in replicas:
-            splits.advance(replica)
-        return batches
+        return [[np.asarray(a) for a in data.arguments(replica, self.num_replicas)] for replica in replicas]
 
     def _check_copied(self) -> None:
         for variable, value in self._copied:
@@ -294,6 +297,7 @@ class Processes:
         self._at_end.callback(lambda: end_children(self._processes, _STOP_SECS))
         for index, log in enumerate(self._logs):
             here, there = Pipe()
+            limit_waits(here, self._cluster.step_timeout)
             with there:
                 self._pipes.append(self._at_end.enter_context(here))
                 forks.keep_from_children(here)
@@ -339,6 +343,9 @@ class Processes:
             while not self._pipes[0].poll(_POLL_SECS):
                 self._check()
             is_error, content = unpickled(self._pipes[0].recv_bytes())
+        except BlockingIOError:
+            secs = self._cluster.step_timeout
+            raise ClusterError(f"worker:0 sent nothing for {secs:g} s (cluster.step_timeout)") from None
         except (EOFError, OSError):
             is_error, content = True, ClusterError("worker:0 has closed its pipe")
         if is_error and isinstance(content, ClusterError):
@@ -386,6 +393,15 @@ class Processes:
         """Ends them; may be called repeatedly."""
         self._at_end.close()
         self._processes, self._pipes = [], []
+
+
+def limit_waits(connection: Connection, secs: float) -> None:
+    """Lets a message through a pipe fail if the other process, in the middle of it, is silent for so many seconds."""
+    whole = int(secs)
+    limit = struct.pack("ll", whole, int((secs - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            pipe.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 class RemoteValues(Values):

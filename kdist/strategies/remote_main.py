@@ -117,9 +117,14 @@ class _Served:
 
     def run(self, num_steps: int, batches: list[list[np.ndarray]] | None) -> np.ndarray:
         """Runs steps; returns the logs of all replicas, float64 `[replicas, num_steps, n]`."""
+        import tensorflow as tf
+
         if batches is not None:
             self._data.arrived = batches
-        return self._strategy.call(num_steps)
+        try:
+            return self._strategy.call(num_steps)
+        except tf.errors.OpError as error:
+            raise TaskError(str(Task("worker", 0)), error) from error
 
     def of_values(self, name: str, *arguments: Any) -> Any:
         return getattr(self._strategy.values, name)(*arguments)

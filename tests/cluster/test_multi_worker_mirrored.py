@@ -269,3 +269,22 @@ def test_mirrored_reads_a_generator_of_this_process(run_dir: Path) -> None:
     alone.fit(x[:64], y[:64], batch_size=16, shuffle=False, verbose=0)
     for mine, other in zip(trainer.model.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_in_another_process_name_a_wrong_label_and_pass_over_a_damaged_checkpoint(run_dir: Path) -> None:
+    x, y = toy_data()
+    replicas: dict[str, Any] = {"strategy": "mirrored", "devices": 2}
+    kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=4)], **replicas).fit(
+        x, y, batch_size=8, steps=8, verbose=0
+    )
+    (newest,) = (run_dir / "checkpoints").glob("ckpt-8.data*")
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 255
+    newest.write_bytes(content)
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir, **replicas)
+    with (
+        pytest.warns(UserWarning, match="ckpt-8 is damaged"),
+        pytest.raises(kdist.TaskError, match=r"worker:0: InvalidArgumentError.*label value of 100"),
+    ):
+        trainer.fit(x, np.full_like(y, 100), batch_size=8, steps=12, verbose=0)
+    assert trainer.result.global_step == 4
