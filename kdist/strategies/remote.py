@@ -360,11 +360,13 @@ class Processes:
 
     def _check(self) -> None:
         """Raises why a worker cannot go on, if one cannot."""
-        for index, process in reversed(list(enumerate(self._processes))):
-            if (code := process.poll()) is not None:
-                raise self._left(index) or ClusterError(
-                    f"{Task('worker', index)} died ({how_it_ended(code)}){self._tail(index)}"
-                )
+        codes = [(process.poll(), index) for index, process in enumerate(self._processes)]
+        if ended := [(code, index) for code, index in codes if code is not None]:
+            # One that was killed comes first, then those that failed: the others have ended because of it.
+            code, index = min(ended, key=lambda each: (each[0] == 0, each))
+            raise self._left(index) or ClusterError(
+                f"{Task('worker', index)} died ({how_it_ended(code)}){self._tail(index)}"
+            )
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise ClusterError(
                 f"the workers did not respond within {self._cluster.start_timeout:g} s (cluster.start_timeout)"

@@ -1,11 +1,57 @@
-"""The pipe to the processes of a `Remote` strategy."""
+"""The processes of a `Remote` strategy, and the pipe to them."""
 
 import os
 from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kdist.strategies.remote import limit_waits
+from kdist.config.schema import ClusterConfig
+from kdist.data.pickling import pickled
+from kdist.errors import ClusterError, ConfigError
+from kdist.strategies.remote import Processes, limit_waits
+
+
+class Ended:
+    """A process that has ended."""
+
+    pid = 0
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def poll(self) -> int:
+        return self._code
+
+
+def ended(folder: Path, *codes: int, left: dict[int, BaseException]) -> Processes:
+    """Processes that have ended, some of which have sent an error before."""
+    processes: Any = Processes(len(codes), 0, ClusterConfig("2w"), folder)
+    for index, code in enumerate(codes):
+        (folder / f"worker-{index}.log").write_text(f"the last of {index}\n")
+        here, there = Pipe()
+        if index in left:
+            there.send_bytes(pickled((True, left[index])))
+        there.close()
+        processes._processes.append(Ended(code))
+        processes._pipes.append(here)
+    return processes  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_worker_is_named_with_the_end_of_its_log_and_not_those_that_ended_because_of_it(
+    tmp_path: Path, index: int
+) -> None:
+    codes = [-9 if i == index else 1 for i in range(2)]
+    processes = ended(tmp_path, *codes, left={1 - index: ClusterError("a worker is lost, or the chief")})
+    with pytest.raises(ClusterError, match=rf"(?s)worker:{index} died \(signal 9, SIGKILL\).*the last of {index}"):
+        processes.call("run", 1, None)
+
+
+def test_the_error_that_a_worker_has_sent_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not like this"):
+        ended(tmp_path, 0, 1, left={1: ConfigError("not like this")})._check()
 
 
 def test_a_process_that_stops_in_the_middle_of_a_message_does_not_hold_up_this_one() -> None:
