@@ -41,7 +41,8 @@ class Finder(importlib.abc.MetaPathFinder):
         if fullname in MODULES:
             return importlib.util.spec_from_loader(fullname, _Moved(MODULES[fullname]))
         if fullname in COMMANDS:
-            return importlib.util.spec_from_loader(fullname, _Command())
+            # The origin becomes `sys.argv[0]`, which others read.
+            return importlib.util.spec_from_loader(fullname, _Command(), origin=__file__)
         return None
 
 
