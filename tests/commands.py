@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 
 from helpers import environment
 
-from kdist.cluster import forkserver, task_processes
+from kdist.cluster.processes import forkserver, task_processes
 
 # They are forked, as Python's multiprocessing does it, from a process that has imported this and nothing else.
 _FORKS = multiprocessing.get_context("forkserver")

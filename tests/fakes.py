@@ -21,8 +21,8 @@ from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
-from kdist.run.run_lock import Holder
 from kdist.session import TrainSession
+from kdist.storage.lock import Holder
 from kdist.strategies.base import Strategy
 from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.values import Values

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kdist.hooks import Hook
-    from kdist.run.mirror import Mirror
     from kdist.run.origin import Origin
+    from kdist.storage.mirror import Mirror
     from kdist.strategies.base import Strategy
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kdist.cli.trained import parser_for, run_command, trained
 from kdist.errors import ConfigError
-from kdist.run.object_storage import is_url
+from kdist.storage.object_storage import is_url
 
 if TYPE_CHECKING:
     import keras
@@ -59,8 +59,8 @@ def _export(given: Namespace) -> str:
 
 def _write(model: keras.Model, form: str, folder: Path) -> None:
     """Writes the model into a folder that exists; raises `OSError`."""
-    from kdist.parameters.tensorflow_paths import literal_path
     from kdist.run.model_file import write_model_file
+    from kdist.storage.tensorflow_paths import literal_path
 
     try:
         if form == "keras":

@@ -19,8 +19,8 @@ from kdist.cluster.slurm import num_tasks
 from kdist.cluster.spec import ClusterShape
 from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import Config, RunConfig
-from kdist.run.files import make_private, write_whole
-from kdist.run.object_storage import folder_of
+from kdist.storage.files import make_private, write_whole
+from kdist.storage.object_storage import folder_of
 
 _SCHEME = "kdist"
 _GROUPS = "pkg://kdist.conf"

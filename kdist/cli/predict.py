@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
 
 def _predict(given: Namespace) -> str:
     from kdist.data.table_files import FORMATS, write_table
-    from kdist.run.files import written_whole
+    from kdist.storage.files import written_whole
 
     source, output = str(given.input), Path(given.output)
     is_file = os.sep in source or Path(source).suffix in FORMATS or Path(source).exists()

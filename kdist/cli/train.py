@@ -19,7 +19,7 @@ from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained, without_hydra
 from kdist.cli.help import help_text
 from kdist.cli.process import exit_code_of, print_error, start_anew
-from kdist.cluster import bind, isolate
+from kdist.cluster.network import bind, isolate
 from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
@@ -27,10 +27,10 @@ from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.launch import signals
 from kdist.log import warn
-from kdist.run.files import make_new, make_private, relative
-from kdist.run.mirror import Mirror
-from kdist.run.object_storage import is_url
-from kdist.run.run_lock import RunLock
+from kdist.storage.files import make_new, make_private, relative
+from kdist.storage.lock import RunLock
+from kdist.storage.mirror import Mirror
+from kdist.storage.object_storage import is_url
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
             run_experiment(config, run_dir, Origin.here_and_now(known), is_chief=False)
         else:
             from kdist.cluster.description import Description
-            from kdist.cluster.server import serve_until_done
+            from kdist.cluster.processes.server import serve_until_done
 
             serve_until_done(
                 membership,
@@ -224,7 +224,7 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
 
 def _health_server(config: Config, membership: Membership, is_ready: Callable[[], bool]) -> AbstractContextManager[Any]:
     """While entered, this task answers at `run.health_port`, if there is one."""
-    from kdist.cluster.health_server import HealthServer, health_of_task
+    from kdist.cluster.network.health_server import HealthServer, health_of_task
 
     port = config.run.health_port
     if port is None:
@@ -310,8 +310,8 @@ def _job(
     with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
         from kdist.cluster.local import log_path
+        from kdist.cluster.processes.task_processes import prepared
         from kdist.cluster.resolve import shape_of
-        from kdist.cluster.task_processes import prepared
 
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
         shape = shape_of(checked.cluster, membership)

@@ -87,9 +87,9 @@ def trained(
         ConfigError: there is no such run dir or checkpoint, or its record cannot be used.
         KdistError: object storage failed; a retry may help.
     """
-    from kdist.cluster import isolate
+    from kdist.cluster.network import isolate
     from kdist.cluster.spec import Task
-    from kdist.run.object_storage import StorageError, is_url
+    from kdist.storage.object_storage import StorageError, is_url
 
     if not is_url(given.run_dir) and not Path(given.run_dir).is_dir():
         raise ConfigError(f"{given.run_dir}: there is no such run dir")

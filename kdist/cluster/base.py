@@ -16,7 +16,7 @@ class Cluster(Protocol):
     chief_address: str
     #: Whether they reach it at any other port as well.
     any_chief_port: bool
-    #: The network interface at which all listen, see `kdist.cluster.bind`; None for all.
+    #: The network interface at which all listen, see `kdist.cluster.network.bind`; None for all.
     bind: str | None
 
     def launch(self) -> None:

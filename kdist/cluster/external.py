@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist._compat import op_libraries
-from kdist.cluster.agreement import Agreement
 from kdist.cluster.description import Description
-from kdist.cluster.done_queue import chief_server, tell_tasks
-from kdist.cluster.held_ports import HeldPorts
-from kdist.cluster.port_probe import PortProbes, accepts_connections, not_met
-from kdist.cluster.process import end_children, how_it_ended, start_child, task_environment
-from kdist.cluster.server import ServerOptions
+from kdist.cluster.network.held_ports import HeldPorts
+from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
+from kdist.cluster.network.tcp_timeouts import TcpTimeouts
+from kdist.cluster.processes.agreement import Agreement
+from kdist.cluster.processes.chief_board import chief_server, tell_tasks
+from kdist.cluster.processes.child import end_children, how_it_ended, start_child, task_environment
+from kdist.cluster.processes.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
-from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError
 from kdist.log import warn
 
@@ -102,7 +102,7 @@ class ExternalCluster:
         self._log = self._log_dir / f"{task.job}-{task.index}-server.log"
         with self._log.open("wb") as log:
             self._own = start_child(
-                [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
+                [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=task_environment(task, self._devices),

@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import IO
 
 from kdist._compat import op_libraries
-from kdist.cluster import sigstop_watchdog
-from kdist.cluster.forkserver import TaskProgram
-from kdist.cluster.held_ports import HeldPorts
-from kdist.cluster.process import (
+from kdist.cluster.network.held_ports import HeldPorts
+from kdist.cluster.processes import sigstop_watchdog
+from kdist.cluster.processes.child import (
     KILLED_SECS,
     end_children,
     how_it_ended,
@@ -26,9 +25,10 @@ from kdist.cluster.process import (
     start_child,
     task_environment,
 )
-from kdist.cluster.server import READY, ServerOptions
+from kdist.cluster.processes.forkserver import TaskProgram
+from kdist.cluster.processes.server import READY, ServerOptions
+from kdist.cluster.processes.task_processes import TaskProcess, TaskProcesses
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
-from kdist.cluster.task_processes import TaskProcess, TaskProcesses
 from kdist.config.schema import ClusterConfig, DevicesConfig
 from kdist.errors import ClusterError
 
@@ -78,7 +78,7 @@ class LocalCluster:
     """Starts the tasks of `shape` on free ports of this machine; they end with this process.
 
     Each task's output goes to `<log_dir>/<job>-<index>.log`. A task ends when its standard input closes, so it cannot
-    outlive this process (see `kdist.cluster.server`). Use as a context manager, or `start` and `stop`.
+    outlive this process (see `kdist.cluster.processes.server`). Use as a context manager, or `start` and `stop`.
 
     Args:
         shape: how many parameter servers and workers.
@@ -238,7 +238,7 @@ class LocalCluster:
         return lost
 
     def _watch_over(self, tasks: Sequence[Task]) -> None:
-        """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.sigstop_watchdog`."""
+        """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.processes.sigstop_watchdog`."""
         if sys.platform != "linux":
             return
         if self._guard is None:
@@ -274,7 +274,9 @@ class LocalCluster:
 
     def _launch(self, task: Task) -> TaskProcess:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
-        return self._task_processes.start(TaskProgram("kdist.cluster.server", options.to_json(), environment, log))
+        return self._task_processes.start(
+            TaskProgram("kdist.cluster.processes.server", options.to_json(), environment, log)
+        )
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:

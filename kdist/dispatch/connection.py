@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist._compat import tensorflow as tf_compat
-from kdist.cluster import bind
+from kdist.cluster.network import bind
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 
@@ -70,7 +70,7 @@ def connect(
 
     Args:
         own_address: `host:port` of this process, as the tasks reach it; TensorFlow serves at the port from now on.
-        interface: the one at which it does, see `kdist.cluster.bind`; None for all.
+        interface: the one at which it does, see `kdist.cluster.network.bind`; None for all.
         any_port: whether another port would do: that of an earlier cluster.
 
     Raises:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kdist.cluster.process import end_children, how_it_ended, start_child, task_environment
+from kdist.cluster.processes.child import end_children, how_it_ended, start_child, task_environment
 from kdist.cluster.spec import EVALUATOR
 from kdist.console import lines
 from kdist.data.pickling import packed_program

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from kdist import forks
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.process import end_with_parent, name_process
+from kdist.cluster.processes.child import end_with_parent, name_process
 from kdist.cluster.spec import EVALUATOR
 from kdist.data.pickling import unpacked_program
 from kdist.errors import traceback_of

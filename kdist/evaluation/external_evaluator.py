@@ -9,16 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kdist.cluster.done_queue import chief_server
+from kdist.cluster.processes.chief_board import chief_server
 from kdist.cluster.spec import Membership
 from kdist.console import lines
 from kdist.errors import ClusterError, ConfigError
 from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.model.source import ModelSource
-from kdist.run.object_storage import StorageError
 from kdist.run.observed_run import ObservedRun, observed
 from kdist.run.run_dir import RunDir
+from kdist.storage.object_storage import StorageError
 from kdist.version import __version__
 
 _LATE_SECS = 10.0

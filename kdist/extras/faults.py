@@ -17,7 +17,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from kdist.cluster.process import end_children
+from kdist.cluster.processes.child import end_children
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session

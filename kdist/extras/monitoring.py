@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.cluster.health_server import Health, HealthServer
-from kdist.cluster.http_server import HttpServer, Page
+from kdist.cluster.network.health_server import Health, HealthServer
+from kdist.cluster.network.http_server import HttpServer, Page
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session

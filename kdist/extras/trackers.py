@@ -22,8 +22,8 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.logs import scalars
-from kdist.run.files import written_whole
 from kdist.run.result import Result, final_metrics
+from kdist.storage.files import written_whole
 
 
 class Tracker(Hook, abc.ABC):

@@ -11,8 +11,8 @@ from kdist.errors import CheckpointError
 from kdist.hooks.base import Session
 from kdist.hooks.monitor import Monitor, MonitoringHook
 from kdist.log import warn
-from kdist.run.files import write_whole
-from kdist.run.run_lock import check_not_taken_over
+from kdist.storage.files import write_whole
+from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints

@@ -12,7 +12,7 @@ from kdist.config.checks import check_whole_number
 from kdist.console import lines
 from kdist.hooks.base import Session
 from kdist.hooks.monitor import Monitor, MonitoringHook
-from kdist.run.run_lock import check_not_taken_over
+from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints

@@ -13,7 +13,7 @@ from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
 from kdist.log import warn
-from kdist.parameters.tensorflow_paths import literal_path
+from kdist.storage.tensorflow_paths import literal_path
 
 _FORMATS = ("tf_saved_model", "onnx", "openvino")
 

@@ -20,8 +20,8 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
-from kdist.cluster import bind, isolate
 from kdist.cluster.description import Description
+from kdist.cluster.network import bind, isolate
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdist import log
-from kdist.cluster.server import serve_until_done
+from kdist.cluster.processes.server import serve_until_done
 from kdist.cluster.spec import Membership, Task
 from kdist.console import lines
 from kdist.errors import ChiefStoppedError, ConfigError

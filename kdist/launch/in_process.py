@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
-from kdist.cluster import isolate
 from kdist.cluster.local import log_path
+from kdist.cluster.network import isolate
 from kdist.config.hparams import of_run
 from kdist.console import lines
 from kdist.data.base import TrainingData

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist import forks, log
-from kdist.cluster.process import does_nothing
+from kdist.cluster.processes.child import does_nothing
 from kdist.config.checks import STOP_SIGNALS
 from kdist.log import warn
 

@@ -40,11 +40,11 @@ from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import SaveIntervals
 from kdist.parameters.tables.lookup import TableRows
 from kdist.parameters.tables.table import dynamic_tables, fixed_tables, make_dynamic, make_marks
-from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.initial_values import set_initial_values
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.value_files import ValueFiles
+from kdist.storage.tensorflow_paths import open_checkpoint
 
 
 class ParameterStore:

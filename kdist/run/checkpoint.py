@@ -28,10 +28,10 @@ from kdist.errors import CheckpointError, NonFiniteError
 from kdist.log import warn
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, FOLLOWS, SEED
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.run import checkpoint_content as content
 from kdist.run.chain import Chain, chains, replayed, way_to
-from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
+from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
+from kdist.storage.tensorflow_paths import open_checkpoint
 
 _SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
 _FULL, _DELTA = "ckpt", "delta"

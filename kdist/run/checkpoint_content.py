@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kdist.errors import reason
 from kdist.model.names import BESIDE
-from kdist.parameters.tensorflow_paths import open_checkpoint
+from kdist.storage.tensorflow_paths import open_checkpoint
 
 #: Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
 DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)

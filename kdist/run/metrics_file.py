@@ -21,8 +21,8 @@ import numpy as np
 
 from kdist.errors import ConfigError
 from kdist.log import warn
-from kdist.run.files import make_private, write_whole
-from kdist.run.run_lock import check_not_taken_over
+from kdist.storage.files import make_private, write_whole
+from kdist.storage.lock import check_not_taken_over
 
 NAME = "metrics.csv"
 TRAIN, VALIDATION, EPOCH = "train", "validation", "epoch"

@@ -10,9 +10,9 @@ from kdist.errors import CheckpointError
 from kdist.log import warn
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.run.checkpoint import Checkpoints, Stored
-from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX
-from kdist.run.mirror import Mirror
-from kdist.run.object_storage import StorageError
+from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX
+from kdist.storage.mirror import Mirror
+from kdist.storage.object_storage import StorageError
 from kdist.threads import in_thread
 
 

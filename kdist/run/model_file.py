@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist.parameters.tensorflow_paths import literal_path
-from kdist.run.files import written_whole
+from kdist.storage.files import written_whole
+from kdist.storage.tensorflow_paths import literal_path
 
 if TYPE_CHECKING:
     import keras

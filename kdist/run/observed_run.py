@@ -12,13 +12,13 @@ import numpy as np
 
 from kdist.cluster.spec import Task
 from kdist.run.checkpoint import Checkpoints
-from kdist.run.files import CHECKPOINT_FILE
-from kdist.run.object_storage import NotThereError, ObjectStorage, StorageError, working_folder
 from kdist.run.result import content_of
 from kdist.run.run_dir import RunDir
-from kdist.run.run_lock import RunLock
-from kdist.run.storage_lock import StorageLock
 from kdist.run.summaries import Summaries
+from kdist.storage.files import CHECKPOINT_FILE
+from kdist.storage.lock import RunLock
+from kdist.storage.object_storage import NotThereError, ObjectStorage, StorageError, working_folder
+from kdist.storage.storage_lock import StorageLock
 
 
 class ObservedRun(Protocol):

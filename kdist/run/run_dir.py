@@ -18,15 +18,15 @@ from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
 from kdist.parameters.placement.picture import draw_plan
 from kdist.run.checkpoint import Checkpoints
-from kdist.run.files import make_new, make_private, write_whole
 from kdist.run.metrics_file import MetricsFile
-from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.model_file import lambdas_need_source, write_model_file
-from kdist.run.object_storage import ObjectStorage, is_url
 from kdist.run.result import Result, check_format, content_of
-from kdist.run.run_lock import RunLock, check_not_taken_over
 from kdist.run.summaries import Summaries
+from kdist.storage.files import make_new, make_private, write_whole
+from kdist.storage.lock import RunLock, check_not_taken_over
+from kdist.storage.mirror import Mirror
+from kdist.storage.object_storage import ObjectStorage, is_url
 
 if TYPE_CHECKING:
     import keras

@@ -15,7 +15,7 @@ import numpy as np
 from kdist.errors import CheckpointError, ClusterError
 from kdist.model.names import GLOBAL_STEP
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run.run_lock import check_not_taken_over
+from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints

@@ -18,12 +18,12 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import number_collectives_when_traced
-from kdist.cluster import bind
 from kdist.cluster.description import Description, compare
-from kdist.cluster.port_probe import meet
-from kdist.cluster.process import killed_after
+from kdist.cluster.network import bind
+from kdist.cluster.network.port_probe import meet
+from kdist.cluster.network.tcp_timeouts import TcpTimeouts
+from kdist.cluster.processes.child import killed_after
 from kdist.cluster.spec import Membership, Task
-from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError, ConfigError, reason
 from kdist.model.names import GLOBAL_STEP
 from kdist.strategies.all_reduce import AllReduce, here
@@ -44,7 +44,7 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
     Args:
         start_timeout: seconds within which all must listen at their addresses, and then, within which all must have
             joined; otherwise this process is killed.
-        interface: the one at which this worker listens, see `kdist.cluster.bind`; None for all.
+        interface: the one at which this worker listens, see `kdist.cluster.network.bind`; None for all.
 
     Raises:
         ConfigError: it has run one already.

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kdist.cluster.base import Cluster
 from kdist.cluster.local import log_path
-from kdist.cluster.process import ended_by_itself, log_tail
+from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.data.base import TrainingData

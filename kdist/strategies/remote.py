@@ -30,13 +30,13 @@ import tensorflow as tf
 
 from kdist import forks
 from kdist._compat import op_libraries
-from kdist.cluster.forkserver import TaskProgram
-from kdist.cluster.held_ports import HeldPorts
 from kdist.cluster.local import available_cores, log_path, own_cores_of, thread_budget
-from kdist.cluster.process import end_children, how_it_ended, log_tail, task_environment
-from kdist.cluster.sigstop_watchdog import Stopped
+from kdist.cluster.network.held_ports import HeldPorts
+from kdist.cluster.processes.child import end_children, how_it_ended, log_tail, task_environment
+from kdist.cluster.processes.forkserver import TaskProgram
+from kdist.cluster.processes.sigstop_watchdog import Stopped
+from kdist.cluster.processes.task_processes import TaskProcess, TaskProcesses
 from kdist.cluster.spec import ClusterShape, Task
-from kdist.cluster.task_processes import TaskProcess, TaskProcesses
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.pickling import packed_program, pickled, unpickled

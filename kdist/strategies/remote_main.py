@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kdist import forks, log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.process import end_with_parent, name_process
+from kdist.cluster.processes.child import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.data.pickling import pickled, unpacked_program, unpickled
 from kdist.errors import KdistError, TaskError, traceback_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
-    """Runs a worker with `RemoteOptions` as JSON; ends the process. See `kdist.cluster.task_processes`."""
+    """Runs a worker with `RemoteOptions` as JSON; ends the process. See `kdist.cluster.processes.task_processes`."""
     given = json.loads(options)
     # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
     end_with_parent()

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError
-from kdist.run.files import make_private, relative, written_whole
 from kdist.run.metrics_file import NAME as METRICS
-from kdist.run.object_storage import ObjectStorage, StorageError, checked_url, is_url, working_folder
-from kdist.run.run_lock import RunLock
-from kdist.run.storage_lock import StorageLock
+from kdist.storage.files import make_private, relative, written_whole
+from kdist.storage.lock import RunLock
+from kdist.storage.object_storage import ObjectStorage, StorageError, checked_url, is_url, working_folder
+from kdist.storage.storage_lock import StorageLock
 
 RESULT = "result.json"
 #: Written by a sweep into the run dir of each trial.

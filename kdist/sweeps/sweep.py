@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from kdist import log
 from kdist.config.hparams import by_key, is_of_training
 from kdist.errors import ConfigError, KdistError
-from kdist.run.files import OWNER_ONLY
 from kdist.run.result import content_of
+from kdist.storage.files import OWNER_ONLY
 from kdist.sweeps.folder import TRIAL, SweepFolder
 from kdist.sweeps.groups import Group, best_first, grouped, listed, status_of, table
 from kdist.sweeps.load import SEED, Row, runs_in

@@ -18,7 +18,7 @@ from helpers import result_of
 import kdist
 from kdist.cli import evaluate, export, main, predict
 from kdist.run.checkpoint import Checkpoints
-from kdist.run.object_storage import ObjectStorage, StorageError
+from kdist.storage.object_storage import ObjectStorage, StorageError
 
 TRUST = "run.trust=[served_code]"
 KEYS = [
@@ -394,7 +394,7 @@ def test_code_of_the_run_has_to_be_trusted_again(mine: Path, capsys: pytest.Capt
 
 
 def test_a_run_that_has_just_begun_can_be_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kdist.run.run_lock import RunLock
+    from kdist.storage.lock import RunLock
 
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(

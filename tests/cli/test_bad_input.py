@@ -11,7 +11,7 @@ from helpers import result_of
 
 from kdist.cli.help import help_text
 from kdist.cli.main import COMMANDS, run
-from kdist.run.run_lock import RunLock
+from kdist.storage.lock import RunLock
 
 MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
 HOSTS = ["+recipe=mnist", "cluster=hosts", "cluster.ps=[a:1,a:2]", "cluster.worker=[b:1,b:2]"]

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 from helpers import free_ports
 
-from kdist.cluster import done_queue
-from kdist.cluster.done_queue import Chief, tell_tasks
-from kdist.cluster.process import end_children, start_child
-from kdist.cluster.server import ServerOptions
+from kdist.cluster.network.tcp_timeouts import TcpTimeouts
+from kdist.cluster.processes import chief_board as done_queue
+from kdist.cluster.processes.chief_board import Chief, tell_tasks
+from kdist.cluster.processes.child import end_children, start_child
+from kdist.cluster.processes.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
-from kdist.cluster.tcp_timeouts import TcpTimeouts
 from kdist.errors import ClusterError
 from kdist.threads import in_thread
 
@@ -32,7 +32,7 @@ class ChiefsServer:
         self.spec = ClusterSpec(ps=["127.0.0.1:1", "127.0.0.1:2"], worker=["127.0.0.1:3"], chief=f"127.0.0.1:{port}")
         options = ServerOptions({"chief": [self.spec.chief]}, "chief", 0, intra_op_threads=0, inter_op_threads=0)
         self.process = start_child(
-            [sys.executable, "-m", "kdist.cluster.server", options.to_json()],
+            [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

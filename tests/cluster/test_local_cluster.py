@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from helpers import catches, descendants, ignores, tasks_running, wait_until
 
-from kdist.cluster import task_processes
 from kdist.cluster.local import LocalCluster, cores_of
+from kdist.cluster.processes import task_processes
+from kdist.cluster.processes.task_processes import prepared
 from kdist.cluster.spec import ClusterShape, Task
-from kdist.cluster.task_processes import prepared
 from kdist.errors import ClusterError
 
 pytestmark = pytest.mark.cluster
@@ -161,7 +161,7 @@ def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdist.cluster.server.ServerOptions.to_json", lambda self: "not json")
+    monkeypatch.setattr("kdist.cluster.processes.server.ServerOptions.to_json", lambda self: "not json")
     with pytest.raises(ClusterError, match=r"(?s)(ps|worker):0 exited while starting \(exit code 1\).*JSONDecodeError"):
         LocalCluster(ClusterShape(1, 1), tmp_path).start()
 

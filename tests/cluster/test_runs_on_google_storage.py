@@ -16,7 +16,7 @@ from helpers import REPO, free_addresses, toy_data
 import kdist
 from kdist.errors import ConfigError
 from kdist.hooks import CheckpointSaver
-from kdist.run.object_storage import ObjectStorage
+from kdist.storage.object_storage import ObjectStorage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared", "server")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import environment
 
-from kdist.cluster.forkserver import ForkServer, TaskProgram
+from kdist.cluster.processes.forkserver import ForkServer, TaskProgram
 
 pytestmark = pytest.mark.cluster
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers import FORK_SERVER, environment, process_name, result_of, wait_until
 
-from kdist.run.object_storage import working_folder
+from kdist.storage.object_storage import working_folder
 
 #: A small model of the tests' own; validated rarely, so that steps take the time.
 MINE = (

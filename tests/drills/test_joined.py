@@ -9,7 +9,7 @@ import pytest
 from drilling import MINE, Drill, DrillRun
 from helpers import free_ports, wait_until
 
-from kdist.cluster.port_probe import accepts_connections
+from kdist.cluster.network.port_probe import accepts_connections
 
 pytestmark = pytest.mark.cluster
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from kdist.cluster.process import end_with_parent
+from kdist.cluster.processes.child import end_with_parent
 from kdist.console.live import TerminalLine
 from kdist.forks import children_end_here, keep_from_children, undo_in_children
 from kdist.launch.signals import StopSignals

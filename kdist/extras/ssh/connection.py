@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
-from kdist.cluster.process import KILLED_SECS
+from kdist.cluster.processes.child import KILLED_SECS
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.extras.ssh.agent import MARK
 from kdist.extras.ssh.hosts import Host

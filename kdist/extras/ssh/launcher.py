@@ -16,7 +16,7 @@ from typing import Any
 
 from kdist import log
 from kdist.cluster.address_check import look_up
-from kdist.cluster.process import how_it_ended
+from kdist.cluster.processes.child import how_it_ended
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.errors import ClusterError, ConfigError
 from kdist.extras.ssh.connection import (

@@ -26,8 +26,8 @@ from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.tables.dynamic_table import IDS, TABLES
 from kdist.parameters.tables.resizable_variable import resizable_variable, set_value
 from kdist.parameters.tables.table import Table
-from kdist.parameters.tensorflow_paths import open_checkpoint
 from kdist.parameters.values.named_values import Slice, assign_rows
+from kdist.storage.tensorflow_paths import open_checkpoint
 
 #: The interval before all others: what has changed since is everything.
 _FIRST = -1

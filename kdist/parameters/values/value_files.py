@@ -20,10 +20,10 @@ from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.tables.changed_rows import DeltaBase, EvictedRows, SaveIntervals
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
 from kdist.parameters.tables.table import FixedTable
-from kdist.parameters.tensorflow_paths import literal_path, open_checkpoint
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, chief_device, is_finite, refuse
+from kdist.storage.tensorflow_paths import literal_path, open_checkpoint
 
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kdist.cluster.process import visible_devices
+from kdist.cluster.processes.child import visible_devices
 from kdist.cluster.resolve import common_seed, membership_of, shape_of
 from kdist.cluster.spec import CHIEF, ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, DevicesConfig

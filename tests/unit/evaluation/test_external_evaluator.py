@@ -22,9 +22,9 @@ from kdist.evaluation import external_evaluator
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.evaluation.external_evaluator import ObservedChief, evaluate_until_done
 from kdist.model.source import ModelSource
-from kdist.run.object_storage import ObjectStorage
 from kdist.run.observed_run import observed
 from kdist.run.run_dir import RunDir
+from kdist.storage.object_storage import ObjectStorage
 
 URL = "memory://bucket/run"
 Observe = Callable[[], ObservedChief]

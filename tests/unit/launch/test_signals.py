@@ -240,8 +240,9 @@ def test_a_name_that_is_no_stop_signal_is_refused() -> None:
 
 
 def test_a_child_ignores_signals_from_its_first_moment() -> None:
-    code = "import time; from kdist.cluster.process import end_with_parent; end_with_parent(); print(1, flush=True); "
-    from kdist.cluster.process import end_children, start_child
+    code = "import time; from kdist.cluster.processes.child import end_with_parent; "
+    code += "end_with_parent(); print(1, flush=True); "
+    from kdist.cluster.processes.child import end_children, start_child
 
     child = start_child([sys.executable, "-c", f"{code} time.sleep(60)"], stdout=subprocess.PIPE)
     for name in ALL:

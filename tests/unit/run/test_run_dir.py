@@ -12,7 +12,7 @@ import pytest
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import FORMAT, Result
 from kdist.run.run_dir import RunDir
-from kdist.run.run_lock import Holder
+from kdist.storage.lock import Holder
 
 
 def mode_of(path: Path) -> int:

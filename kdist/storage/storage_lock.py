@@ -13,8 +13,8 @@ from types import TracebackType
 
 from kdist.errors import ConfigError
 from kdist.log import warn
-from kdist.run.object_storage import NotThereError, ObjectStorage, StorageError
-from kdist.run.run_lock import HEARTBEAT_SECS, STALE_SECS, Holder, holder_in
+from kdist.storage.lock import HEARTBEAT_SECS, STALE_SECS, Holder, holder_in
+from kdist.storage.object_storage import NotThereError, ObjectStorage, StorageError
 
 LOCK = ".lock"
 

@@ -13,7 +13,7 @@ import models
 import pytest
 
 import kdist
-from kdist.cluster import isolate
+from kdist.cluster.network import isolate
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
 
@@ -98,7 +98,7 @@ def test_the_first_lines_of_a_run_say_what_is_true(monkeypatch: pytest.MonkeyPat
 ENTERED = """
 import os, socket
 from pathlib import Path
-from kdist.cluster import isolate
+from kdist.cluster.network import isolate
 
 def namespace():
     return os.stat("/proc/self/ns/net").st_ino
@@ -134,7 +134,7 @@ def test_a_process_enters_with_its_loopback_and_its_user(tmp_path: Path, outside
 def test_a_process_started_by_unshare_is_isolated_and_gets_its_loopback() -> None:
     code = """
 import socket
-from kdist.cluster import isolate
+from kdist.cluster.network import isolate
 isolate.require("must")
 server = socket.create_server(("127.0.0.1", 0))
 socket.create_connection(server.getsockname(), 1).close()
@@ -147,7 +147,7 @@ def test_a_process_that_may_not_is_left_in_its_network() -> None:
     """The limits of a user namespace are its own."""
     code = """
 import socket
-from kdist.cluster import isolate
+from kdist.cluster.network import isolate
 before = socket.if_nameindex()
 isolate.enter("auto")
 assert socket.if_nameindex() == before

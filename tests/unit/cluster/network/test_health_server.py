@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import free_ports
 
-from kdist.cluster.health_server import Health, HealthServer, health_of_task
+from kdist.cluster.network.health_server import Health, HealthServer, health_of_task
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 

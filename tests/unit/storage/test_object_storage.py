@@ -20,11 +20,11 @@ from helpers import wait_until
 
 from kdist.errors import CheckpointError, ConfigError, KdistError
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run.mirror import Mirror
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
-from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
 from kdist.run.run_dir import RunDir
-from kdist.run.storage_lock import StorageLock
+from kdist.storage.mirror import Mirror
+from kdist.storage.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
+from kdist.storage.storage_lock import StorageLock
 from kdist.threads import in_thread
 
 URL = "memory://bucket/run"

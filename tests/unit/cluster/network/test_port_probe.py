@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 from helpers import wait_until
 
-from kdist.cluster import port_probe
-from kdist.cluster.port_probe import Found, PortProbes, Silence, State, accepts_connections, not_met, probe
+from kdist.cluster.network import port_probe
+from kdist.cluster.network.port_probe import Found, PortProbes, Silence, State, accepts_connections, not_met, probe
 from kdist.cluster.spec import Task
 
 LISTENING, REFUSED = Found(State.LISTENING), Found(State.REFUSED, "nothing listens at h:1")

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 import tensorflow as tf
 
-from kdist.cluster.port_probe import PortProbes
+from kdist.cluster.network.port_probe import PortProbes
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread

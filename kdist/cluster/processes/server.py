@@ -1,4 +1,4 @@
-"""One parameter server or worker: `python -m kdist.cluster.server '<ServerOptions as JSON>'`.
+"""One parameter server or worker: `python -m kdist.cluster.processes.server '<ServerOptions as JSON>'`.
 
 The process serves TensorFlow until its standard input closes or its parent exits, so that no task outlives its chief,
 however the chief ends (a pipe is closed by the kernel even after `kill -9`). It knows nothing of the model. It writes
@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from kdist import log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
-from kdist.cluster import bind
 from kdist.cluster.description import Description
-from kdist.cluster.process import end_with_parent, name_process, visible_devices
+from kdist.cluster.network import bind
+from kdist.cluster.processes.child import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
@@ -45,7 +45,7 @@ class ServerOptions:
         inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
         cores: the CPU cores that the task is bound to; None for any.
         patience: seconds for which a task on another host may be silent; None if all are on this host.
-        bind: the network interface at which it listens, see `kdist.cluster.bind`; None for all.
+        bind: the network interface at which it listens, see `kdist.cluster.network.bind`; None for all.
         op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`.
         path: Python's import path, for them.
     """
@@ -105,7 +105,7 @@ def serve(options: ServerOptions) -> NoReturn:
     bind.bind_port(int(own.rpartition(":")[2]), options.bind)
     server.start()
     if options.patience is not None:
-        from kdist.cluster.tcp_timeouts import TcpTimeouts
+        from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 
         addresses = [address for hosts in options.jobs.values() for address in hosts]
         TcpTimeouts(addresses, [int(own.rpartition(":")[2])], options.patience).start()
@@ -142,9 +142,9 @@ def serve_until_done(
     with quick_import(keras=False):
         import tensorflow  # noqa: F401 - what follows needs it
 
-    from kdist.cluster.agreement import agree_with_chief
-    from kdist.cluster.done_queue import Chief
-    from kdist.cluster.tcp_timeouts import TcpTimeouts
+    from kdist.cluster.network.tcp_timeouts import TcpTimeouts
+    from kdist.cluster.processes.agreement import agree_with_chief
+    from kdist.cluster.processes.chief_board import Chief
     from kdist.data.python_readers import offer_readers
 
     offer_readers()
@@ -173,7 +173,7 @@ def serve_until_done(
 def _started_server(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_placement: bool) -> Any:
     import tensorflow as tf
 
-    from kdist.cluster.port_probe import accepts_connections
+    from kdist.cluster.network.port_probe import accepts_connections
 
     address = spec.address(task)
     if accepts_connections(address):
@@ -195,7 +195,7 @@ def _started_server(spec: ClusterSpec, task: Task, config: ClusterConfig, log_de
 
 
 def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:
-    """Serves what `ServerOptions`, as JSON, say: see `kdist.cluster.task_processes`."""
+    """Serves what `ServerOptions`, as JSON, say: see `kdist.cluster.processes.task_processes`."""
     serve(ServerOptions.from_json(options))
 
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from helpers import free_ports, wait_until
 
-from kdist.cluster import bind
-from kdist.cluster.http_server import HttpServer
-from kdist.cluster.port_probe import accepts_connections
+from kdist.cluster.network import bind
+from kdist.cluster.network.http_server import HttpServer
+from kdist.cluster.network.port_probe import accepts_connections
 from kdist.errors import ClusterError, ConfigError
 
 ANOTHER = 9999

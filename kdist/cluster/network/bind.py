@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 
-from kdist.cluster.own_sockets import tcp_sockets
+from kdist.cluster.network.own_sockets import tcp_sockets
 from kdist.errors import ClusterError, ConfigError
 
 _LOOPBACK = "lo"

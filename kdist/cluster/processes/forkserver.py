@@ -1,6 +1,6 @@
 """Starts tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
 
-`python -m kdist.cluster.forkserver <file descriptor of a socket> <module>`, after the fork server of Python's
+`python -m kdist.cluster.processes.forkserver <file descriptor of a socket> <module>`, after the fork server of Python's
 multiprocessing; the module is imported as well. It exits when its socket closes, or with its parent; its tasks exit
 with it. The chief's side is `ForkServer`.
 """
@@ -28,7 +28,7 @@ from typing import IO, NoReturn
 
 from kdist import forks
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.process import KILLED_SECS, end_with_parent, name_process, start_child
+from kdist.cluster.processes.child import KILLED_SECS, end_with_parent, name_process, start_child
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -242,7 +242,7 @@ class ForkServer:
 
     def _start(self, orders: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return start_child(
-            [sys.executable, "-m", "kdist.cluster.forkserver", str(orders), self._module],
+            [sys.executable, "-m", "kdist.cluster.processes.forkserver", str(orders), self._module],
             stdout=log,
             stderr=log,
             env=self._environment,

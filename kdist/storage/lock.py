@@ -24,7 +24,7 @@ from types import TracebackType
 
 from kdist.errors import ConfigError
 from kdist.log import warn
-from kdist.run.files import make_private
+from kdist.storage.files import make_private
 
 HEARTBEAT_SECS = 10.0
 #: A lock without a heartbeat for that long is free.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kdist.cluster import bind
+from kdist.cluster.network import bind
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread
@@ -270,7 +270,7 @@ def meet(workers: Sequence[str], index: int, timeout: float, interface: str | No
         workers: addresses of all workers.
         index: of this worker.
         timeout: seconds to wait.
-        interface: the one at which it listens, see `kdist.cluster.bind`; None for all.
+        interface: the one at which it listens, see `kdist.cluster.network.bind`; None for all.
 
     Raises:
         ClusterError: names the workers that did not join; or this worker's address is in use.

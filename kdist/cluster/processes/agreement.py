@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from kdist._compat import op_libraries
 from kdist.cluster.description import Description, differences, differing
-from kdist.cluster.done_queue import chief_server, server_session
+from kdist.cluster.processes.chief_board import chief_server, server_session
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread

@@ -53,7 +53,7 @@ def killed_after(secs: float, text: str) -> Iterator[None]:
 
     Only for calls that hold Python's lock while they wait, where nothing else can end them.
     """
-    command = [sys.executable, "-m", "kdist.cluster.hard_limit", str(secs), text]
+    command = [sys.executable, "-m", "kdist.cluster.processes.hard_limit", str(secs), text]
     watcher = start_child(command, stdout=subprocess.DEVNULL, env=_environment_with_kdist())
     try:
         yield
@@ -127,7 +127,7 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
 def _environment_with_kdist() -> dict[str, str]:
     """The environment of a process that uses the same kdist as this one, installed or not."""
     paths = [
-        str(Path(__file__).resolve().parents[2]),
+        str(Path(__file__).resolve().parents[3]),
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     ]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

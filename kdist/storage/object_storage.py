@@ -21,8 +21,8 @@ import fsspec
 
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.parameters.tensorflow_paths import cache_folder
-from kdist.run.files import written_whole
+from kdist.storage.files import written_whole
+from kdist.storage.tensorflow_paths import cache_folder
 
 T = TypeVar("T")
 

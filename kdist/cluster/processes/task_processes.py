@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kdist.cluster.forkserver import SERVING, TRAINING, ForkedTask, ForkServer, TaskProgram
-from kdist.cluster.process import start_child, task_environment
+from kdist.cluster.processes.child import start_child, task_environment
+from kdist.cluster.processes.forkserver import SERVING, TRAINING, ForkedTask, ForkServer, TaskProgram
 from kdist.cluster.spec import Task
 
 #: A task that was started, here.

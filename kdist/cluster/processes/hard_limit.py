@@ -1,4 +1,4 @@
-"""Kills its parent when time is up, and says why: `python -m kdist.cluster.hard_limit <seconds> <text>`.
+"""Kills its parent when time is up, and says why: `python -m kdist.cluster.processes.hard_limit <seconds> <text>`.
 
 Some calls of TensorFlow wait for other tasks without a limit that could be set, and hold Python's lock meanwhile: no
 thread of that process can run, and no handler of a signal. This process is for them; see `killed_after`.
@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from kdist.cluster.process import end_with_parent
+from kdist.cluster.processes.child import end_with_parent
 
 
 def main(secs: float, text: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 
-from kdist.cluster import bind
+from kdist.cluster.network import bind
 from kdist.errors import ConfigError
 
 _TIMEOUT_SECS = 10.0
@@ -39,7 +39,7 @@ class HttpServer:
         key: the config key of the port, for messages.
         host: the address; `ANY_HOST` opens it to the network.
         pages: functions that make the page of each path; called by threads of the server.
-        interface: see `kdist.cluster.bind`; None listens at all of them.
+        interface: see `kdist.cluster.network.bind`; None listens at all of them.
 
     Raises:
         ConfigError: the address cannot be used.

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Collection
 from contextlib import suppress
 
-from kdist.cluster import port_probe
-from kdist.cluster.own_sockets import tcp_sockets
-from kdist.cluster.port_probe import resolve
+from kdist.cluster.network import port_probe
+from kdist.cluster.network.own_sockets import tcp_sockets
+from kdist.cluster.network.port_probe import resolve
 
 _CHECK_SECS, _CUT_OFF_CHECK_SECS = 1.0, 0.25
 _LOOKUP_SECS = 3.0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kdist.cluster.held_ports import HeldPorts
+from kdist.cluster.network.held_ports import HeldPorts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a port and lets a server have it")
 

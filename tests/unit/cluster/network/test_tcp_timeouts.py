@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from helpers import wait_until
 
-from kdist.cluster import port_probe, tcp_timeouts
-from kdist.cluster.tcp_timeouts import TcpTimeouts
+from kdist.cluster.network import port_probe, tcp_timeouts
+from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has TCP_USER_TIMEOUT")
 

@@ -18,17 +18,16 @@ from typing import Any
 
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.run.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, make_private
-from kdist.run.metrics_file import NAME as METRICS
-from kdist.run.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
-from kdist.run.run_lock import RunLock
-from kdist.run.storage_lock import LOCK, StorageLock, check_not_taken_over
+from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, make_private
+from kdist.storage.lock import RunLock
+from kdist.storage.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
+from kdist.storage.storage_lock import LOCK, StorageLock, check_not_taken_over
 
 _CONFIG = ".hydra"
 #: Says that all files of the folder arrived, whatever other chiefs do at the URL.
 _ARRIVED = ".arrived"
 #: What a resumed run reads or deletes, besides checkpoints.
-_READ_AGAIN = ("result.json", METRICS, "best/validation.json", "placement.txt", "placement.png")
+_READ_AGAIN = ("result.json", "metrics.csv", "best/validation.json", "placement.txt", "placement.png")
 _INTERVAL_SECS = 10.0
 #: Uploading takes at most this part of the time.
 _BUSY_PART = 0.1

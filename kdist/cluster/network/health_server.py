@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-from kdist.cluster.http_server import ANY_HOST, HttpServer, Page
+from kdist.cluster.network.http_server import ANY_HOST, HttpServer, Page
 from kdist.cluster.spec import Membership
 from kdist.threads import in_thread
 
@@ -44,7 +44,7 @@ class HealthServer:
     Args:
         port: where it listens.
         health: called for every request.
-        interface: the one that it listens at, see `kdist.cluster.bind`; None for all.
+        interface: the one that it listens at, see `kdist.cluster.network.bind`; None for all.
 
     Raises:
         ConfigError: the port cannot be used.

@@ -13,8 +13,8 @@ from fakes import ME, ended_process, held_by, write_lock
 from helpers import wait_until
 
 from kdist.errors import ConfigError
-from kdist.run import run_lock
-from kdist.run.run_lock import RunLock, check_not_taken_over
+from kdist.storage import lock as run_lock
+from kdist.storage.lock import RunLock, check_not_taken_over
 
 
 def test_a_lock_is_there_while_it_is_held_and_can_be_taken_again(run_dir: Path) -> None:
@@ -31,7 +31,7 @@ def test_it_is_released_when_what_it_guards_fails(run_dir: Path) -> None:
 
 
 def test_a_second_chief_is_refused_with_who_is_there(run_dir: Path) -> None:
-    code = "import sys, pathlib, kdist.run.run_lock as lock; lock.RunLock(pathlib.Path(sys.argv[1])).check()"
+    code = "import sys, pathlib, kdist.storage.lock as lock; lock.RunLock(pathlib.Path(sys.argv[1])).check()"
     with RunLock(run_dir):
         for taking in (RunLock(run_dir).check, RunLock(run_dir).__enter__):
             with pytest.raises(ConfigError, match=rf"run\.dir={run_dir}: is in use by this process itself"):

@@ -1,0 +1,1 @@
+"""The network between tasks: interfaces, ports, probes of other tasks, time limits of connections, pages over HTTP."""
