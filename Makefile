@@ -9,8 +9,8 @@ READY := $(VENV)/ready
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
 	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
-	@echo "make drills  every fault that kdist is to survive, injected for real, about 16 minutes; prints a table"
-	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; prints a table"
+	@echo "make drills  every fault that kdist is to survive, injected for real, 16 minutes; writes its table in docs/drills.md"
+	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; writes its table there, too"
 	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
 	@echo "make programs  programs of docs/compatibility.md, by Keras and by kdist, 25 minutes; writes its table"
 	@echo "make keras-suite  Keras's own tests of fit, evaluate and predict, with kdist in their place, an hour;"
@@ -36,11 +36,11 @@ short: $(READY)
 # The longest first, so that the others run beside it.
 drills: $(READY)
 	$(BIN)/python -m pytest tests/drills/test_endurance.py tests/drills \
-		--numprocesses 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1500
+		--numprocesses 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1500 --record-drills "make drills"
 
 # What they measure is time: one at a time.
 hosts: $(READY)
-	$(BIN)/python -m pytest tests/hosts
+	$(BIN)/python -m pytest tests/hosts --record-drills "make hosts"
 
 # One job after the other on a system that all tests share. Without Slurm, and no way to install it, they are skipped.
 slurm: $(READY)

@@ -67,9 +67,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-programs", action="store_true", help="write the numbers of tests/programs for the docs")
+    parser.addoption("--record-drills", metavar="TITLE", help="write the table of the drills, below TITLE in the docs")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """Prints the tables of the drills and of the programs that ran."""
     # A drill reports when it has passed, and pytest tells of that when the test is torn down.
     ended = [report for report in terminalreporter.getreports("") if getattr(report, "when", "") == "teardown"]
@@ -77,6 +78,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tables = {}
     if rows := [value for name, value in reported if name == "drill"]:
         tables["drills"] = drilling.table(rows)
+        if exitstatus == 0 and (title := config.getoption("--record-drills")):
+            drilling.write_table(title, tables["drills"])
     if found := [value for name, value in reported if name == "program"]:
         from programs import results
 

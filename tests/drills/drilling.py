@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -10,14 +11,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import FORK_SERVER, environment, process_name, result_of, wait_until
+from helpers import FORK_SERVER, REPO, environment, process_name, result_of, wait_until
 
 from kdist.storage.object_storage import working_folder
 
+PAGE = REPO / "docs" / "drills.md"
 #: A small model of the tests' own; validated rarely, so that steps take the time.
 MINE = (
     "model._target_=user_code.build",
@@ -216,6 +219,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"| {row['number']} | {row['fault']} | {row['happened']} | {step} | {row['seconds']:.0f} | {code} |"
         )
     return lines
+
+
+def write_table(title: str, lines: Sequence[str], page: Path = PAGE) -> None:
+    """Replaces the table of `title` in docs/drills.md, and the line with the machine above it."""
+    head, begin, rest = page.read_text().partition(f"<!-- {title} -->\n")
+    _, end, tail = rest.partition("<!-- end -->\n")
+    if not (begin and end):
+        raise ValueError(f"{page}: no <!-- {title} --> with an <!-- end --> after it")
+    page.write_text("".join([head, begin, "\n", _machine(), "\n\n", *(f"{line}\n" for line in lines), "\n", end, tail]))
+
+
+def _machine() -> str:
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    versions = ", ".join(f"{name} {metadata.version(name.lower())}" for name in ("TensorFlow", "Keras"))
+    where = f"{os.cpu_count()} cores ({model[1] if model else platform.machine()})"
+    return f"{time.strftime('%Y-%m-%d')}, {where}, {versions}, Python {platform.python_version()}"
 
 
 def record(request: pytest.FixtureRequest, reports: Sequence[Report]) -> None:

@@ -5,6 +5,7 @@ import runpy
 import shlex
 from pathlib import Path
 
+import drilling
 import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from helpers import REPO
@@ -43,6 +44,16 @@ def in_a_folder_with_my_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_config_reference_is_that_of_the_schema() -> None:
     page = runpy.run_path(str(REPO / "docs" / "config_reference.py"))["page"]()
     assert (REPO / "docs" / "reference" / "config.md").read_text() == page, "run python docs/config_reference.py"
+
+
+def test_drills_write_their_own_table(tmp_path: Path) -> None:
+    page, text = tmp_path / "drills.md", drilling.PAGE.read_text()
+    page.write_text(text)
+    drilling.write_table("make drills", ["| one row |"], page)
+    own, other = page.read_text().split("## Several hosts")
+    assert re.search(r"<!-- make drills -->\n\n.* cores .*\n\n\| one row \|\n\n<!-- end -->\n", own)
+    assert "kill -9 of an async worker" not in own
+    assert other == text.split("## Several hosts")[1]
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands())
