@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdist.cluster.network.held_ports import HeldPorts
+from kdist.cluster.network.sockets import HeldPorts
 from kdist.cluster.processes.forkserver import NAME as FORK_SERVER
 
 REPO = Path(__file__).resolve().parents[1]

@@ -129,11 +129,7 @@ def _servers(config: Config) -> list[Hook]:
 
     run = config.run
     found: list[Hook] = [] if run.metrics_port is None else [hooks.MetricsServer(run.metrics_port, run.metrics_host)]
-    return (
-        found
-        if run.health_port is None
-        else [*found, hooks.HealthCheck(run.health_port, interface=config.cluster.bind)]
-    )
+    return found if run.health_port is None else [*found, hooks.HealthCheck(run.health_port)]
 
 
 def strategy_of(config: Config) -> str | type[Strategy]:

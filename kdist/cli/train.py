@@ -19,7 +19,7 @@ from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained, without_hydra
 from kdist.cli.help import help_text
 from kdist.cli.process import exit_code_of, print_error, start_anew
-from kdist.cluster.network import bind, isolate
+from kdist.cluster.network import isolate, sockets
 from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
@@ -210,26 +210,26 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
             run_dir = config.run.dir if membership.evaluates else None
             run_experiment(config, run_dir, Origin.here_and_now(known), is_chief=False)
         else:
-            from kdist.cluster.description import Description
+            from kdist.cluster.description import TaskFingerprint
             from kdist.cluster.processes.server import serve_until_done
 
             serve_until_done(
                 membership,
                 config.cluster,
                 stop.begin_to_serve,
-                description=Description.of(membership.spec, known),
+                fingerprint=TaskFingerprint.of(membership.spec, known),
                 log_device_placement=logs_devices,
             )
 
 
 def _health_server(config: Config, membership: Membership, is_ready: Callable[[], bool]) -> AbstractContextManager[Any]:
     """While entered, this task answers at `run.health_port`, if there is one."""
-    from kdist.cluster.network.health_server import HealthServer, health_of_task
+    from kdist.cluster.network.http_server import health_of_task, health_server
 
     port = config.run.health_port
     if port is None:
         return nullcontext()
-    return HealthServer(port, health_of_task(membership, port, is_ready), config.cluster.bind)
+    return health_server(port, health_of_task(membership, port, is_ready))
 
 
 def _check(parsed: Namespace) -> tuple[DictConfig, CheckedLoader, DictConfig, Config, Membership | None]:
@@ -265,7 +265,7 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
         if membership is None and (parsed.multirun or not shape.is_local):
             # Now, while there is one thread, and before the first trial of a sweep.
             isolate.enter(checked.cluster.isolate)
-        bind.check(checked.cluster.bind)
+        sockets.bind_to(checked.cluster.bind)
         # It may import TensorFlow, which prints messages about every machine.
         with native_log(Path(os.devnull)):
             check_targets(checked)

@@ -1,4 +1,4 @@
-"""What all tasks of a cluster need alike: versions, addresses and config; and in what two tasks differ."""
+"""The fingerprint of a task: versions, addresses and config, which all tasks of a cluster need alike."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MAX_NAMED = 10
 
 
 @dataclass(frozen=True)
-class Description:
-    """One task, as the others compare it with themselves.
+class TaskFingerprint:
+    """The properties of a task that the others compare with their own.
 
     Attributes:
         versions: of Python and the packages that tasks have to agree on.
@@ -45,8 +45,8 @@ class Description:
     op_libraries: Sequence[str] = ()
 
     @classmethod
-    def of(cls, spec: ClusterSpec, config: Mapping[str, Any]) -> Description:
-        """The description of this process.
+    def of(cls, spec: ClusterSpec, config: Mapping[str, Any]) -> TaskFingerprint:
+        """The fingerprint of this process.
 
         Args:
             spec: the cluster.
@@ -67,17 +67,17 @@ class Description:
         return json.dumps(asdict(self), default=str)
 
     @classmethod
-    def from_json(cls, text: str) -> Description:
+    def from_json(cls, text: str) -> TaskFingerprint:
         return cls(**json.loads(text))
 
     @property
     def is_of_program(self) -> bool:
-        """Whether a `Trainer` of a program made it, whose arguments are not those of the command line."""
+        """True if a `Trainer` of a program made it: its arguments are not those of the command line."""
         return any(key.startswith("fit.") for key in self.config)
 
 
-def differences(chief: Description, other: Description) -> list[str]:
-    """In what a task differs from the chief: `keras 3.14.0, chief 3.15.1`, `train.batch_size=64, chief 32`."""
+def differences(chief: TaskFingerprint, other: TaskFingerprint) -> list[str]:
+    """Names each difference of a task from the chief: `keras 3.14.0, chief 3.15.1`, `train.batch_size=64, chief 32`."""
     found = [
         f"{name} {other.versions.get(name)}, chief {version}"
         for name, version in chief.versions.items()
@@ -94,13 +94,14 @@ def differences(chief: Description, other: Description) -> list[str]:
     ]
 
 
-def differing(found: Mapping[str, Sequence[str]]) -> ConfigError:
+def mismatch_error(found: Mapping[str, Sequence[str]]) -> ConfigError:
     """The error for tasks that differ from the chief.
 
     Args:
         found: the `differences` of each of them, by its name.
     """
-    lines = [f"{', '.join(found)}: not as the chief; all tasks need the same versions and config"]
+    verb = "differs" if len(found) == 1 else "differ"
+    lines = [f"{', '.join(found)}: {verb} from the chief; all tasks need the same versions and config"]
     for task, of_task in found.items():
         lines += [f"  {task}: {difference}" for difference in of_task[:_MAX_NAMED]]
         if len(of_task) > _MAX_NAMED:
@@ -108,15 +109,15 @@ def differing(found: Mapping[str, Sequence[str]]) -> ConfigError:
     return ConfigError("\n".join(lines))
 
 
-def compare(workers: Sequence[Description]) -> None:
-    """Compares all-reduce workers, by index, with the first of them, the chief.
+def check_fingerprints(workers: Sequence[TaskFingerprint]) -> None:
+    """Compares all-reduce workers, by index, with worker 0, the chief.
 
     Raises:
         ConfigError: some differ.
     """
     found = {str(Task("worker", index)): differences(workers[0], worker) for index, worker in enumerate(workers)}
     if found := {worker: of_worker for worker, of_worker in found.items() if of_worker}:
-        raise differing(found)
+        raise mismatch_error(found)
 
 
 def _version(package: str) -> str:

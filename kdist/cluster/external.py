@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdist._compat import op_libraries
-from kdist.cluster.description import Description
-from kdist.cluster.network.held_ports import HeldPorts
+from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
+from kdist.cluster.network.sockets import HeldPorts, bound_to
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes.agreement import Agreement
-from kdist.cluster.processes.chief_board import chief_server, tell_tasks
+from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
 from kdist.cluster.processes.child import end_children, how_it_ended, start_child, task_environment
 from kdist.cluster.processes.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
@@ -41,8 +40,7 @@ class ExternalCluster:
         patience: seconds of silence after which a task counts as lost.
         chief_port: at which tasks reach the chief's process; None for any free port.
         devices: which GPUs tasks may use.
-        bind: the network interface at which this process and its server listen; None for all.
-        description: what the tasks need alike; None compares nothing.
+        fingerprint: of this process; None compares nothing.
     """
 
     def __init__(
@@ -54,15 +52,13 @@ class ExternalCluster:
         patience: float,
         chief_port: int | None = None,
         devices: DevicesConfig | None = None,
-        bind: str | None = None,
-        description: Description | None = None,
+        fingerprint: TaskFingerprint | None = None,
     ) -> None:
         self.spec = spec
         self.chief_address = ""
         self.any_chief_port = chief_port is None
-        self.bind = bind
-        self._description = description
-        self._agreement: Agreement | None = None
+        self._fingerprint = fingerprint
+        self._version_check: VersionCheck | None = None
         self._chief_port = chief_port
         self._own_port = HeldPorts(0)
         self._log_dir = log_dir
@@ -94,7 +90,7 @@ class ExternalCluster:
             0,
             0,
             patience=self._patience,
-            bind=self.bind,
+            bind=bound_to(),
             op_libraries=op_libraries.loaded_by(),
             path=sys.path,
         )
@@ -138,13 +134,13 @@ class ExternalCluster:
         addresses, own = self._addresses(), chief_server(self.spec)[1]
         listening = self._running().listening()
         missing = addresses.keys() - listening
-        if self._description is None:
+        if self._fingerprint is None:
             return missing
-        if self._agreement is None:
+        if self._version_check is None:
             if own not in listening:
                 return missing
-            self._agreement = Agreement(self.spec, self._description)
-        return missing | self._agreement.missing(addresses.keys() - {own})
+            self._version_check = VersionCheck(self.spec, self._fingerprint)
+        return missing | self._version_check.missing(addresses.keys() - {own})
 
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that refuse connections, or have been silent for longer than `patience`."""
@@ -156,15 +152,15 @@ class ExternalCluster:
         """The tasks that do not respond at present."""
         return self._running().silent() if self._all_there else set()
 
-    def cut_off(self, task: Task) -> None:
+    def disconnect(self, task: Task) -> None:
         """Closes the connections with a task that is lost: a silent host does not."""
         if self._tcp_timeouts is not None:
-            self._tcp_timeouts.cut_off(self.spec.address(task))
+            self._tcp_timeouts.disconnect(self.spec.address(task))
 
-    def let_in(self, task: Task) -> None:
-        """Undoes `cut_off`: the task has returned."""
+    def reconnect(self, task: Task) -> None:
+        """Undoes `disconnect`: the task has returned."""
         if self._tcp_timeouts is not None:
-            self._tcp_timeouts.let_in(self.spec.address(task))
+            self._tcp_timeouts.reconnect(self.spec.address(task))
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills the child of this process; the other tasks are not its own."""
@@ -185,17 +181,17 @@ class ExternalCluster:
         """Empty: tasks that do not serve yet count as lost."""
         return set()
 
-    def stop(self, *, run_goes_on: bool = False) -> None:
+    def stop(self, *, will_resume: bool = False) -> None:
         """Tells the tasks that the chief has finished, and stops the chief's own server. May be called repeatedly."""
         if self._own is None or self._probes is None or self._tcp_timeouts is None:
             return
         if self._own.poll() is None:
             others = self._addresses().keys() - self._probes.lost() - {chief_server(self.spec)[1]}
-            if self._agreement is not None:
-                others = {task for task in others if str(task) not in self._agreement.differing}
+            if self._version_check is not None:
+                others = {task for task in others if str(task) not in self._version_check.mismatches}
             # A task that returns in time should learn that the chief has finished, not find that it has disappeared.
             timeout = max(_STOP_SECS, self._patience) if self._probes.silent() else _STOP_SECS
-            if missing := tell_tasks(self.spec, others, timeout, run_goes_on=run_goes_on):
+            if missing := tell_tasks(self.spec, others, timeout, will_resume=will_resume):
                 warn(f"{', '.join(sorted(missing))} did not acknowledge that training has finished")
         self._probes.stop()
         self._tcp_timeouts.stop()

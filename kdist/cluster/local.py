@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import IO
 
 from kdist._compat import op_libraries
-from kdist.cluster.network.held_ports import HeldPorts
-from kdist.cluster.processes import sigstop_watchdog
+from kdist.cluster.network.sockets import HeldPorts, bound_to
+from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import (
     KILLED_SECS,
     end_children,
@@ -87,7 +87,6 @@ class LocalCluster:
         step_timeout: seconds for which a task may be stopped (SIGSTOP) before it is killed, a few seconds later; the
             chief may be waiting for it where it cannot watch it.
         devices: which GPUs tasks may use.
-        bind: the network interface at which they and this process listen, besides the loopback device; None for all.
 
     Raises:
         ClusterError: on `start`; names the task that died or did not respond, with the end of its log.
@@ -101,10 +100,8 @@ class LocalCluster:
         start_timeout: float = ClusterConfig.start_timeout,
         step_timeout: float = ClusterConfig.step_timeout,
         devices: DevicesConfig | None = None,
-        bind: str | None = None,
     ) -> None:
         self.shape = shape
-        self.bind = bind
         self._devices = devices
         self.log_dir = log_dir
         self._start_timeout = start_timeout
@@ -161,7 +158,7 @@ class LocalCluster:
         self.wait()
         return self
 
-    def stop(self, *, run_goes_on: bool = False) -> None:
+    def stop(self, *, will_resume: bool = False) -> None:
         """Stops every task and waits for it, at most a few seconds. May be called repeatedly."""
         end_children(self._processes.values(), _STOP_SECS)
         self._processes.clear()
@@ -191,10 +188,10 @@ class LocalCluster:
         """None: a process of this machine runs, or has exited."""
         return set()
 
-    def cut_off(self, task: Task) -> None:
+    def disconnect(self, task: Task) -> None:
         """Does nothing: the system closes the connections of a process that has exited."""
 
-    def let_in(self, task: Task) -> None:
+    def reconnect(self, task: Task) -> None:
         """Nothing."""
 
     def starting_tasks(self) -> set[Task]:
@@ -238,12 +235,12 @@ class LocalCluster:
         return lost
 
     def _watch_over(self, tasks: Sequence[Task]) -> None:
-        """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.processes.sigstop_watchdog`."""
+        """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.processes.watchdog`."""
         if sys.platform != "linux":
             return
         if self._guard is None:
             self._guard = start_child(
-                [sys.executable, "-S", sigstop_watchdog.__file__, str(self._guard_secs)], stdout=subprocess.PIPE
+                [sys.executable, "-S", watchdog.__file__, "stopped", str(self._guard_secs)], stdout=subprocess.PIPE
             )
         assert self._guard.stdin is not None
         # The watchdog may be killed like any process; the tasks do not need it.
@@ -267,7 +264,7 @@ class LocalCluster:
             intra_op,
             inter_op,
             own_cores,
-            bind=self.bind,
+            bind=bound_to(),
             op_libraries=op_libraries.loaded_by(),
             path=sys.path,
         )

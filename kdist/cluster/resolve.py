@@ -7,23 +7,41 @@ the shape, this process is one of them. A process that is alone starts them itse
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kdist.cluster import slurm, tf_config
+from kdist.cluster import slurm
 from kdist.cluster.address_check import check_private
-from kdist.cluster.membership import ROLES, Keys, membership_at
-from kdist.cluster.spec import ClusterShape, Membership
+from kdist.cluster.spec import CHIEF, EVALUATOR, ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kdist.config.schema import ClusterConfig
 
-_HOSTS = Keys("cluster.", "cluster.job", "cluster.task")
+# A host name, an IPv4 address, or an IPv6 address in brackets.
+_ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
+_JOBS = ("ps", "worker", "chief")
+ROLES = (*_JOBS, EVALUATOR.job)
+_TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 # How launchers of MPI tell a process how many of its kind they started.
 _MPI_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of the parts of a description in its source."""
+
+    cluster: str
+    job: str
+    index: str
+
+
+_HOSTS = Keys("cluster.", "cluster.job", "cluster.task")
+_TF_CONFIG = Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: task.index")
 
 
 def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
@@ -58,7 +76,7 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
         if getattr(config, key) not in (None, []):
             raise ConfigError(f"cluster.{key}: is for cluster=hosts, not for cluster={config.shape}")
     if config.shape == "tf_config":
-        return tf_config.membership_in(environment.get("TF_CONFIG"), "cluster=tf_config")
+        return membership_in_tf_config(environment.get("TF_CONFIG"), "cluster=tf_config")
     membership = _of_shape(ClusterShape.parse(config.shape), config.started_by, environment)
     if membership is None and config.chief_port is not None:
         raise ConfigError(f"cluster.chief_port: is for tasks that others start; kdist starts those of {config.shape}")
@@ -93,7 +111,7 @@ def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, st
 
 
 def _of_tf_config(shape: ClusterShape, environment: Mapping[str, str], asked_by: str) -> Membership:
-    membership = tf_config.membership_in(environment.get("TF_CONFIG"), asked_by)
+    membership = membership_in_tf_config(environment.get("TF_CONFIG"), asked_by)
     found = membership.spec.shape
     # An evaluator is not part of the cluster.
     if (found.num_ps, found.num_workers) != (shape.num_ps, shape.num_workers):
@@ -108,7 +126,7 @@ def _of_tf_config(shape: ClusterShape, environment: Mapping[str, str], asked_by:
 def _is_alone(environment: Mapping[str, str]) -> bool:
     """Whether TF_CONFIG describes one task, this process."""
     try:
-        membership = tf_config.membership_in(environment.get("TF_CONFIG"), "cluster.started_by=auto")
+        membership = membership_in_tf_config(environment.get("TF_CONFIG"), "cluster.started_by=auto")
     except ConfigError as error:
         raise ConfigError(f"{error}\n  cluster.started_by=kdist ignores it") from None
     return len(membership.spec.addresses) == 1 and not membership.evaluates
@@ -140,3 +158,90 @@ def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterSha
 def common_seed(membership: Membership) -> int:
     """A seed that is the same on every task, derived from the cluster spec without communication."""
     return zlib.crc32(repr(membership.spec).encode())
+
+
+def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:
+    """The membership that `text`, the value of TF_CONFIG, describes.
+
+    Args:
+        asked_by: the key that asks for it, and its value.
+
+    Raises:
+        ConfigError: it is not set, or not of its form.
+    """
+    if not text:
+        raise ConfigError(f"{asked_by}: TF_CONFIG is not set; it must be {_TF_CONFIG_FORM}")
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"TF_CONFIG: is not JSON ({error}); it must be {_TF_CONFIG_FORM}") from None
+    for part in ("cluster", "task"):
+        if not isinstance(given, dict) or not isinstance(given.get(part), dict):
+            raise ConfigError(f"TF_CONFIG: has no {part}; it must be {_TF_CONFIG_FORM}")
+    cluster, task = given["cluster"], given["task"]
+    if "type" not in task:
+        raise ConfigError(f"TF_CONFIG: task has no type; it must be {_TF_CONFIG_FORM}")
+    if "master" in cluster and "chief" in cluster:
+        raise ConfigError("TF_CONFIG: cluster has a master and a chief, which are the same job")
+    # "master" is what TF1 called the chief.
+    cluster = {"chief" if job == "master" else job: hosts for job, hosts in cluster.items()}
+    if unknown := sorted(set(cluster) - set(ROLES)):
+        raise ConfigError(f"TF_CONFIG: cluster has the jobs {', '.join(unknown)}; kdist knows {', '.join(ROLES)}")
+    for job, hosts in cluster.items():
+        if not isinstance(hosts, list):
+            raise ConfigError(f"TF_CONFIG: cluster.{job} must be a list of addresses, host:port")
+    index = task.get("index", 0)
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)
+    job = "chief" if task["type"] == "master" else task["type"]
+    return membership_at(cluster, job, index, _TF_CONFIG)
+
+
+def membership_at(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: Keys) -> Membership:
+    """The membership of task `index` of `job` in the cluster at `addresses`, `host:port` by job.
+
+    Raises:
+        ConfigError: names the part of the description that is wrong, by `keys`.
+    """
+    if job not in ROLES:
+        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(ROLES)}")
+    _check_index(index, keys)
+    have = len(addresses.get(job, ()))
+    spec = _spec(addresses, keys)
+    if job == EVALUATOR.job:
+        return Membership(spec, Task(EVALUATOR.job, index))
+    if index >= have:
+        what = f"{have} such task{'' if have == 1 else 's'}" if have else "no such task"
+        raise ConfigError(f"{keys.index}: this process is {job}:{index}, and {keys.cluster}{job} has {what}")
+    if not spec.ps and addresses.get("chief"):
+        # Without servers the chief trains as well: `_spec` has made it the first of the workers.
+        return Membership(spec, Task("worker", index if job == "chief" else index + 1))
+    return Membership(spec, CHIEF if job == "chief" else Task(job, index))
+
+
+def _check_index(index: Any, keys: Keys) -> None:
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ConfigError(f"{keys.index}={index}: must be a whole number, at least 0")
+
+
+def _spec(addresses: Mapping[str, Sequence[str]], keys: Keys) -> ClusterSpec:
+    seen: dict[str, str] = {}
+    for job in _JOBS:
+        for index, address in enumerate(addresses.get(job, ())):
+            match = _ADDRESS.fullmatch(str(address))
+            if match is None or int(match[1]) > 65535:
+                raise ConfigError(f"{keys.cluster}{job}: {address}: is no address; the form is host:port")
+            task = str(CHIEF if job == "chief" else Task(job, index))
+            if address in seen:
+                raise ConfigError(
+                    f"{keys.cluster}{job}: {task} and {seen[address]} are both at {address}; each needs its own"
+                )
+            seen[address] = task
+    ps, workers, chiefs = (tuple(addresses.get(job, ())) for job in _JOBS)
+    if len(chiefs) > 1:
+        raise ConfigError(f"{keys.cluster}chief: there is one chief, not {len(chiefs)}")
+    if not ps:
+        workers, chiefs = (*chiefs, *workers), ()
+    if not workers:
+        raise ConfigError(f"{keys.cluster}worker: there is no worker")
+    return ClusterSpec(ps, workers, chiefs[0] if chiefs else None)

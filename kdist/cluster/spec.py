@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kdist.errors import ConfigError
 
@@ -167,3 +169,51 @@ class Membership:
     def evaluates(self) -> bool:
         """Whether this process is an evaluator, which is not part of the cluster and reads what the chief saves."""
         return self.task.job == EVALUATOR.job
+
+
+class Cluster(Protocol):
+    """Where the tasks are: started by this process, or by others."""
+
+    spec: ClusterSpec
+    #: `host:port` at which the tasks reach this process; known when it is launched.
+    chief_address: str
+    #: Whether they reach it at any other port as well.
+    any_chief_port: bool
+
+    def launch(self) -> None:
+        """Starts the tasks that this process has to start, and returns at once."""
+
+    def wait(self) -> None:
+        """Waits until every task serves, at most for its `start_timeout`."""
+
+    def lost_tasks(self) -> dict[Task, str]:
+        """The tasks that are lost, each with a predicate that says how: `died (exit code 1)`."""
+
+    def silent_tasks(self) -> set[Task]:
+        """The tasks that do not respond, and do not count as lost yet."""
+
+    def starting_tasks(self) -> set[Task]:
+        """The tasks that were restarted and do not serve yet."""
+
+    def disconnect(self, task: Task) -> None:
+        """Closes the connections with a task that is lost, if it may be silent, so that nothing waits for it."""
+
+    def reconnect(self, task: Task) -> None:
+        """Undoes `disconnect`: the task has returned."""
+
+    def restart(self, task: Task) -> bool:
+        """Restarts a lost task at its address and returns at once; False if this process may not."""
+
+    def kill(self, tasks: Collection[Task] | None = None) -> bool:
+        """Kills tasks, all if None; False if others started some of them."""
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        """Process ids of the tasks that this process started."""
+
+    def stop(self, *, will_resume: bool = False) -> None:
+        """Stops the cluster; may be called repeatedly.
+
+        Args:
+            will_resume: whether the run is not at its end, so that another chief will resume it.
+        """

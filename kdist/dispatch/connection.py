@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist._compat import tensorflow as tf_compat
-from kdist.cluster.network import bind
+from kdist.cluster.network import sockets
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 
@@ -63,21 +63,18 @@ def reserved() -> Iterator[None]:
         _only_one.release()
 
 
-def connect(
-    spec: tf.train.ClusterSpec, own_address: str, interface: str | None = None, *, any_port: bool = False
-) -> None:
+def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = False) -> None:
     """Makes the tasks of `spec`, which all serve already, devices of this process.
 
     Args:
         own_address: `host:port` of this process, as the tasks reach it; TensorFlow serves at the port from now on.
-        interface: the one at which it does, see `kdist.cluster.network.bind`; None for all.
         any_port: whether another port would do: that of an earlier cluster.
 
     Raises:
         ClusterError: the port is in use.
         tf.errors.OpError: a task does not respond.
     """
-    served = _server_for(own_address, interface, any_port=any_port)
+    served = _server_for(own_address, any_port=any_port)
     if served is None:
         _check_port(own_address)
     else:
@@ -111,8 +108,8 @@ def connect(
         _restore_environment()
         raise
     if served is None:
-        bind.bind_port(int(own_address.rpartition(":")[2]), interface)
-        _served[:] = [(own_address, interface)]
+        sockets.bind_port(int(own_address.rpartition(":")[2]))
+        _served[:] = [(own_address, sockets.bound_to())]
     tf_compat.initialize()
     probe.assign(1)
     if int(probe) != 1:
@@ -180,13 +177,13 @@ def _jobs_of_this_process(definition: tf.train.ServerDef) -> list[Any]:
     return [job for job in definition.cluster.job if job.name == _JOB]
 
 
-def _server_for(own_address: str, interface: str | None, *, any_port: bool) -> str | None:
+def _server_for(own_address: str, *, any_port: bool) -> str | None:
     """The address at which this process serves already, if that is where it is to serve."""
     if tf_compat.server_def() is None:
         return None
     for address, at in _served:
         (host, _, port), (own_host, _, own_port) = address.rpartition(":"), own_address.rpartition(":")
-        if (host, at) == (own_host, interface) and (any_port or port == own_port):
+        if (host, at) == (own_host, sockets.bound_to()) and (any_port or port == own_port):
             return address
     return None
 

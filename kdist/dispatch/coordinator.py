@@ -94,7 +94,7 @@ class Coordinator:
         # Functions that are already garbage would be looked up on every task, which does not know them.
         gc.collect()
         first_calls.forget()
-        connect(self._spec, supervisor.chief_address, supervisor.bind, any_port=supervisor.any_chief_port)
+        connect(self._spec, supervisor.chief_address, any_port=supervisor.any_chief_port)
 
     @property
     def present(self) -> list[int]:
@@ -366,7 +366,7 @@ class Coordinator:
             outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
             self._finished.put((call, Finished(worker, call.tag, outcome)))
         # Its calls in flight fail now, and run on other workers.
-        self._supervisor.cut_off(Task("worker", worker))
+        self._supervisor.disconnect(Task("worker", worker))
         with suppress(*OUT_OF_REACH):
             self._reconnect()
         if self.on_loss is not None:
@@ -378,7 +378,7 @@ class Coordinator:
         with first_calls.call(None):
             if not self.all_answer():
                 return
-            self._supervisor.let_in(Task("worker", worker))
+            self._supervisor.reconnect(Task("worker", worker))
             try:
                 self._reconnect(and_with=worker)
             except OUT_OF_REACH:

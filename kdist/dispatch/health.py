@@ -11,8 +11,7 @@ from functools import partial
 import tensorflow as tf
 
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
-from kdist.cluster.base import Cluster
-from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.spec import Cluster, ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.log import warn
 from kdist.threads import in_thread
@@ -58,22 +57,17 @@ class Supervisor:
         """Whether it may be at any other port."""
         return self._cluster.any_chief_port
 
-    @property
-    def bind(self) -> str | None:
-        """The network interface at which this process listens; None for all."""
-        return self._cluster.bind
-
     def silent(self) -> set[Task]:
         """The tasks that do not respond at present: training waits for them."""
         return self._cluster.silent_tasks()
 
-    def cut_off(self, task: Task) -> None:
+    def disconnect(self, task: Task) -> None:
         """Ends the connections with a task that is lost."""
-        self._cluster.cut_off(task)
+        self._cluster.disconnect(task)
 
-    def let_in(self, task: Task) -> None:
-        """Undoes `cut_off`."""
-        self._cluster.let_in(task)
+    def reconnect(self, task: Task) -> None:
+        """Undoes `disconnect`."""
+        self._cluster.reconnect(task)
 
     def check(self) -> list[int]:
         """Looks at every task once, and restarts lost workers.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.cluster.network.health_server import Health, HealthServer
-from kdist.cluster.network.http_server import HttpServer, Page
+from kdist.cluster.network.http_server import Health, HttpServer, Page, health_server
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -194,7 +193,7 @@ class HealthCheck(Hook):
     Args:
         port: where it listens; at least 1.
         clock: returns seconds; replaced in tests.
-        interface: the network interface at which it listens, see `cluster.bind`; None for all.
+        interface: the network interface at which it listens; None for that of `cluster.bind`.
 
     Raises:
         ConfigError: the port is no port; when training starts, it cannot be used.
@@ -205,12 +204,12 @@ class HealthCheck(Hook):
         self._port = port
         self._clock = clock
         self._interface = interface
-        self._server: HealthServer | None = None
+        self._server: HttpServer | None = None
 
     def begin(self, session: Session) -> None:
         self._step: int | None = None
         self._progress_at = 0.0
-        self._server = HealthServer(self._port, self._health, self._interface)
+        self._server = health_server(self._port, self._health, self._interface)
 
     def after_create_session(self, session: Session) -> None:
         self._has_reached(session.global_step)

@@ -20,8 +20,8 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import main_optimizer, step_counter
-from kdist.cluster.description import Description
-from kdist.cluster.network import bind, isolate
+from kdist.cluster.description import TaskFingerprint
+from kdist.cluster.network import isolate, sockets
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.recorded import plain_values
 from kdist.config.schema import ClusterConfig, StrategyConfig
@@ -41,7 +41,7 @@ from kdist.run.result import Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
-from kdist.strategies.multi_worker_mirrored import agree, join
+from kdist.strategies.multi_worker_mirrored import check_same, join
 from kdist.strategies.prepared_training import prepare
 
 
@@ -63,7 +63,7 @@ class StrategyRequest:
     cluster: ClusterConfig
     shape: ClusterShape
     membership: Membership | None
-    description: Description | None = None
+    description: TaskFingerprint | None = None
 
     @property
     def name(self) -> str:
@@ -89,11 +89,11 @@ class StrategyRequest:
         Raises:
             ConfigError: it should be isolated, and is not, or it cannot listen at the interface of `cluster.bind`.
         """
-        bind.check(self.cluster.bind)
+        sockets.bind_to(self.cluster.bind)
         if self.membership is None and not self.shape.is_local:
             isolate.require(self.cluster.isolate)
         if self.name == "multi_worker_mirrored" and self.membership is not None and self.membership.runs_program:
-            join(self.membership, self.cluster.start_timeout, self.cluster.bind)
+            join(self.membership, self.cluster.start_timeout)
 
     def agree(self) -> None:
         """Compares all-reduce workers, which have joined; servers and workers do it while the cluster starts.
@@ -103,7 +103,7 @@ class StrategyRequest:
             ClusterError: the others do not compare themselves in time.
         """
         if self.description is not None and self.membership is not None and self.name == "multi_worker_mirrored":
-            agree(self.membership, self.description, self.cluster.start_timeout)
+            check_same(self.membership, self.description, self.cluster.start_timeout)
 
     def workers(
         self, log_dir: Path, grace_secs: float, training: Callable[[Strategy], None] | None
@@ -179,7 +179,7 @@ class FitRequest:
         """The request, whose strategy knows what the tasks need alike, if others have started them."""
         if (membership := self.strategy.membership) is None:
             return self
-        description = Description.of(membership.spec, self.with_config().origin.config or {})
+        description = TaskFingerprint.of(membership.spec, self.with_config().origin.config or {})
         return replace(self, strategy=replace(self.strategy, description=description))
 
     def _config(self) -> dict[str, Any]:

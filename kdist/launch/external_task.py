@@ -58,7 +58,7 @@ class ExternalTask(Launcher):
                 self._follow(request)
             else:
                 strategy = request.strategy
-                serve_until_done(membership, strategy.cluster, stop.begin_to_serve, description=strategy.description)
+                serve_until_done(membership, strategy.cluster, stop.begin_to_serve, fingerprint=strategy.description)
 
     def _follow(self, request: FitRequest) -> None:
         """Trains as one of the all-reduce workers."""

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import number_collectives_when_traced
-from kdist.cluster.description import Description, compare
-from kdist.cluster.network import bind
+from kdist.cluster.description import TaskFingerprint, check_fingerprints
+from kdist.cluster.network import sockets
 from kdist.cluster.network.port_probe import meet
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.child import killed_after
@@ -38,13 +38,12 @@ _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Cancelled
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
 
 
-def join(membership: Membership, start_timeout: float, interface: str | None = None) -> tf.distribute.Strategy:
+def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy:
     """Joins the other workers; TensorFlow can do that only before its first op in a process.
 
     Args:
         start_timeout: seconds within which all must listen at their addresses, and then, within which all must have
             joined; otherwise this process is killed.
-        interface: the one at which this worker listens, see `kdist.cluster.network.bind`; None for all.
 
     Raises:
         ConfigError: it has run one already.
@@ -52,7 +51,7 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
     """
     number_collectives_when_traced()
     if membership not in _distributions:
-        meet(membership.spec.worker, membership.task.index, start_timeout, interface)
+        meet(membership.spec.worker, membership.task.index, start_timeout)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
             task_type="worker",
@@ -69,15 +68,15 @@ def join(membership: Membership, start_timeout: float, interface: str | None = N
                 "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
                 f"anything else ({error})"
             ) from error
-        bind.bind_port(membership.spec.port(membership.task), interface)
+        sockets.bind_port(membership.spec.port(membership.task))
     return _distributions[membership]
 
 
-def agree(membership: Membership, description: Description, timeout: float) -> None:
+def check_same(membership: Membership, fingerprint: TaskFingerprint, timeout: float) -> None:
     """Compares the workers, which have joined, with worker 0, the chief; every one of them has to call it.
 
     Args:
-        description: of this worker.
+        fingerprint: of this worker.
         timeout: seconds that the others have to call it.
 
     Raises:
@@ -87,18 +86,18 @@ def agree(membership: Membership, description: Description, timeout: float) -> N
     own, num_workers = membership.task.index, len(membership.spec.worker)
     summed = tf.function(partial(_sum_over_workers, membership), autograph=False)
 
-    def exchange() -> list[Description]:
-        text = np.frombuffer(description.to_json().encode(), np.uint8)
+    def exchange() -> list[TaskFingerprint]:
+        text = np.frombuffer(fingerprint.to_json().encode(), np.uint8)
         lengths = np.zeros(num_workers, np.int64)
         lengths[own] = len(text)
         lengths = summed(tf.constant(lengths)).numpy()
         texts = np.zeros((num_workers, lengths.max()), np.int64)
         texts[own, : len(text)] = text
         texts = summed(tf.constant(texts)).numpy().astype(np.uint8)
-        return [Description.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
+        return [TaskFingerprint.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
 
     try:
-        compare(in_thread(exchange).result(timeout))
+        check_fingerprints(in_thread(exchange).result(timeout))
     except TimeoutError:
         raise ClusterError(
             f"the other workers did not compare versions and config within {timeout:g} s (cluster.start_timeout)"

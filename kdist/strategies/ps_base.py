@@ -14,10 +14,9 @@ from typing import Any, ClassVar, TypeVar
 
 import tensorflow as tf
 
-from kdist.cluster.base import Cluster
 from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
-from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.data.base import TrainingData
 from kdist.data.worker_dataset import iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
@@ -227,7 +226,7 @@ class PsStrategy(StoreBackedStrategy):
             self._let_go()
             self._coordinator.stop()
         self._coordinator = None
-        self._cluster.stop(run_goes_on=self.is_interrupted)
+        self._cluster.stop(will_resume=self.is_interrupted)
         self._cluster = None
 
     @property

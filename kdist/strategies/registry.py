@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdist.cluster.network import sockets
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.config.strategy_options import OPTIONS_OF, foreign_options, options_of
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kdist.cluster.base import Cluster
-    from kdist.cluster.description import Description
+    from kdist.cluster.description import TaskFingerprint
+    from kdist.cluster.spec import Cluster
     from kdist.strategies.base import Strategy
 
 #: Names that `strategy=` accepts; `auto` chooses by the cluster.
@@ -62,7 +63,7 @@ def create(
     shape: ClusterShape,
     membership: Membership | None = None,
     custom: type[Strategy] | None = None,
-    description: Description | None = None,
+    description: TaskFingerprint | None = None,
     *,
     is_in_place: bool = False,
 ) -> Strategy:
@@ -126,10 +127,11 @@ def _cluster_on_servers(
     config: ClusterConfig,
     shape: ClusterShape,
     membership: Membership | None,
-    description: Description | None,
+    description: TaskFingerprint | None,
     log_dir: Path,
 ) -> Cluster:
     """The cluster that a strategy with parameter servers starts, or waits for."""
+    sockets.bind_to(config.bind)
     if membership is not None:
         from kdist.cluster.external import ExternalCluster
 
@@ -140,8 +142,7 @@ def _cluster_on_servers(
             patience=config.patience,
             chief_port=config.chief_port,
             devices=config.devices,
-            bind=config.bind,
-            description=description,
+            fingerprint=description,
         )
     from kdist.cluster.local import LocalCluster
 
@@ -151,7 +152,6 @@ def _cluster_on_servers(
         start_timeout=config.start_timeout,
         step_timeout=config.step_timeout,
         devices=config.devices,
-        bind=config.bind,
     )
 
 

@@ -31,11 +31,11 @@ import tensorflow as tf
 from kdist import forks
 from kdist._compat import op_libraries
 from kdist.cluster.local import available_cores, log_path, own_cores_of, thread_budget
-from kdist.cluster.network.held_ports import HeldPorts
+from kdist.cluster.network.sockets import HeldPorts
 from kdist.cluster.processes.child import end_children, how_it_ended, log_tail, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
-from kdist.cluster.processes.sigstop_watchdog import Stopped
 from kdist.cluster.processes.task_processes import TaskProcess, TaskProcesses
+from kdist.cluster.processes.watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData

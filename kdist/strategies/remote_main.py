@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kdist import forks, log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
+from kdist.cluster.network import sockets
 from kdist.cluster.processes.child import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.data.pickling import pickled, unpacked_program, unpickled
@@ -79,7 +80,8 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     if options.workers:
         membership = Membership(ClusterSpec((), tuple(options.workers)), task, started_by_kdist=True)
         # Before the request is read: models and tensors in it run TensorFlow's first ops.
-        join(membership, options.start_timeout, options.bind)
+        sockets.bind_to(options.bind)
+        join(membership, options.start_timeout)
     op_libraries.load(options.op_libraries)
     request: RemoteRequest = unpacked_program(packed)
     del packed

@@ -1,25 +1,35 @@
-"""`HttpServer`: a few pages of text over HTTP, as those that Prometheus and the probes of Kubernetes read."""
+"""Pages of text over HTTP: for Prometheus, and the health of a task for the probes of Kubernetes."""
 
 from __future__ import annotations
 
+import http.client
+import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
+from typing import Any
 
-from kdist.cluster.network import bind
+from kdist.cluster.network import sockets
+from kdist.cluster.network.names import host_and_port
+from kdist.cluster.spec import Membership
 from kdist.errors import ConfigError
+from kdist.threads import in_thread
 
-_TIMEOUT_SECS = 10.0
 #: Every address of this machine, of IPv4 and IPv6.
 ANY_HOST = "::"
+_ALIVE, _READY = "/healthz", "/readyz"
+_TIMEOUT_SECS = 10.0
+_CHIEF_SECS = 1.0
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a request gets.
+    """The response to a request.
 
     Attributes:
         text: the content.
@@ -32,59 +42,56 @@ class Page:
     status: int = 200
 
 
-class HttpServer:
+class HttpServer(ThreadingHTTPServer):
     """Serves pages until it is closed, from threads of its own.
 
     Args:
         key: the config key of the port, for messages.
         host: the address; `ANY_HOST` opens it to the network.
         pages: functions that make the page of each path; called by threads of the server.
-        interface: see `kdist.cluster.network.bind`; None listens at all of them.
+        interface: see `kdist.cluster.network.sockets`; None listens at all of them.
 
     Raises:
         ConfigError: the address cannot be used.
     """
 
+    daemon_threads = True
+
     def __init__(
         self, key: str, host: str, port: int, pages: Mapping[str, Callable[[], Page]], interface: str | None = None
     ) -> None:
+        self.pages = pages
+        self._interface = interface
+        own_host = "" if host == ANY_HOST and not socket.has_dualstack_ipv6() else host
+        self.address_family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         try:
-            self._server = _Server(host, port, pages, interface)
+            super().__init__((own_host, port), _Handler)
         except OSError as error:
             where = f"port {port}" if host == ANY_HOST else f"{host}:{port}"
             raise ConfigError(
                 f"{key}={port}: {where} cannot be used: {error.strerror or error}; choose another port"
             ) from error
-        threading.Thread(target=self._server.serve_forever, name=f"kdist-{key}", daemon=True).start()
-
-    def close(self) -> None:
-        """Closes the port; called once."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]], interface: str | None) -> None:
-        self.pages = pages
-        self._interface = interface
-        if host == ANY_HOST and not socket.has_dualstack_ipv6():
-            host = ""
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        threading.Thread(target=self.serve_forever, name=f"kdist-{key}", daemon=True).start()
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bind.bind(self.socket, self._interface)
+        sockets.bind(self.socket, self._interface)
         # Not HTTPServer's: it asks for the name of this machine, and waits for a name server that does not respond.
         TCPServer.server_bind(self)
+
+    def close(self) -> None:
+        """Closes the port; called once."""
+        self.shutdown()
+        self.server_close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_SECS
-    server: _Server
+    server: HttpServer
 
     def do_GET(self) -> None:
         make = self.server.pages.get(self.path.partition("?")[0])
@@ -100,4 +107,79 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A run's console is not for requests."""
+        """Prints nothing: a run's console is not for requests."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """The state of a task.
+
+    Attributes:
+        task: its name.
+        is_ready: whether it takes part in training.
+        step: the newest global step that it knows; None before training.
+        seconds_since_progress: since there was a new step; None before training.
+    """
+
+    task: str
+    is_ready: bool
+    step: int | None = None
+    seconds_since_progress: float | None = None
+
+    def page(self, *, asks_ready: bool) -> Page:
+        since = self.seconds_since_progress
+        content = {
+            "task": self.task,
+            "ready": self.is_ready,
+            "step": self.step,
+            "seconds_since_progress": None if since is None else math.floor(since * 10) / 10,
+        }
+        return Page(json.dumps(content) + "\n", "application/json", 503 if asks_ready and not self.is_ready else 200)
+
+
+def health_server(port: int, health: Callable[[], Health], interface: str | None = None) -> HttpServer:
+    """Serves the health of a task, as `run.health_port` says.
+
+    `/healthz` answers with status 200 as long as the process can answer at all: how long a step may take is what kdist
+    itself watches. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
+
+    Args:
+        port: where it listens.
+        health: called for every request.
+        interface: see `HttpServer`; None for that of `cluster.bind`.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+    pages = {_ALIVE: lambda: health().page(asks_ready=False), _READY: lambda: health().page(asks_ready=True)}
+    return HttpServer("run.health_port", ANY_HOST, port, pages, interface or sockets.bound_to())
+
+
+def health_of_task(membership: Membership, port: int, is_ready: Callable[[], bool]) -> Callable[[], Health]:
+    """Returns the health of a task that is not the chief, which it asks for the step at the same port."""
+    host, _ = host_and_port(membership.spec.chief or membership.spec.worker[0])
+
+    def health() -> Health:
+        asked = in_thread(lambda: _ask(host, port))
+        try:
+            # The system may look for the name of a chief that is away for longer than a probe waits.
+            said = asked.result(_CHIEF_SECS)
+        except TimeoutError:
+            said = {}
+        step, since = said.get("step"), said.get("seconds_since_progress")
+        return Health(str(membership.task), is_ready(), step, since)
+
+    return health
+
+
+def _ask(host: str, port: int) -> Mapping[str, Any]:
+    """Asks the chief for its health; empty if it does not answer."""
+    connection = http.client.HTTPConnection(host, port, timeout=_CHIEF_SECS)
+    try:
+        connection.request("GET", _ALIVE)
+        said = json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError):
+        return {}
+    finally:
+        connection.close()
+    return said if isinstance(said, dict) else {}

@@ -1,4 +1,4 @@
-"""Whether a task serves at its address: a single probe, or continuous probes in threads of their own.
+"""Probes of the addresses of tasks: a single one, or one after another in threads that nothing waits for.
 
 A refused connection shows at once that no task listens. Silence does not: a packet may be lost, or a network be down
 for some seconds. A silent task counts as lost only after `cluster.patience` seconds.
@@ -12,13 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from kdist.cluster.network import bind
+from kdist.cluster.network import sockets
+from kdist.cluster.network.names import host_and_port, resolve
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread
@@ -28,12 +27,9 @@ _PAUSE_SECS = 0.5
 _PROBE_SECS = 2.0
 _MEET_POLL_SECS = 0.1
 
-#: What `socket.getaddrinfo` returns.
-AddressInfo = list[tuple[Any, Any, int, str, Any]]
-
 
 class State(enum.Enum):
-    """What a probe found."""
+    """The state that a probe found."""
 
     LISTENING = enum.auto()
     REFUSED = enum.auto()
@@ -41,11 +37,11 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbeResult:
     """The outcome of one probe.
 
     Attributes:
-        state: what the task at the address does.
+        state: of the task at the address.
         why: for people, if no task listens at the address.
         is_of_lookup: whether the name could not be resolved.
     """
@@ -55,15 +51,15 @@ class Found:
     is_of_lookup: bool = False
 
 
-def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
+def probe(address: str, timeout: float = _PROBE_SECS) -> ProbeResult:
     """Opens a connection to `address`, `host:port`, and closes it, within `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     try:
-        found = resolve(host.strip("[]"), int(port), timeout)
+        found = resolve(host, port, timeout)
     except (OSError, UnicodeError):
-        return Found(State.SILENT, f"the name {host} has not been resolved", is_of_lookup=True)
-    why = Found(State.SILENT, f"{address} has not responded")
+        return ProbeResult(State.SILENT, f"the name {host} has not been resolved", is_of_lookup=True)
+    why = ProbeResult(State.SILENT, f"{address} has not responded")
     for family, kind, protocol, _, socket_address in found:
         try:
             own = socket.socket(family, kind, protocol)
@@ -75,13 +71,13 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> Found:
             with _counted(own):
                 try:
                     own.connect(socket_address)
-                    return Found(State.LISTENING)
+                    return ProbeResult(State.LISTENING)
                 except ConnectionRefusedError:
-                    why = Found(State.REFUSED, f"nothing listens at {address}")
+                    why = ProbeResult(State.REFUSED, f"nothing listens at {address}")
                 except OSError:
                     # No route, or no response in time; it may have arrived while this process could not run.
                     if _is_connected(own):
-                        return Found(State.LISTENING)
+                        return ProbeResult(State.LISTENING)
     return why
 
 
@@ -108,33 +104,8 @@ def _is_connected(own: socket.socket) -> bool:
 
 
 def accepts_connections(address: str, timeout: float = _PROBE_SECS) -> bool:
-    """Whether a task listens at `address`, `host:port`."""
+    """Tells whether a task listens at `address`, `host:port`."""
     return probe(address, timeout).state is State.LISTENING
-
-
-_lookups: dict[tuple[str, int], Future[AddressInfo]] = {}
-
-
-def resolve(host: str, port: int, timeout: float) -> AddressInfo:
-    """The result of `socket.getaddrinfo` for TCP within `timeout` seconds; it has no timeout of its own.
-
-    Raises:
-        OSError: the name cannot be resolved, or not in time.
-    """
-    key = (host, port)
-    pending = _lookups.get(key)
-    if pending is None:
-        pending = _lookups[key] = in_thread(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    try:
-        found = pending.result(timeout)
-    except TimeoutError:
-        # The next caller waits for the same lookup: threads must not pile up while a name server is down.
-        raise OSError(f"{host}: no answer within {timeout:g} s") from None
-    except (OSError, UnicodeError):
-        _lookups.pop(key, None)
-        raise
-    _lookups.pop(key, None)
-    return found
 
 
 def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float) -> ClusterError:
@@ -142,7 +113,7 @@ def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float
 
     Args:
         missing: their addresses.
-        why: what their last probes found.
+        why: the results of their last probes.
         timeout: seconds that they had.
     """
     names = ", ".join(f"{task} ({address})" for task, address in missing.items())
@@ -152,11 +123,11 @@ def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float
     )
 
 
-class Silence:
-    """How long a task has been silent, judged by its probes.
+class SilenceTimer:
+    """Measures for how long a task has been silent, from its probes.
 
     Time between probes in which this process did not run does not count: it was this process that was away. Time in
-        which the system tries to connect does.
+    which the system tries to connect does.
 
     Args:
         patience: seconds of silence after which the task counts as lost.
@@ -165,9 +136,9 @@ class Silence:
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._secs = 0.0
-        self._last: Found | None = None
+        self._last: ProbeResult | None = None
 
-    def add(self, found: Found, secs: float) -> None:
+    def add(self, found: ProbeResult, secs: float) -> None:
         """Adds a probe that ended `secs` seconds after the previous one."""
         self._secs = self._secs + secs if found.state is State.SILENT else 0.0
         self._last = found
@@ -178,7 +149,7 @@ class Silence:
         return max(0.0, self._patience - self._secs)
 
     @property
-    def last(self) -> Found | None:
+    def last(self) -> ProbeResult | None:
         """The outcome of the newest probe."""
         return self._last
 
@@ -192,12 +163,12 @@ class Silence:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the task is silent, and not yet lost."""
+        """True while the task is silent, and not yet lost."""
         return self._last is not None and self._last.state is State.SILENT and self.secs_left > 0
 
     @property
     def lost_because(self) -> str | None:
-        """Why the task counts as lost; None if it does not."""
+        """The reason why the task counts as lost; None if it does not."""
         if self._last is None or self.is_listening or self.is_silent:
             return None
         if self.is_refusing:
@@ -215,53 +186,53 @@ class PortProbes:
     """
 
     def __init__(
-        self, addresses: Mapping[Task, str], patience: float, probe: Callable[[str, float], Found] = probe
+        self, addresses: Mapping[Task, str], patience: float, probe: Callable[[str, float], ProbeResult] = probe
     ) -> None:
         self._probe = probe
-        self._silences = {task: Silence(patience) for task in addresses}
+        self._timers = {task: SilenceTimer(patience) for task in addresses}
         self._stopped = threading.Event()
         for task, address in addresses.items():
-            threading.Thread(target=self._work, args=[address, self._silences[task]], daemon=True).start()
+            threading.Thread(target=self._work, args=[address, self._timers[task]], daemon=True).start()
 
     def listening(self) -> set[Task]:
         """The tasks that listened when they were last probed."""
-        return {task for task, silence in self._silences.items() if silence.is_listening}
+        return {task for task, timer in self._timers.items() if timer.is_listening}
 
     def refusing(self) -> set[Task]:
         """The tasks that refused a connection when they were last probed: their processes have exited."""
-        return {task for task, silence in self._silences.items() if silence.is_refusing}
+        return {task for task, timer in self._timers.items() if timer.is_refusing}
 
     def silent(self) -> set[Task]:
         """The tasks that do not respond at present."""
-        return {task for task, silence in self._silences.items() if silence.is_silent}
+        return {task for task, timer in self._timers.items() if timer.is_silent}
 
     def lost(self) -> dict[Task, str]:
         """The tasks that refused a connection, or were silent for too long, each with the reason."""
-        found = {task: silence.lost_because for task, silence in self._silences.items()}
+        found = {task: timer.lost_because for task, timer in self._timers.items()}
         return {task: why for task, why in found.items() if why is not None}
 
     def found(self) -> dict[Task, str]:
-        """What the last probe of each task found that did not listen."""
-        return {task: silence.last.why for task, silence in self._silences.items() if silence.last is not None}
+        """The reasons that the last probes gave, by task; empty for one that listens."""
+        return {task: timer.last.why for task, timer in self._timers.items() if timer.last is not None}
 
     def stop(self) -> None:
         """Stops the threads, without waiting for them."""
         self._stopped.set()
 
-    def _work(self, address: str, silence: Silence) -> None:
+    def _work(self, address: str, timer: SilenceTimer) -> None:
         pause = 0.0
         while not self._stopped.wait(pause):
             # The last probe before the end of patience ends with it.
-            timeout = min(_PROBE_SECS, silence.secs_left - _PAUSE_SECS)
+            timeout = min(_PROBE_SECS, timer.secs_left - _PAUSE_SECS)
             timeout = timeout if timeout > 0 else _PROBE_SECS
             began = time.monotonic()
             found = self._probe(address, timeout)
             took = time.monotonic() - began
-            silence.add(found, pause + (min(timeout, took) if found.is_of_lookup else took))
+            timer.add(found, pause + (min(timeout, took) if found.is_of_lookup else took))
             pause = _PAUSE_SECS
 
 
-def meet(workers: Sequence[str], index: int, timeout: float, interface: str | None = None) -> None:
+def meet(workers: Sequence[str], index: int, timeout: float) -> None:
     """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
 
     A worker has joined when something listens at its address: the worker, in this function, or later its server.
@@ -270,7 +241,6 @@ def meet(workers: Sequence[str], index: int, timeout: float, interface: str | No
         workers: addresses of all workers.
         index: of this worker.
         timeout: seconds to wait.
-        interface: the one at which it listens, see `kdist.cluster.network.bind`; None for all.
 
     Raises:
         ClusterError: names the workers that did not join; or this worker's address is in use.
@@ -283,7 +253,7 @@ def meet(workers: Sequence[str], index: int, timeout: float, interface: str | No
         me = Task("worker", index)
         raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
     with own:
-        bind.bind(own, interface)
+        sockets.bind(own, sockets.bound_to())
         while True:
             probes = {task: in_thread(partial(probe, address)) for task, address in missing.items()}
             found = {task: outcome.result() for task, outcome in probes.items()}

@@ -15,11 +15,10 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from kdist.cluster.network import port_probe
-from kdist.cluster.network.own_sockets import tcp_sockets
-from kdist.cluster.network.port_probe import resolve
+from kdist.cluster.network.names import peers_at, plain
+from kdist.cluster.network.sockets import tcp_sockets
 
-_CHECK_SECS, _CUT_OFF_CHECK_SECS = 1.0, 0.25
-_LOOKUP_SECS = 3.0
+_CHECK_SECS, _DISCONNECTED_CHECK_SECS = 1.0, 0.25
 # linux/tcp.h, net/tcp_states.h; Linux has the first it since 6.15.
 _TCP_RTO_MAX_MS = 44
 _SYN_SENT = "02"
@@ -50,8 +49,8 @@ class TcpTimeouts:
         #: Sockets that need not be looked at again, by their inodes.
         self._settled: set[int] = set()
         #: Addresses of tasks that are lost.
-        self._cut_off: set[str] = set()
-        #: Held while connections are closed, so that none is closed after `let_in`.
+        self._disconnected: set[str] = set()
+        #: Held while connections are closed, so that none is closed after `reconnect`.
         self._ending = threading.Lock()
         self._changed = threading.Event()
         self._is_stopped = False
@@ -76,21 +75,21 @@ class TcpTimeouts:
                     self._settled.add(inode)
         self._settled &= present
 
-    def cut_off(self, address: str) -> None:
+    def disconnect(self, address: str) -> None:
         """Closes the connections with a task that is lost, as if its host had closed them: whatever waits for it fails.
 
-        Closes new ones at once, until `let_in`: TensorFlow would wait 20 s for each.
+        Closes new ones at once, until `reconnect`: TensorFlow would wait 20 s for each.
         """
         if sys.platform == "linux":
-            self._cut_off.add(address)
+            self._disconnected.add(address)
             with suppress(OSError):
                 self._end_connections()
             self._changed.set()
 
-    def let_in(self, address: str) -> None:
-        """Undoes `cut_off`: the task has returned."""
+    def reconnect(self, address: str) -> None:
+        """Undoes `disconnect`: the task has returned."""
         with self._ending:
-            self._cut_off.discard(address)
+            self._disconnected.discard(address)
 
     def _work(self) -> None:
         while not self._is_stopped:
@@ -98,16 +97,16 @@ class TcpTimeouts:
             with suppress(OSError):
                 self.set_limits()
                 self._end_connections()
-            self._changed.wait(_CUT_OFF_CHECK_SECS if self._cut_off else _CHECK_SECS)
+            self._changed.wait(_DISCONNECTED_CHECK_SECS if self._disconnected else _CHECK_SECS)
             self._changed.clear()
 
     def _end_connections(self) -> None:
         """Closes the connections with tasks that are cut off, including those that are being established."""
-        resolved = {address: _resolved(address) for address in list(self._cut_off)}
+        resolved = {address: peers_at(address) for address in list(self._disconnected)}
         if not resolved:
             return
         with self._ending:
-            of_tasks = {found for address in self._cut_off & resolved.keys() for found in resolved[address]}
+            of_tasks = {found for address in self._disconnected & resolved.keys() for found in resolved[address]}
             # Only hosts without any other task.
             hosts = {host for host, _ in of_tasks} - {
                 host for host, port in self._resolved if (host, port) not in of_tasks
@@ -140,7 +139,7 @@ class TcpTimeouts:
             # Names are resolved again: a task may have moved.
             for address in self._addresses:
                 if address.endswith(f":{peer[1]}"):
-                    self._resolved |= _resolved(address)
+                    self._resolved |= peers_at(address)
         return peer in self._resolved
 
     def _limit(self, connection: socket.socket) -> None:
@@ -171,25 +170,10 @@ def _begun_connections() -> dict[int, tuple[str, int]]:
                     # Words of 32 bits in the order of this machine's bytes.
                     words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
                     host = str(ipaddress.ip_address(b"".join(words)))
-                    found[int(fields[9])] = (_plain(host), int(port, 16))
+                    found[int(fields[9])] = (plain(host), int(port, 16))
     return found
-
-
-def _plain(host: str) -> str:
-    """An IP address; an IPv4 address mapped to IPv6 becomes IPv4 again."""
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    return str(ip.ipv4_mapped or ip) if isinstance(ip, ipaddress.IPv6Address) else host
 
 
 def _peer_of(connection: socket.socket) -> tuple[str, int]:
     host, port = connection.getpeername()[:2]
-    return _plain(host), port
-
-
-def _resolved(address: str) -> set[tuple[str, int]]:
-    """The IP addresses of a task, each with its port; empty if its name cannot be resolved."""
-    host, _, port = address.rpartition(":")
-    try:
-        return {(_plain(str(found[4][0])), int(port)) for found in resolve(host.strip("[]"), int(port), _LOOKUP_SECS)}
-    except OSError:
-        return set()
+    return plain(host), port

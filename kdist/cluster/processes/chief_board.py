@@ -1,14 +1,18 @@
-"""How tasks that were started one by one learn that their chief has finished: by a queue that each of them reads from.
+"""The rendezvous of tasks that were started one by one with their chief, by queues on the chief's server.
 
-TensorFlow's servers cannot be stopped. In TF1 programs, every parameter server waited at a queue ("done queue") until
-the chief had put an element into it. kdist does the same with a shared queue on the chief's server, but the chief
-closes it, which every waiting task notices, and reads the names of those that did from a second queue: an element might
-be taken by the read of a task that fell silent long ago. A third queue is closed before if the chief was told to
-stop before the end of the run.
+At the beginning, the chief lays its fingerprint out in a staging area, whose elements can be read without being taken
+away. Every other task compares it with its own, and reports the outcome to a queue, which the chief reads. So a
+difference is known to both, and to a task that is started later as well.
+
+At the end, the chief closes a queue from which all tasks read. TensorFlow's servers cannot be stopped: in TF1 programs,
+every parameter server waited at such a queue ("done queue") for an element. Closing it, every waiting task notices; an
+element might be taken by the read of a task that fell silent long ago. A second queue has the names of the tasks that
+noticed, and a third one is closed before if the chief was told to stop before the end of the run.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -17,17 +21,23 @@ from contextlib import contextmanager, suppress
 
 import tensorflow as tf
 
+from kdist._compat import op_libraries
+from kdist.cluster.description import TaskFingerprint, differences, mismatch_error
 from kdist.cluster.network.port_probe import PortProbes
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread
 
+_FINGERPRINT, _REPORTS = "kdist_description", "kdist_reports"
+_DONE, _NOTED, _STOPPED = "kdist_done", "kdist_noted", "kdist_stopped"
+_MAX_ELEMENTS = 1 << 20
 _POLL_SECS = 0.2
+_LEAST_SECS = 5.0
+#: For others to report as well, after the first that differs.
+_OTHERS_SECS = 10.0
 _LAST_WORD_SECS = 1.0
 #: A task that has lost its chief can only exit; it should have exited when `patience` is over.
 _EXIT_SECS = 1.5
-_DONE, _NOTED, _STOPPED = "kdist_done", "kdist_noted", "kdist_stopped"
-_MAX_TASKS = 1 << 20
 
 
 def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
@@ -40,7 +50,7 @@ class Chief:
 
     Args:
         spec: the cluster.
-        who: what this process is.
+        who: the task of this process.
         patience: seconds of silence after which the tasks of a lost chief have exited.
     """
 
@@ -68,8 +78,52 @@ class Chief:
                 )
             time.sleep(_POLL_SECS)
 
+    def compare(self, fingerprint: TaskFingerprint, timeout: float) -> None:
+        """Compares this task with the chief, which serves, and loads the libraries of ops that the chief has loaded.
+
+        Args:
+            fingerprint: of this task.
+            timeout: seconds for it.
+
+        Raises:
+            ConfigError: they differ.
+            ClusterError: the chief does not report its fingerprint.
+        """
+        deadline = time.monotonic() + max(timeout, _LEAST_SECS)
+
+        def exchange() -> list[str]:
+            with _server_session(self._address, self._task) as session:
+                size = tf.raw_ops.StageSize(dtypes=[tf.string], shared_name=_FINGERPRINT)
+                peek = tf.raw_ops.StagePeek(index=0, dtypes=[tf.string], shared_name=_FINGERPRINT)
+                # One that waits keeps a thread of the server, which has few, from laying the fingerprint out.
+                while not session.run(size):
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    time.sleep(_POLL_SECS)
+                of_chief = TaskFingerprint.from_json(session.run(peek)[0])
+                found = differences(of_chief, fingerprint)
+                if not found:
+                    op_libraries.load(of_chief.op_libraries)
+                session.run(_queue(_REPORTS).enqueue(json.dumps([str(self._who), found])))
+                return found
+
+        while time.monotonic() < deadline:
+            # A chief that has just exited fails the call; another one may come.
+            with suppress(TimeoutError, tf.errors.OpError):
+                if found := in_thread(exchange).result(deadline - time.monotonic()):
+                    raise mismatch_error({str(self._who): found})
+                return
+            time.sleep(_POLL_SECS)
+        raise ClusterError(
+            f"{self._who}: the chief ({self}) did not report its versions and config within {timeout:g} s "
+            "(cluster.start_timeout); it may run another kdist version"
+        )
+
     def wait_until_done(self) -> bool:
-        """Returns when the chief reports that it has finished: whether the run is at its end, and was not stopped.
+        """Waits until the chief reports that it has finished.
+
+        Returns:
+            True at the end of the run; False if the chief was told to stop before.
 
         Raises:
             ClusterError: it exited without reporting completion, or is silent for too long.
@@ -78,8 +132,8 @@ class Chief:
         was_stopped: list[bool] = []
 
         def wait() -> None:
-            session, done, noted, stopped = _session(self._address, self._task)
-            with session.graph.as_default():
+            with _server_session(self._address, self._task) as session:
+                done, noted, stopped = map(_queue, (_DONE, _NOTED, _STOPPED))
                 with suppress(tf.errors.OutOfRangeError):
                     session.run(done.dequeue())
                 was_stopped.append(bool(session.run(stopped.is_closed())))
@@ -121,23 +175,69 @@ class Chief:
         self._probes.stop()
 
 
-def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, run_goes_on: bool) -> set[str]:
+class VersionCheck:
+    """The chief's side of `Chief.compare`, once its server serves.
+
+    Args:
+        spec: the cluster.
+        fingerprint: of the chief.
+    """
+
+    def __init__(self, spec: ClusterSpec, fingerprint: TaskFingerprint) -> None:
+        self._spec = spec
+        self._fingerprint = fingerprint
+        #: The report of each task; empty for one that agrees.
+        self._reported: dict[str, list[str]] = {}
+        self._differs_since: float | None = None
+        self._reading = in_thread(self._work)
+
+    def missing(self, tasks: Collection[Task]) -> set[Task]:
+        """The tasks that have not reported yet.
+
+        Raises:
+            ConfigError: some differ, and there was time for the others to report, too.
+            ClusterError: reports cannot be read.
+        """
+        if self._reading.done():
+            raise ClusterError(f"the reports of the tasks cannot be read: {self._reading.exception()}")
+        missing = {task for task in tasks if str(task) not in self._reported}
+        if found := self.mismatches:
+            self._differs_since = self._differs_since or time.monotonic()
+            if not missing or time.monotonic() - self._differs_since > _OTHERS_SECS:
+                raise mismatch_error(found)
+        return missing
+
+    @property
+    def mismatches(self) -> dict[str, list[str]]:
+        """The differences of the tasks that have any, by their names."""
+        return {task: found for task, found in dict(self._reported).items() if found}
+
+    def _work(self) -> None:
+        with _server_session(*chief_server(self._spec)) as session:
+            lay_out = tf.raw_ops.Stage(values=[tf.constant(self._fingerprint.to_json())], shared_name=_FINGERPRINT)
+            report = _queue(_REPORTS).dequeue()
+            session.run(lay_out)
+            while True:
+                task, found = json.loads(session.run(report))
+                self._reported[task] = found
+
+
+def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, will_resume: bool) -> set[str]:
     """Tells the waiting tasks that the chief has finished, and gives them `timeout` seconds to acknowledge.
 
     Args:
         tasks: those that can acknowledge.
-        run_goes_on: whether the chief was told to stop before the end of the run.
+        will_resume: whether the chief was told to stop before the end of the run.
 
     Returns:
         The names of the tasks that did not.
     """
     missing = {str(task) for task in tasks}
-    address, chief = chief_server(spec)
 
     def tell() -> None:
-        session, done, noted, stopped = _session(address, chief)
-        with session.graph.as_default():
-            if run_goes_on:
+        with _server_session(*chief_server(spec)) as session:
+            done, noted, stopped = map(_queue, (_DONE, _NOTED, _STOPPED))
+            if will_resume:
                 session.run(stopped.close())
             session.run(done.close())
             name = noted.dequeue()
@@ -156,23 +256,16 @@ class _Session(tf.compat.v1.Session):
         pass
 
 
-def _session(
-    address: str, task: Task
-) -> tuple[tf.compat.v1.Session, tf.queue.FIFOQueue, tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
-    """A session on a server, and the queues there."""
-    with server_session(address, task) as session:
-        done, noted, stopped = (
-            tf.queue.FIFOQueue(_MAX_TASKS, [tf.string], [()], shared_name=name) for name in (_DONE, _NOTED, _STOPPED)
-        )
-    return session, done, noted, stopped
-
-
 @contextmanager
-def server_session(address: str, task: Task) -> Iterator[tf.compat.v1.Session]:
-    """A session on a server; what is built inside the context is in its graph, and on that server."""
+def _server_session(address: str, task: Task) -> Iterator[tf.compat.v1.Session]:
+    """A session on a server; the block builds its ops in the graph of the session, on that server."""
     device = f"/job:{task.job}/replica:0/task:{task.index}"
     graph = tf.Graph()
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
     with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
         yield _Session(f"grpc://{address}", graph=graph, config=config)
+
+
+def _queue(name: str) -> tf.queue.FIFOQueue:
+    return tf.queue.FIFOQueue(_MAX_ELEMENTS, [tf.string], [()], shared_name=name)

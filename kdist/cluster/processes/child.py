@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from kdist import forks
 from kdist._compat import quiet_import
+from kdist.cluster.processes import watchdog
 from kdist.cluster.spec import Task
 
 if TYPE_CHECKING:
@@ -49,12 +50,12 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
 
 @contextmanager
 def killed_after(secs: float, text: str) -> Iterator[None]:
-    """While entered, this process can last `secs` seconds only: then it is killed, and `text` is on standard error.
+    """Kills this process if the block takes longer than `secs`; prints `text` first.
 
     Only for calls that hold Python's lock while they wait, where nothing else can end them.
     """
-    command = [sys.executable, "-m", "kdist.cluster.processes.hard_limit", str(secs), text]
-    watcher = start_child(command, stdout=subprocess.DEVNULL, env=_environment_with_kdist())
+    command = [sys.executable, "-S", watchdog.__file__, "limit", str(secs), text]
+    watcher = start_child(command, stdout=subprocess.DEVNULL)
     try:
         yield
     finally:

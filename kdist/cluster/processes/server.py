@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from kdist import log
 from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.description import Description
-from kdist.cluster.network import bind
+from kdist.cluster.description import TaskFingerprint
+from kdist.cluster.network import sockets
 from kdist.cluster.processes.child import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
@@ -45,7 +45,7 @@ class ServerOptions:
         inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
         cores: the CPU cores that the task is bound to; None for any.
         patience: seconds for which a task on another host may be silent; None if all are on this host.
-        bind: the network interface at which it listens, see `kdist.cluster.network.bind`; None for all.
+        bind: the network interface at which it listens, see `kdist.cluster.network.sockets`; None for all.
         op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`.
         path: Python's import path, for them.
     """
@@ -101,8 +101,9 @@ def serve(options: ServerOptions) -> NoReturn:
         # Nobody is answered before the port is bound.
         start=False,
     )
+    sockets.bind_to(options.bind)
     own = options.jobs[options.job][options.index]
-    bind.bind_port(int(own.rpartition(":")[2]), options.bind)
+    sockets.bind_port(int(own.rpartition(":")[2]))
     server.start()
     if options.patience is not None:
         from kdist.cluster.network.tcp_timeouts import TcpTimeouts
@@ -121,14 +122,14 @@ def serve_until_done(
     config: ClusterConfig,
     before_serving: Callable[[], None],
     *,
-    description: Description | None = None,
+    fingerprint: TaskFingerprint | None = None,
     log_device_placement: bool = RunConfig.log_device_placement,
 ) -> None:
     """Serves as the task that this process is, until the chief has finished; for tasks that others start.
 
     Args:
         before_serving: called when the chief has come, and may need this task.
-        description: what this task needs as the chief; None compares nothing.
+        fingerprint: of this task; None compares nothing.
 
     Raises:
         ClusterError: the address is in use, or the chief never came, or died.
@@ -143,7 +144,6 @@ def serve_until_done(
         import tensorflow  # noqa: F401 - what follows needs it
 
     from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-    from kdist.cluster.processes.agreement import agree_with_chief
     from kdist.cluster.processes.chief_board import Chief
     from kdist.data.python_readers import offer_readers
 
@@ -158,8 +158,8 @@ def serve_until_done(
     try:
         deadline = time.monotonic() + config.start_timeout
         chief.wait_for_it(config.start_timeout)
-        if description is not None:
-            agree_with_chief(spec, task, description, deadline - time.monotonic())
+        if fingerprint is not None:
+            chief.compare(fingerprint, deadline - time.monotonic())
         before_serving()
         is_at_end = chief.wait_until_done()
     finally:
@@ -189,7 +189,8 @@ def _started_server(spec: ClusterSpec, task: Task, config: ClusterConfig, log_de
         )
     except tf.errors.OpError as error:
         raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
-    bind.bind_port(spec.port(task), config.bind)
+    sockets.bind_to(config.bind)
+    sockets.bind_port(spec.port(task))
     server.start()
     return server
 

@@ -43,7 +43,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Printed:
+class TaskOutput:
     """A task has printed a line; stream 1 is standard output, 2 standard error."""
 
     task: str
@@ -52,7 +52,7 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskExited:
     """A task has ended; a negative code is that of a signal."""
 
     task: str
@@ -60,7 +60,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Closed:
+class ConnectionClosed:
     """A connection has ended, and with it every task of the host.
 
     Attributes:
@@ -74,13 +74,13 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class Told:
+class SignalReceived:
     """This process has received a signal."""
 
     number: int
 
 
-Event = Ready | Refused | Printed | Ended | Closed | Told
+Event = Ready | Refused | TaskOutput | TaskExited | ConnectionClosed | SignalReceived
 
 
 class Connection:
@@ -176,7 +176,7 @@ class Connection:
     def _write(self, content: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        # If ssh has ended, `Closed` says so.
+        # If ssh has ended, `ConnectionClosed` says so.
         with self._lock, suppress(OSError, ValueError):
             stdin.write(content)
             stdin.flush()
@@ -193,7 +193,7 @@ class Connection:
                 self._events.put(_event_of(self.host, json.loads(message)))
         code = self._process.wait()
         reader.join(_END_SECS)
-        self._events.put(Closed(self.host, code, "\n".join(said[-20:])))
+        self._events.put(ConnectionClosed(self.host, code, "\n".join(said[-20:])))
 
 
 def _collect(stream: IO[bytes], lines: list[str]) -> None:
@@ -206,8 +206,8 @@ def _event_of(host: Host, message: Mapping[str, Any]) -> Event:
     if "refused" in message:
         return Refused(host, message["refused"])
     if "code" in message:
-        return Ended(message["task"], message["code"])
-    return Printed(message["task"], message["stream"], message["text"])
+        return TaskExited(message["task"], message["code"])
+    return TaskOutput(message["task"], message["stream"], message["text"])
 
 
 #: What ssh says, why that is, and what to do.
@@ -234,7 +234,7 @@ _REASONS = (
 )
 
 
-def why_closed(closed: Closed, python: str) -> KdistError:
+def why_closed(closed: ConnectionClosed, python: str) -> KdistError:
     """Why a connection ended before its host was ready, in a message that names the host."""
     host, last = closed.host, closed.said.splitlines()[-1] if closed.said else f"ssh ended with code {closed.code}"
     for pattern, meaning, error in _REASONS:

@@ -15,19 +15,19 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kdist import log
-from kdist.cluster.address_check import look_up
+from kdist.cluster.network.names import look_up
 from kdist.cluster.processes.child import how_it_ended
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.errors import ClusterError, ConfigError
 from kdist.extras.ssh.connection import (
-    Closed,
     Connection,
-    Ended,
+    ConnectionClosed,
     Event,
-    Printed,
     Ready,
     Refused,
-    Told,
+    SignalReceived,
+    TaskExited,
+    TaskOutput,
     name_by_ssh,
     why_closed,
 )
@@ -143,9 +143,9 @@ def _ports(events: SimpleQueue[Event], hosts: set[Host], request: Request) -> di
             ports[event.host] = event.ports
         elif isinstance(event, Refused):
             raise ConfigError(f"{event.host}: {event.why}")
-        elif isinstance(event, Closed):
+        elif isinstance(event, ConnectionClosed):
             raise why_closed(event, request.python)
-        elif isinstance(event, Told):
+        elif isinstance(event, SignalReceived):
             return _code_of(event.number)
     return ports
 
@@ -205,29 +205,29 @@ class _Tasks:
                 names = ", ".join(sorted(self._running))
                 _report(f"{names} did not end in time; killed")
                 break
-            if isinstance(event, Printed):
+            if isinstance(event, TaskOutput):
                 self._show(event)
-            elif isinstance(event, Ended):
+            elif isinstance(event, TaskExited):
                 self._ended(event)
-            elif isinstance(event, Closed):
+            elif isinstance(event, ConnectionClosed):
                 self._closed(event)
-            elif isinstance(event, Told):
+            elif isinstance(event, SignalReceived):
                 self._tell(event.number)
         return self._code
 
-    def _show(self, printed: Printed) -> None:
+    def _show(self, printed: TaskOutput) -> None:
         stream = sys.stdout if printed.stream == 1 else sys.stderr
         # A terminal that was closed, or `head` that has enough, does not end training.
         with suppress(OSError):
             print(f"{printed.task:<{self._width}} | {printed.text}", file=stream, flush=True)
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: TaskExited) -> None:
         self._running.discard(ended.task)
         if ended.code:
             what = f"{ended.task} on {self._hosts[ended.task]} failed ({how_it_ended(ended.code)})"
             self._fail(what, ended.code if ended.code > 0 else ClusterError.exit_code)
 
-    def _closed(self, closed: Closed) -> None:
+    def _closed(self, closed: ConnectionClosed) -> None:
         lost = sorted(task for task in self._running if self._hosts[task] == closed.host)
         self._running.difference_update(lost)
         if lost:
@@ -282,7 +282,7 @@ def _received_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in _FORWARDED}
 
     def receive(number: int, _frame: Any) -> None:
-        events.put(Told(number))
+        events.put(SignalReceived(number))
 
     for number, handler in before.items():
         if handler != signal.SIG_IGN:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kdist.cluster import address_check as addresses
-from kdist.cluster.address_check import check_private, is_private, look_up
+from kdist.cluster.address_check import check_private, is_private
+from kdist.cluster.network import names as host_names
+from kdist.cluster.network.names import look_up
 from kdist.cluster.resolve import membership_of
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
@@ -97,9 +98,9 @@ def test_numbers_that_the_system_reads_as_an_address_are_looked_up() -> None:
 
 
 def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_LOOKUP_SECS", 0.05)
+    monkeypatch.setattr(host_names, "_LOOKUP_SECS", 0.05)
     released = socket.socketpair()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: released[0].recv(1))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released[0].recv(1))
     started = time.monotonic()
     assert look_up.__wrapped__(frozenset({"one", "two"})) == {}
     assert time.monotonic() - started < 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kdist.cluster.description import Description, compare, differences, differing
+from kdist.cluster.description import TaskFingerprint, check_fingerprints, differences, mismatch_error
 from kdist.cluster.spec import ClusterSpec
 from kdist.errors import ConfigError
 
@@ -24,13 +24,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def described(**changes: Any) -> Description:
+def described(**changes: Any) -> TaskFingerprint:
     """A description of `CONFIG` with other values, by group."""
-    return Description.of(SPEC, {**CONFIG, **changes})
+    return TaskFingerprint.of(SPEC, {**CONFIG, **changes})
 
 
 def test_a_task_agrees_with_itself_after_the_journey() -> None:
-    assert differences(described(), Description.from_json(described().to_json())) == []
+    assert differences(described(), TaskFingerprint.from_json(described().to_json())) == []
 
 
 def test_what_belongs_to_one_task_may_differ() -> None:
@@ -76,16 +76,16 @@ def test_of_a_program_and_the_command_line_only_versions_are_compared() -> None:
 
 def test_the_error_names_tasks_and_not_more_than_ten_differences_of_each() -> None:
     found = {"ps:0": ["keras 3.0.0, chief 3.1.0"], "worker:1": [f"train.x{i}=1, chief 2" for i in range(12)]}
-    error = differing(found)
+    error = mismatch_error(found)
     assert error.exit_code == 2
     first, *lines = str(error).splitlines()
-    assert first == "ps:0, worker:1: not as the chief; all tasks need the same versions and config"
+    assert first == "ps:0, worker:1: differ from the chief; all tasks need the same versions and config"
     assert lines[0] == "  ps:0: keras 3.0.0, chief 3.1.0"
     assert len(lines) == 12
     assert lines[-1] == "  worker:1: and 2 more"
 
 
 def test_workers_are_compared_with_the_first_one() -> None:
-    compare([described(), described()])
-    with pytest.raises(ConfigError, match=r"worker:1: not as the chief.*\n  worker:1: run\.seed=4, chief 3"):
-        compare([described(), described(run={"seed": 4})])
+    check_fingerprints([described(), described()])
+    with pytest.raises(ConfigError, match=r"worker:1: differs from the chief.*\n  worker:1: run\.seed=4, chief 3"):
+        check_fingerprints([described(), described(run={"seed": 4})])

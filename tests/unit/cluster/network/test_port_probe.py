@@ -11,12 +11,20 @@ from collections.abc import Callable
 import pytest
 from helpers import wait_until
 
-from kdist.cluster.network import port_probe
-from kdist.cluster.network.port_probe import Found, PortProbes, Silence, State, accepts_connections, not_met, probe
+from kdist.cluster.network import names, port_probe
+from kdist.cluster.network.port_probe import (
+    PortProbes,
+    ProbeResult,
+    SilenceTimer,
+    State,
+    accepts_connections,
+    not_met,
+    probe,
+)
 from kdist.cluster.spec import Task
 
-LISTENING, REFUSED = Found(State.LISTENING), Found(State.REFUSED, "nothing listens at h:1")
-SILENT = Found(State.SILENT, "h:1 has not responded")
+LISTENING, REFUSED = ProbeResult(State.LISTENING), ProbeResult(State.REFUSED, "nothing listens at h:1")
+SILENT = ProbeResult(State.SILENT, "h:1 has not responded")
 WORKER = Task("worker", 1)
 
 
@@ -33,7 +41,7 @@ def test_a_refused_connection_is_told_from_silence() -> None:
         # Bound and not listening: nobody else can take the port meanwhile.
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-        assert probe(address) == Found(State.REFUSED, f"nothing listens at {address}")
+        assert probe(address) == ProbeResult(State.REFUSED, f"nothing listens at {address}")
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EAFNOSUPPORT])
@@ -46,7 +54,7 @@ def test_a_probe_that_gets_no_socket_is_no_error(monkeypatch: pytest.MonkeyPatch
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with monkeypatch.context() as broken:
             broken.setattr(socket, "socket", NoSocket)
-            assert probe(address) == Found(State.SILENT, f"{address} has not responded")
+            assert probe(address) == ProbeResult(State.SILENT, f"{address} has not responded")
         assert probe(address) == LISTENING
 
 
@@ -72,7 +80,7 @@ def test_a_name_that_cannot_be_resolved_is_silent(monkeypatch: pytest.MonkeyPatc
         raise socket.gaierror("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
-    assert probe("gone:1") == Found(State.SILENT, "the name gone has not been resolved", is_of_lookup=True)
+    assert probe("gone:1") == ProbeResult(State.SILENT, "the name gone has not been resolved", is_of_lookup=True)
 
 
 def test_a_lookup_that_hangs_is_given_up_and_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +97,11 @@ def test_a_lookup_that_hangs_is_given_up_and_not_begun_again(monkeypatch: pytest
         assert probe("slow:1", 0.05).is_of_lookup
         assert time.monotonic() - began < 0.8
     assert lookups == ["slow"]
-    wait_until(port_probe._lookups["slow", 1].done, 10, "the lookup ends")
-    port_probe._lookups.clear()
+    wait_until(lambda: not names._pending, 10, "the lookup ends")
 
 
 def test_silence_is_lost_after_patience_and_refusal_at_once() -> None:
-    silence = Silence(15)
+    silence = SilenceTimer(15)
     assert silence.lost_because is None
     assert not silence.is_silent
     silence.add(LISTENING, 0.5)
@@ -112,14 +119,14 @@ def test_silence_is_lost_after_patience_and_refusal_at_once() -> None:
 
 
 def test_one_answer_ends_a_silence() -> None:
-    silence = Silence(15)
+    silence = SilenceTimer(15)
     for _ in range(20):
         silence.add(SILENT, 10)
         silence.add(LISTENING, 10)
         assert silence.lost_because is None
 
 
-def watched(found: Callable[[], Found], patience: float) -> PortProbes:
+def watched(found: Callable[[], ProbeResult], patience: float) -> PortProbes:
     return PortProbes({WORKER: "h:1"}, patience, probe=lambda address, timeout: found())
 
 
@@ -143,7 +150,7 @@ def test_the_last_probe_ends_with_patience(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(port_probe, "_PAUSE_SECS", 0.01)
     timeouts: list[float] = []
 
-    def silent(_address: str, timeout: float) -> Found:
+    def silent(_address: str, timeout: float) -> ProbeResult:
         timeouts.append(timeout)
         time.sleep(min(timeout, 0.2))
         return SILENT
@@ -162,11 +169,11 @@ def test_time_in_which_a_lookup_could_not_run_does_not_count(monkeypatch: pytest
     monkeypatch.setattr(port_probe, "_PROBE_SECS", 0.05)
     num_probes = []
 
-    def late(_address: str, _timeout: float) -> Found:
+    def late(_address: str, _timeout: float) -> ProbeResult:
         num_probes.append(1)
         # As when another thread holds Python's lock.
         time.sleep(0.5)
-        return Found(State.SILENT, "the name h has not been resolved", is_of_lookup=True)
+        return ProbeResult(State.SILENT, "the name h has not been resolved", is_of_lookup=True)
 
     probes = PortProbes({WORKER: "h:1"}, 0.2, probe=late)
     try:

@@ -80,22 +80,22 @@ def test_connections_that_come_later_are_found(stack: ExitStack, monkeypatch: py
         timeouts.stop()
 
 
-def test_a_task_that_is_cut_off_is_disconnected_until_it_is_let_in(
+def test_a_task_that_is_disconnected_stays_so_until_it_is_reconnected(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_timeouts, "_CUT_OFF_CHECK_SECS", 0.01)
+    monkeypatch.setattr(tcp_timeouts, "_DISCONNECTED_CHECK_SECS", 0.01)
     task, other = Pair(stack), Pair(stack)
     timeouts = TcpTimeouts([task.address, other.address], [], 10)
     timeouts.start()
     try:
-        timeouts.cut_off(task.address)
+        timeouts.disconnect(task.address)
         assert task.client.recv(1) == b""
         other.client.send(b"x")
         assert other.served.recv(1) == b"x"
         again = stack.enter_context(socket.create_connection(("127.0.0.1", task.port)))
         again.settimeout(10)
         assert again.recv(1) == b""
-        timeouts.let_in(task.address)
+        timeouts.reconnect(task.address)
         for _ in range(3):
             back = stack.enter_context(socket.create_connection(("127.0.0.1", task.port)))
             back.settimeout(0.1)
@@ -126,7 +126,7 @@ def test_who_is_on_the_host_of_a_lost_task_stays_connected(stack: ExitStack) -> 
     own, lost, neighbour = Pair(stack), Pair(stack), Pair(stack)
     timeouts = TcpTimeouts([lost.address, neighbour.address], [own.port], 10)
     timeouts.set_limits()
-    timeouts.cut_off(lost.address)
+    timeouts.disconnect(lost.address)
     assert lost.client.recv(1) == b""
     for connection, end in ((own.client, own.served), (neighbour.client, neighbour.served)):
         connection.send(b"x")
@@ -145,7 +145,7 @@ def test_a_connection_that_is_being_made_ends_as_well_but_not_that_of_a_probe(st
     assert len(begun) > 1
     port_probe.in_use.add(_inode(begun[0]))
     try:
-        TcpTimeouts([], [], 10).cut_off(f"127.0.0.1:{address[1]}")
+        TcpTimeouts([], [], 10).disconnect(f"127.0.0.1:{address[1]}")
     finally:
         port_probe.in_use.clear()
     assert {_inode(c) for c in begun} & set(tcp_timeouts._begun_connections()) == {_inode(begun[0])}

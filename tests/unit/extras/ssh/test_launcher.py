@@ -11,7 +11,7 @@ import pytest
 
 from kdist.cluster.spec import Task
 from kdist.extras.ssh import launcher
-from kdist.extras.ssh.connection import Closed, Ended, Event, Printed, Told
+from kdist.extras.ssh.connection import ConnectionClosed, Event, SignalReceived, TaskExited, TaskOutput
 from kdist.extras.ssh.hosts import Host
 
 H1, H2 = Host("h1"), Host("h2")
@@ -38,11 +38,11 @@ def watch(*given: Event, grace_secs: float = 60) -> tuple[int, list[int]]:
 
 
 def ended(*codes: int) -> list[Event]:
-    return [Ended(task, code) for task, code in zip(("worker:0", "ps:0", "ps:1"), codes)]
+    return [TaskExited(task, code) for task, code in zip(("worker:0", "ps:0", "ps:1"), codes)]
 
 
 def test_it_ends_when_all_tasks_have(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = [Printed("worker:0", 1, "step 1"), Printed("ps:0", 2, "a warning")]
+    printed = [TaskOutput("worker:0", 1, "step 1"), TaskOutput("ps:0", 2, "a warning")]
     assert watch(*printed, *ended(0, 0, 0)) == (0, [])
     assert capsys.readouterr() == ("worker:0 | step 1\n", "ps:0     | a warning\n")
 
@@ -53,37 +53,40 @@ def test_the_first_failure_counts_unless_it_followed_from_another(codes: tuple[i
 
 
 def test_a_task_that_was_killed_is_a_failure_of_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch(Ended("ps:1", -9), *ended(75, 75)) == (75, [])
+    assert watch(TaskExited("ps:1", -9), *ended(75, 75)) == (75, [])
     assert capsys.readouterr().err == "kdist: ps:1 on h2 failed (signal 9, SIGKILL); ending the other tasks\n"
 
 
 def test_tasks_that_do_not_end_are_told_and_then_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert watch(Ended("worker:0", 2), grace_secs=0.05) == (2, [signal.SIGTERM])
+    assert watch(TaskExited("worker:0", 2), grace_secs=0.05) == (2, [signal.SIGTERM])
     monkeypatch.setattr(launcher, "_NOTICE_SECS", 0.01)
-    assert watch(Ended("worker:0", 1), grace_secs=0.05) == (1, [signal.SIGTERM])
+    assert watch(TaskExited("worker:0", 1), grace_secs=0.05) == (1, [signal.SIGTERM])
     assert capsys.readouterr().err.endswith("kdist: ps:0, ps:1 did not end in time; killed\n")
 
 
 def test_a_connection_that_is_lost_is_a_failure_of_its_tasks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch(Closed(H2, 255, "Connection reset"), *ended(0))[0] == 75
+    assert watch(ConnectionClosed(H2, 255, "Connection reset"), *ended(0))[0] == 75
     assert "kdist: ps:0, ps:1: the connection with h2 was lost: Connection reset" in capsys.readouterr().err
 
 
 def test_a_host_whose_tasks_have_ended_may_close() -> None:
-    assert watch(Ended("ps:0", 0), Ended("ps:1", 0), Closed(H2, 0, ""), *ended(0)) == (0, [])
+    assert watch(TaskExited("ps:0", 0), TaskExited("ps:1", 0), ConnectionClosed(H2, 0, ""), *ended(0)) == (0, [])
 
 
 @pytest.mark.parametrize(("number", "sent"), [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGTERM)])
 def test_signals_are_forwarded_and_their_code_is_the_tasks(number: int, sent: int) -> None:
-    assert watch(Told(number), *ended(130, 0, 0)) == (130, [sent])
+    assert watch(SignalReceived(number), *ended(130, 0, 0)) == (130, [sent])
 
 
 def test_after_a_second_signal_tasks_have_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "SAME_SIGNAL_SECS", -1.0)
     monkeypatch.setattr(launcher, "_SECOND_SIGNAL_SECS", 0.05)
-    assert watch(Told(signal.SIGTERM), Told(signal.SIGTERM)) == (143, [signal.SIGTERM, signal.SIGTERM])
+    assert watch(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM)) == (
+        143,
+        [signal.SIGTERM, signal.SIGTERM],
+    )
 
 
 def test_signals_that_were_ignored_before_stay_ignored() -> None:
@@ -97,5 +100,5 @@ def test_signals_that_were_ignored_before_stay_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert events.get_nowait() == Told(signal.SIGUSR1)
+    assert events.get_nowait() == SignalReceived(signal.SIGUSR1)
     assert events.empty()

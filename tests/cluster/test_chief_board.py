@@ -11,7 +11,7 @@ import pytest
 from helpers import free_ports
 
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes import chief_board as done_queue
+from kdist.cluster.processes import chief_board
 from kdist.cluster.processes.chief_board import Chief, tell_tasks
 from kdist.cluster.processes.child import end_children, start_child
 from kdist.cluster.processes.server import ServerOptions
@@ -58,7 +58,7 @@ def server() -> Iterator[ChiefsServer]:
 
 def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:
     began = time.monotonic()
-    assert not tell_tasks(server.spec, PS, timeout=20, run_goes_on=False)
+    assert not tell_tasks(server.spec, PS, timeout=20, will_resume=False)
     assert time.monotonic() - began < 10
     server.end()
     for waiting in server.waiting:
@@ -66,14 +66,14 @@ def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:
 
 
 def test_every_task_hears_that_the_chief_was_stopped(server: ChiefsServer) -> None:
-    assert not tell_tasks(server.spec, PS, timeout=20, run_goes_on=True)
+    assert not tell_tasks(server.spec, PS, timeout=20, will_resume=True)
     for waiting in server.waiting:
         assert waiting.result(10) is False
 
 
 def test_a_chief_that_ends_right_after_the_word_is_done(server: ChiefsServer) -> None:
     # It does not wait until all have taken note, as when a task is slow to; the word has been out for a while.
-    assert not tell_tasks(server.spec, [], timeout=20, run_goes_on=False)
+    assert not tell_tasks(server.spec, [], timeout=20, will_resume=False)
     time.sleep(1)
     server.process.kill()
     for waiting in server.waiting:
@@ -84,25 +84,25 @@ def test_a_task_that_has_heard_it_does_not_wait_until_its_acknowledgement_is_ans
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # The second of two acknowledgements finds no place, and TensorFlow waits for one.
-    monkeypatch.setattr(done_queue, "_MAX_TASKS", 1)
+    monkeypatch.setattr(chief_board, "_MAX_ELEMENTS", 1)
     server: ChiefsServer = request.getfixturevalue("server")
-    tell_tasks(server.spec, [], timeout=20, run_goes_on=False)
+    tell_tasks(server.spec, [], timeout=20, will_resume=False)
     for waiting in server.waiting:
         assert waiting.result(10) is True
 
 
 def test_a_task_that_does_not_acknowledge_is_named(server: ChiefsServer) -> None:
-    assert tell_tasks(server.spec, [*PS, Task("worker", 0)], timeout=3, run_goes_on=False) == {"worker:0"}
+    assert tell_tasks(server.spec, [*PS, Task("worker", 0)], timeout=3, will_resume=False) == {"worker:0"}
 
 
 def test_a_connection_that_ends_while_the_chief_is_there_is_made_again(server: ChiefsServer) -> None:
     assert server.spec.chief is not None
     network = TcpTimeouts([server.spec.chief], [], 15)
-    network.cut_off(server.spec.chief)
+    network.disconnect(server.spec.chief)
     time.sleep(1)
     assert not any(waiting.done() for waiting in server.waiting)
-    network.let_in(server.spec.chief)
-    assert not tell_tasks(server.spec, PS, timeout=20, run_goes_on=False)
+    network.reconnect(server.spec.chief)
+    assert not tell_tasks(server.spec, PS, timeout=20, will_resume=False)
     for waiting in server.waiting:
         assert waiting.result(10) is True
 

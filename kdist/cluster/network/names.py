@@ -1,0 +1,81 @@
+"""Names and addresses of hosts: parsed, in one form, and looked up within a time limit, which the system lacks."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from concurrent.futures import Future, TimeoutError, wait
+from functools import cache, partial
+from typing import Any
+
+from kdist.threads import in_thread
+
+_LOOKUP_SECS = 3.0
+
+#: The result of `socket.getaddrinfo`.
+AddressInfo = list[tuple[Any, Any, int, str, Any]]
+
+#: Lookups that have not ended, by host and port. A second caller waits for the same one: threads must not pile up while
+#: a name server is down.
+_pending: dict[tuple[str, int], Future[AddressInfo]] = {}
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits `host:port`; an IPv6 address loses its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def plain(ip: str) -> str:
+    """Strips the scope of an IP address; an IPv4 address mapped to IPv6 becomes IPv4 again."""
+    host = ip.partition("%")[0]
+    parsed = ipaddress.ip_address(host)
+    return str(parsed.ipv4_mapped or parsed) if isinstance(parsed, ipaddress.IPv6Address) else host
+
+
+def resolve(host: str, port: int, timeout: float = _LOOKUP_SECS) -> AddressInfo:
+    """Calls `socket.getaddrinfo` for TCP; waits at most `timeout` seconds.
+
+    Raises:
+        OSError: the name cannot be resolved, or not in time.
+        UnicodeError: it is no name.
+    """
+    try:
+        return _lookup(host, port).result(timeout)
+    except TimeoutError:
+        raise OSError(f"{host}: no answer within {timeout:g} s") from None
+
+
+def peers_at(address: str) -> set[tuple[str, int]]:
+    """The IP addresses of `host:port`, each with the port; empty if the name cannot be resolved."""
+    host, port = host_and_port(address)
+    try:
+        return {(plain(str(found[4][0])), port) for found in resolve(host, port)}
+    except OSError:
+        return set()
+
+
+@cache
+def look_up(hosts: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
+    """Looks up several names at the same time; returns the IP addresses of those that resolve within a few seconds."""
+    lookups = {host: _lookup(host, 0) for host in sorted(hosts)}
+    in_time = wait(lookups.values(), _LOOKUP_SECS).done
+    found = {host: of.result() for host, of in lookups.items() if of in in_time and of.exception() is None}
+    return {host: tuple(str(entry[4][0]) for entry in entries) for host, entries in found.items()}
+
+
+def _lookup(host: str, port: int) -> Future[AddressInfo]:
+    key = host, port
+    if (lookup := _pending.get(key)) is None:
+        lookup = _pending[key] = in_thread(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+        lookup.add_done_callback(lambda _: _pending.pop(key, None))
+    return lookup

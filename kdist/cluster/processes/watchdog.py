@@ -1,0 +1,89 @@
+"""Kills processes where no thread of the chief can run: TensorFlow waits, and holds Python's lock meanwhile.
+
+`python -S watchdog.py stopped <seconds>` is for tasks of this machine that were stopped (SIGSTOP) and do not continue:
+TensorFlow sends a new function to every task, and waits for a stopped one without a limit. It reads process ids from
+its standard input, one per line, and writes those that it kills to its standard output.
+
+`python -S watchdog.py limit <seconds> <text>` kills its parent when time is up, and says why: some calls wait for other
+tasks without a limit that could be set; see `kdist.cluster.processes.child.killed_after`.
+
+Both exit when their input closes. They import nothing that is slow to import.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Collection
+
+_CHECK_SECS = 0.1
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+
+
+class Stopped:
+    """Tracks how long processes of this machine have been stopped without a break; has to be called often."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def longer_than(self, secs: float, pids: Collection[int]) -> list[int]:
+        """Returns the `pids` that have been stopped for more than `secs` seconds."""
+        now = time.monotonic()
+        # A process that is merely slowed down is seen running now and then.
+        self._since = {pid: self._since.get(pid, now) for pid in pids if _state(pid) == "T"}
+        return [pid for pid, since in self._since.items() if now - since > secs]
+
+
+def kill_stopped(limit_secs: float) -> None:
+    """Kills a process when it has been stopped for that long without a break."""
+    stopped = Stopped()
+    pids: set[int] = set()
+    while True:
+        if select.select([0], [], [], _CHECK_SECS)[0]:
+            received = os.read(0, 1 << 16)
+            if not received:
+                return
+            pids.update(int(line) for line in received.split())
+        pids = {pid for pid in pids if _state(pid) is not None}
+        for pid in stopped.longer_than(limit_secs, pids):
+            # Reported first: the chief that finds the process dead also finds the reason.
+            os.write(1, f"{pid}\n".encode())
+            os.kill(pid, signal.SIGKILL)
+            pids.discard(pid)
+
+
+def kill_parent(secs: float, text: str, parent: int) -> None:
+    """Kills the parent after `secs` seconds, unless it has closed standard input or exited by then."""
+    if not select.select([0], [], [], secs)[0] and os.getppid() == parent:
+        os.write(2, f"kdist: error: {text}\n".encode())
+        os.kill(parent, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    """Does what `kdist.cluster.processes.child.end_with_parent` does, which would take long to import."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _state(pid: int) -> str | None:
+    """The state of a process, `T` if it is stopped; None if it has exited."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    return None if state == "Z" else state
+
+
+if __name__ == "__main__":
+    own_parent = os.getppid()
+    _end_with_parent()
+    if sys.argv[1] == "stopped":
+        kill_stopped(float(sys.argv[2]))
+    else:
+        kill_parent(float(sys.argv[2]), sys.argv[3], own_parent)
