@@ -366,7 +366,7 @@ def _page() -> Iterator[str]:
 
 
 HEAD = """\
-# What of Keras works
+# Keras compatibility
 
 <!-- Written by tests/oracle/compatibility.py; change its tables instead. -->
 
