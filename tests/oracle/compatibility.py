@@ -29,7 +29,7 @@ _random = np.random.default_rng(6)
 
 
 class Result(enum.Enum):
-    """What comes of a class."""
+    """The outcome for a class."""
 
     EQUAL = "equal"
     DRAWS = "own draws"
@@ -94,7 +94,7 @@ def _multi_optimizer() -> optimizers.MultiOptimizer:
     return optimizers.MultiOptimizer(lambda variable: of_kernels if "kernel" in variable.path else of_biases)
 
 
-# Losses and metrics, by what they compare ----------------------------------------------------------------------------
+# Losses and metrics, by their arguments ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Comparison:
 
 
 class _OfPredictions:
-    """A metric of values, given those of predictions, as a `train_step` may."""
+    """A metric of values, given predictions, as a `train_step` may."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         return super().update_state(y_pred)  # type: ignore[misc]
@@ -294,13 +294,13 @@ CALLBACKS: dict[str, Callable[[Path], list[callbacks.Callback]]] = {
     "TerminateOnNaN": lambda folder: [callbacks.TerminateOnNaN()],
 }
 
-# What is not in a table above ----------------------------------------------------------------------------------------
+# Classes without a table above ---------------------------------------------------------------------------------------
 
 PLACED: dict[str, dict[str, Entry]] = {
     "optimizers": dict.fromkeys(OPTIMIZERS, EQUAL)
     | {
         "Optimizer": BASE,
-        "OptimizerMap": Entry(Result.NO_TRAINING, "what MultiOptimizer keeps"),
+        "OptimizerMap": Entry(Result.NO_TRAINING, "a part of MultiOptimizer"),
     },
     "optimizers.schedules": {**dict.fromkeys(SCHEDULES, EQUAL), "LearningRateSchedule": BASE},
     "layers": {name: DRAWS if family.draws else EQUAL for family in FAMILIES.values() for name in family.layers}
@@ -324,7 +324,7 @@ PLACED: dict[str, dict[str, Entry]] = {
     | {
         "BackupAndRestore": _refused("the run directory has the backup, and training resumes from it"),
         "Callback": BASE,
-        "CallbackList": Entry(Result.NO_TRAINING, "what `fit` keeps its callbacks in"),
+        "CallbackList": Entry(Result.NO_TRAINING, "the container of callbacks in `fit`"),
         "History": Entry(Result.EQUAL, "`fit` returns it"),
         "OrbaxCheckpoint": _keras_fails("needs JAX and Orbax; not tried with them"),
         "ProgbarLogger": Entry(Result.NO_TRAINING, "`verbose=1` shows kdist's own progress in its place"),
@@ -373,12 +373,12 @@ HEAD = """\
 Every class of `keras.optimizers`, `keras.layers`, `keras.losses`, `keras.metrics` and `keras.callbacks` is held against
 plain Keras: the same initial weights, the same batches, and then the weights, the state of the optimizer and the
 history of both. The tests do that in one process (`cluster=local`) and with a worker and two parameter servers
-(`cluster=2ps1w`); that several replicas compute what one process computes with their joined batch has tests of its own.
-A class that a new version of Keras adds fails the tests until it has its place here.
+(`cluster=2ps1w`); other tests compare several replicas with one process on their joined batch. A class that a new
+version of Keras adds fails the tests until it has its place here.
 
 - **equal**: kdist trains as Keras does, up to the order in which floating-point numbers are added.
 - **own draws**: it draws random numbers. Every worker draws its own, so no two runs are alike; it trains.
-- **refused**: kdist says so, and what to do instead, before training starts.
+- **refused**: kdist says so, with a way out, before training starts.
 - **fails in Keras**: Keras itself cannot train with it on TensorFlow alone.
 - **not trained with**: nothing that a model is trained with by itself.
 """
@@ -387,30 +387,31 @@ A class that a new version of Keras adds fails the tests until it has its place 
 PROGRAMS = """
 ## Programs
 
-Programs in the manner of those that keras.io, keras-rs and keras-hub show, small, on data that is made up
-(`tests/programs`). Only `fit` of a `Trainer` stands in the place of `model.fit`. The table has the last value of the
-history of each: with plain Keras, and with kdist in one process, on parameter servers with one and with two workers,
-with `strategy=sync_replicas` (`sync`, on 2ps2w), and with all-reduce between two workers. Where two replicas share a
-step, each gets half of a batch, or a whole one if the loss compares the examples of a batch.
+Small programs in the manner of keras.io, keras-rs and keras-hub, on made-up data (`tests/programs`). Only `fit` of a
+`Trainer` replaces `model.fit`. The table has the last value of the history of each: with plain Keras, and with kdist in
+one process, on parameter servers with one and with two workers, with `strategy=sync_replicas` (`sync`, on 2ps2w), and
+with all-reduce between two workers. Where two replicas share a step, each gets half of a batch, or a whole one if the
+loss compares the examples of a batch.
 
 `make long` trains all of them again, and fails if
 
 - `local` or `1ps1w` has other numbers than Keras in any epoch, except for programs that draw random numbers while they
   train (\\*): no two runs of these are alike;
-- one of the others ends far above Keras, or with a number that is not finite. Of a GAN the losses say nothing else;
+- one of the others ends far above Keras, or with a number that is not finite. The losses of a GAN are checked for
+  nothing else;
 - a queue of embeddings, a ring buffer or a probability has a value that no worker has computed.
 
-The tokenizer of GPT-2 keeps a table in this process that changes, which `2w` refuses; give it data that is tokenized.
-Where a step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub
-and keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
+The tokenizer of GPT-2 keeps a table in this process that changes, which `2w` refuses; give it tokenized data. Where a
+step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub and
+keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
 
 """
 
 KERAS_SUITE = """
 ## Keras's own tests
 
-The tests of Keras's trainers, callbacks and models that call `fit`, `evaluate` or `predict`, with those of a `Trainer`
-in their place (`tests/keras_suite`): in one process, on a parameter server with one worker, with
+The tests of Keras's trainers, callbacks and models that call `fit`, `evaluate` or `predict`, with the methods of a
+`Trainer` in their place (`tests/keras_suite`): in one process, on a parameter server with one worker, with
 `strategy=sync_replicas` (`sync`), and with one all-reduce worker; `mirrored` has two devices at least. Where there is a
 cluster, only tests that call `fit` count. `make keras-suite` runs them, and writes this table.
 
