@@ -23,9 +23,8 @@ from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 from kdist.session import TrainSession
 from kdist.storage.lock import Holder
-from kdist.strategies.base import Strategy
-from kdist.strategies.traced_calls import StepLogs
-from kdist.strategies.values import Values
+from kdist.strategies.base import Strategy, Values
+from kdist.strategies.calls import StepLogs
 from kdist.threads import in_thread
 
 
@@ -53,6 +52,16 @@ class FakeTotals:
         return float(np.mean(self.losses))
 
 
+def begun(write: Callable[[], None], *, aside: bool) -> Future[None]:
+    """Calls a function in a thread, or at once."""
+    if aside:
+        return in_thread(write)
+    write()
+    written: Future[None] = Future()
+    written.set_result(None)
+    return written
+
+
 class ValuesHere:
     """Values in this process that are saved and restored as those of a strategy are."""
 
@@ -63,13 +72,10 @@ class ValuesHere:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: value.shape for name, value in self.values.items() if name != "seed"}
 
-    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
         first, *others = self.values
-        ValueFiles(self._in_variables(others)).save(prefix, {first: self.values[first]})
-
-    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
-        first, *others = self.values
-        return in_thread(ValueFiles(self._in_variables(others)).begin_save(prefix, {first: self.values[first]}))
+        files = ValueFiles(self._in_variables(others))
+        return begun(files.begin_save(prefix, {first: self.values[first]}, copies=aside), aside=aside)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         values = self._in_variables(self.shapes)
@@ -146,11 +152,10 @@ class CountingStrategy(Strategy, Values):
         self.intervals.append(since)
         return len(self.intervals)
 
-    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
-        ValuesHere({**self.read(), "seed": np.array(self.spec.seed)}).save(prefix)
-
-    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
-        return in_thread(lambda: None)
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
+        if aside:
+            return in_thread(lambda: None)
+        return ValuesHere({**self.read(), "seed": np.array(self.spec.seed)}).begin_save(prefix, aside=False)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self.step = int(path.name.rpartition("-")[2])

@@ -35,7 +35,7 @@ from kdist.run.best_values import BestValues
 from kdist.run.result import Result, final_metrics
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
-from kdist.strategies.ps_base import PsStrategy
+from kdist.strategies.on_servers import ServersStrategy
 
 
 class InProcess(Launcher):
@@ -229,7 +229,7 @@ class LocalFit:
         request, make = self._request, self._request.strategy.make
         data = request.training_data
         strategy = make() if data.is_untried else None
-        if not isinstance(strategy, PsStrategy):
+        if not isinstance(strategy, ServersStrategy):
             return data, make
         self._tried = strategy
         strategy.start_tasks(request.files.logs, request.grace_secs)

@@ -48,11 +48,12 @@ class Stored(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each value, by its name in checkpoints."""
 
-    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
-        """Writes a checkpoint, or a delta of one; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`."""
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
+        """Writes a checkpoint, or a delta of one; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`.
 
-    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
-        """As `save`, but the values may change as soon as it returns; the future raises what `save` does."""
+        Args:
+            aside: whether the values may change as soon as it returns; then the future raises the errors of writing.
+        """
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         """Reads all values from a checkpoint and then from deltas; raises `tf.errors.OpError` if one is damaged."""
@@ -106,7 +107,7 @@ class Checkpoints:
         target = self._target(step, since)
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            stored.save(self._unfinished(target), since)
+            stored.begin_save(self._unfinished(target), since, aside=False)
             self._complete(step, target, keep)
         return target
 

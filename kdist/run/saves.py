@@ -19,7 +19,7 @@ from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
-    from kdist.strategies.values import Values
+    from kdist.strategies.base import Values
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kdist.strategies.gradient_counts import GradientCounts, add_counts
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
-    from kdist.strategies.traced_calls import StepLogs
+    from kdist.strategies.calls import StepLogs
 
 
 @dataclass(frozen=True)

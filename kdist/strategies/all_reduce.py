@@ -23,13 +23,12 @@ from kdist.parameters.aggregation import unweighted, weighted
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.local_steps import one_step
+from kdist.strategies.calls import CallLogs, Replica, StepLogs, one_step, run_steps
+from kdist.strategies.on_store import StoreStrategy, no_batch
 from kdist.strategies.prepared_training import prepare
-from kdist.strategies.store_backed import StoreBackedStrategy, no_batch
-from kdist.strategies.traced_calls import CallLogs, Replica, StepLogs, run_steps
 
 
-class AllReduce(StoreBackedStrategy):
+class AllReduce(StoreStrategy):
     """Synchronous replicas over a `tf.distribute` strategy, which subclasses create.
 
     Args:

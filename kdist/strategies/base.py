@@ -1,14 +1,16 @@
-"""What a strategy is: how training steps are spread over tasks."""
+"""`Strategy`: spreads training steps over tasks. `Values`: the values that they change, by name."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import keras
+import numpy as np
 
 from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
@@ -19,8 +21,114 @@ from kdist.errors import ConfigError
 from kdist.model.lookup_rounds import RowSource
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.placement.plan import PlacementPlan
-from kdist.strategies.traced_calls import StepLogs
-from kdist.strategies.values import Values
+from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.strategies.calls import StepLogs
+
+
+class Values(abc.ABC):
+    """The values that training changes, by name: the content of a checkpoint.
+
+    Every method waits until no step is in flight, but for `shapes` and `by_rows`, which never change.
+    """
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every value; None as the number of rows of a dynamic table."""
+
+    @property
+    @abc.abstractmethod
+    def by_rows(self) -> frozenset[str]:
+        """The names of the values of which a delta has the changed rows only."""
+
+    @abc.abstractmethod
+    def global_step(self) -> int:
+        """The exact number of updates applied."""
+
+    def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """The present values; only `names` if they are given."""
+        return {name: value for portion in self.portions(names) for name, value in portion.items()}
+
+    @abc.abstractmethod
+    def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
+        """As `read`, in portions, so that they are not in memory at once."""
+
+    @abc.abstractmethod
+    def write(self, values: Mapping[str, np.ndarray]) -> None:
+        """Sets values."""
+
+    @abc.abstractmethod
+    def histograms(self) -> dict[str, np.ndarray]:
+        """The distribution of each parameter, see `Histograms.read`."""
+
+    @abc.abstractmethod
+    def next_interval(self, since: int | None) -> int | None:
+        """Begins the next interval between saves.
+
+        Args:
+            since: the interval after which rows have changed that the next delta has; None if there is no such delta.
+
+        Returns:
+            The number of the interval that it ends, for `DeltaBase`; None if every checkpoint is to be a full one.
+        """
+
+    @abc.abstractmethod
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
+        """Writes all values, and the seed, as a TensorFlow checkpoint.
+
+        Args:
+            prefix: of its files.
+            since: of tables, only the rows that have changed since then are written: a delta.
+            aside: whether the present values are copied where they are, and written while training changes them;
+                otherwise all is written when this returns, without memory for copies.
+
+        Returns:
+            An argument for `wait_for`, once, before the next `begin_save`; it raises the errors of writing aside.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite; nothing is written.
+            tf.errors.OpError, OSError: it cannot be written.
+        """
+
+    def wait_for(self, written: Future[None]) -> None:
+        """Waits until a checkpoint that `begin_save` has begun is written."""
+        written.result()
+
+    @abc.abstractmethod
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        """Reads all values from a checkpoint, except for the learning rate.
+
+        Args:
+            deltas: read on top of it, in this order.
+
+        Raises:
+            tf.errors.OpError: the checkpoint, or a delta, is damaged; some values may have been read.
+        """
+
+    @abc.abstractmethod
+    def count_rows(self) -> None:
+        """Tells the dynamic layers of the model how many rows they have, if it has any."""
+
+    @abc.abstractmethod
+    def use_averages(self) -> None:
+        """Sets parameters to their moving averages, if the optimizer keeps any, as Keras does at the end of `fit`."""
+
+    def check(self, values: Mapping[str, np.ndarray]) -> None:
+        """Refuses values that `write` could not set.
+
+        Raises:
+            ConfigError: there is no such value, or it has another shape.
+        """
+        for name, array in values.items():
+            if name not in self.shapes:
+                known = ", ".join(sorted(self.shapes))
+                raise ConfigError(f"{name}: there is no such value to write; there are learning_rate, {known}")
+            if None in self.shapes[name]:
+                raise ConfigError(
+                    f"{name}: belongs to a DynamicEmbedding, whose rows come from ids alone; it is read only"
+                )
+            if array.shape != tuple(self.shapes[name]):
+                raise ConfigError(f"{name}: has shape {array.shape}; the model's has {tuple(self.shapes[name])}")
 
 
 @dataclass(frozen=True)
@@ -54,23 +162,23 @@ class WorkerEvaluation(Protocol):
         """Functions for the workers.
 
         Args:
-            training: what is being trained, if anything is.
+            training: the values that are being trained, if there are any.
         """
 
     def place(self, functions: Any, part: int) -> Any:
         """A part of the data, on the worker that this is called for; it stays there."""
 
     def run(self, functions: Any, placed: Any) -> Any:
-        """What the worker computes of its part."""
+        """Evaluates a part on the worker that holds it."""
 
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What a strategy is to run.
+    """A training that a strategy runs.
 
     Attributes:
         model: the chief's compiled model; the source of the step function and the initial values, not changed.
-        data: what the workers read.
+        data: read by the workers.
         batch_size: examples per replica and step, as given to `fit`; None if it was not given.
         steps_per_call: steps unrolled in one call; None lets the strategy choose.
         seed: of shuffling and Dropout.
@@ -209,10 +317,10 @@ class Strategy(abc.ABC):
             raise ConfigError(f"strategy={self.name}: every step needs all workers; none can start later")
 
     def on_workers(self, evaluation: WorkerEvaluation) -> list[Any] | None:
-        """What the workers compute of each part, in the order of the parts; None without workers.
+        """Lets workers evaluate each part; returns their results in the order of the parts, None without workers.
 
         Args:
-            evaluation: may run many times; what it has placed on the workers stays there.
+            evaluation: may run many times; data that it has placed on the workers stays there.
         """
         return None
 

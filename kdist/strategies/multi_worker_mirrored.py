@@ -164,8 +164,8 @@ class MultiWorkerMirrored(AllReduce):
         finally:
             self._tcp_timeouts.stop()
 
-    def _have_set(self, global_step: int | None) -> None:
-        super()._have_set(global_step)
+    def values_were_set(self, global_step: int | None) -> None:
+        super().values_were_set(global_step)
         self._share_with_all()
 
     def stop(self) -> None:

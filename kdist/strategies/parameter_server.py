@@ -27,11 +27,11 @@ from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
+from kdist.strategies.calls import StepLogs
 from kdist.strategies.gradient_counts import GradientCounts
+from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.prefetch import PrefetchTuner
 from kdist.strategies.prepared_training import PreparedTraining
-from kdist.strategies.ps_base import PsStrategy
-from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ T = TypeVar("T")
 _CALLS_IN_FLIGHT_PER_WORKER = 2
 
 
-class ParameterServer(PsStrategy):
-    """Asynchronous parameter servers. Args: those of `PsStrategy`."""
+class ParameterServer(ServersStrategy):
+    """Asynchronous parameter servers. Args: those of `ServersStrategy`."""
 
     name: ClassVar[str] = "parameter_server"
     is_asynchronous: ClassVar[bool] = True

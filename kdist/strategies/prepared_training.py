@@ -25,7 +25,7 @@ from kdist.parameters.placement.messages import Wire
 from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable, place
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import PresentValues, TrainingSpec
-from kdist.strategies.traced_calls import CallSizer, UnrolledCalls
+from kdist.strategies.calls import CallSizer, UnrolledCalls
 
 #: Of a tensor that travels; a message is a little larger.
 _MOST_BYTES = 2**31 - 2**20

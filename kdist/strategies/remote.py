@@ -44,11 +44,10 @@ from kdist.errors import ClusterError, ConfigError
 from kdist.model.names import GLOBAL_STEP
 from kdist.model.state import read_from_model
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.strategies.base import Strategy, TrainingSpec
+from kdist.strategies.base import Strategy, TrainingSpec, Values
+from kdist.strategies.calls import CallLogs, StepLogs
+from kdist.strategies.on_store import StoreStrategy
 from kdist.strategies.prepared_training import PreparedTraining, prepare
-from kdist.strategies.store_backed import StoreBackedStrategy
-from kdist.strategies.traced_calls import CallLogs, StepLogs
-from kdist.strategies.values import Values
 
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
@@ -148,7 +147,7 @@ class BatchesElsewhere(TrainingData):
         return self._data.dataset(context, *arguments)
 
 
-class Remote(StoreBackedStrategy):
+class Remote(StoreStrategy):
     """A strategy in processes of its own.
 
     Args:
@@ -188,7 +187,7 @@ class Remote(StoreBackedStrategy):
             self.num_replicas = self.batches_per_step = facts.num_replicas
             self._prepared = self._prepare(spec)
         self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
-        self._values = RemoteValues(self._processes.call, facts, self._have_set, spec.data.state)
+        self._values = RemoteValues(self._processes.call, facts, self.values_were_set, spec.data.state)
         self._logs = CallLogs(self._prepared.replica_step)
         # All replicas take all steps.
         self._sizer = self._prepared.sizer(num_workers=1)
@@ -455,11 +454,8 @@ class RemoteValues(Values):
     def next_interval(self, since: int | None) -> int | None:
         return cast("int | None", self._call("of_values", "next_interval", since))
 
-    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
-        self._call("save", prefix, since, self._data_state())
-
-    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
-        self._call("begin_save", prefix, since, self._data_state())
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
+        self._call("begin_save", prefix, since, aside, self._data_state())
         return _Written(self._call)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
@@ -481,7 +477,7 @@ class _Written(Future[None]):
         self._call = call
 
     def done(self) -> bool:
-        return bool(self._call("save_is_written"))
+        return bool(self._call("is_written"))
 
     def result(self, timeout: float | None = None) -> None:
         self._call("finish_save")

@@ -138,19 +138,12 @@ class _Served:
     def next_portion(self) -> Mapping[str, np.ndarray] | None:
         return next(self._portions, None)
 
-    def save(self, prefix: Path, since: DeltaBase | None, data_state: str | None) -> None:
-        self._tell(data_state)
-        self._strategy.values.save(prefix, since)
-
-    def begin_save(self, prefix: Path, since: DeltaBase | None, data_state: str | None) -> None:
-        self._tell(data_state)
-        self._written = self._strategy.values.begin_save(prefix, since)
-
-    def _tell(self, data_state: str | None) -> None:
+    def begin_save(self, prefix: Path, since: DeltaBase | None, aside: bool, data_state: str | None) -> None:
         if data_state is not None:
             self._data.state_there = data_state
+        self._written = self._strategy.values.begin_save(prefix, since, aside=aside)
 
-    def save_is_written(self) -> bool:
+    def is_written(self) -> bool:
         assert self._written is not None
         return self._written.done()
 

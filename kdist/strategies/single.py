@@ -12,13 +12,13 @@ from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
+from kdist.strategies.calls import StepLogs
+from kdist.strategies.on_store import StoreStrategy, in_terms_of_tables, no_batch
 from kdist.strategies.prepared_training import prepare
-from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch
-from kdist.strategies.traced_calls import StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 
 
-class Single(StoreBackedStrategy):
+class Single(StoreStrategy):
     """One replica, one process, no servers."""
 
     name: ClassVar[str] = "single"

@@ -4,7 +4,7 @@ After Chen et al., "Revisiting Distributed Synchronous SGD" (2016, arXiv:1604.00
 an update is the mean of `replicas_to_aggregate` gradients, all computed from the present parameters. The gradients of
 workers beyond that number (backup workers) arrive too late and are dropped.
 
-If every worker contributes its share to every step, a call runs on all tasks (`kdist.strategies.in_graph_sync`).
+If every worker contributes its share to every step, a call runs on all tasks (`kdist.strategies.in_graph`).
 If it matters which worker is first, or a worker is missing, the chief does all the waiting, so that a worker that is
 lost or has no more data blocks no other. Gradients stay in no queue and no accumulator: after a loss, only the calls
 have to be repeated.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,30 +23,69 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
+from kdist._compat.tensorflow import function_for_tasks
 from kdist.cluster.spec import Task
 from kdist.config.schema import SyncReplicasOptions
 from kdist.data.splits import NothingToRead
-from kdist.data.worker_dataset import iterator_spec
+from kdist.data.worker_dataset import iterator_spec, next_of
 from kdist.dispatch.worker_threads import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.gradient_calls import Gradient, GradientCalls
+from kdist.strategies.calls import CallLogs, StepLogs, one_step
 from kdist.strategies.gradient_counts import GradientCounts
-from kdist.strategies.in_graph_sync import InGraphSyncCalls
+from kdist.strategies.in_graph import InGraphSyncCalls
+from kdist.strategies.on_servers import ServersStrategy
+from kdist.strategies.on_store import no_batch
 from kdist.strategies.prepared_training import PreparedTraining
-from kdist.strategies.ps_base import PsStrategy
-from kdist.strategies.quorum import Quorum
-from kdist.strategies.store_backed import no_batch
-from kdist.strategies.traced_calls import CallLogs, StepLogs
 from kdist.strategies.worker_iterators import WorkerIterators
 
 _TRIES = 3
 
 
-class SyncReplicas(PsStrategy):
-    """Synchronous parameter servers with backup workers. Args: those of `PsStrategy`."""
+@dataclass(frozen=True)
+class Quorum:
+    """The number of gradients that make an update, and the workers that may compute them.
+
+    Attributes:
+        replicas_to_aggregate: gradients of an update.
+        num_workers: number of workers.
+        shared_tokens: TF1's tokens: each step has as many as there are workers, or gradients if those are more, and a
+            fast worker takes several. Otherwise every worker has its share.
+    """
+
+    replicas_to_aggregate: int
+    num_workers: int
+    shared_tokens: bool = False
+
+    def share(self, worker: int) -> int:
+        """The number of gradients of one step that a worker may compute, if it has a share."""
+        if self.replicas_to_aggregate <= self.num_workers:
+            return 1
+        return (self.replicas_to_aggregate + self.num_workers - 1 - worker) // self.num_workers
+
+    @property
+    def needs_everyone(self) -> bool:
+        """True if each step takes every gradient that the workers may compute, so that their order does not matter."""
+        return not self.shared_tokens and self.replicas_to_aggregate >= self.num_workers
+
+    @property
+    def tokens(self) -> int:
+        """The number of gradients of one step that all workers together may compute."""
+        return max(self.replicas_to_aggregate, self.num_workers)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The result of a call of a worker: tensors on the servers, and its logs."""
+
+    contribution: Contribution
+    packed: np.ndarray
+
+
+class SyncReplicas(ServersStrategy):
+    """Synchronous parameter servers with backup workers. Args: those of `ServersStrategy`."""
 
     name: ClassVar[str] = "sync_replicas"
 
@@ -70,6 +109,9 @@ class SyncReplicas(PsStrategy):
         self._finished: set[int] = set()
         #: Lost workers that updates no longer wait for.
         self._done_without: set[int] = set()
+        #: A call of one gradient, and applications of the mean of so many; traced when they are first needed.
+        self._gradient: tf.types.experimental.ConcreteFunction | None = None
+        self._applies: dict[int, tf.types.experimental.ConcreteFunction] = {}
         #: The calls on all tasks, traced when no worker is missing.
         self._lockstep: InGraphSyncCalls | None = None
         self._in_lockstep = False
@@ -88,14 +130,8 @@ class SyncReplicas(PsStrategy):
         self._sizer = self._prepared.sizer(num_workers=1)
         self._logs = CallLogs(self._prepared.replica_step)
         self._aggregator = GradientAggregator(self._store)
-        self._gradients = GradientCalls(
-            self._prepared.replica_step,
-            self._store,
-            self._aggregator,
-            self._logs,
-            iterator_spec(self._make_dataset),
-            self._before_tracing,
-        )
+        self._gradient = None
+        self._applies.clear()
 
     def _check(self, prepared: PreparedTraining) -> None:
         super()._check(prepared)
@@ -222,7 +258,7 @@ class SyncReplicas(PsStrategy):
     def _one_update(self) -> StepLogs | None:
         """Collects the gradients of one step and applies their mean; None if no worker has anything to read."""
         step = self._present_step()
-        compute = self._gradients.compute()
+        compute = self._gradient_call()
         accepted: list[tuple[int, Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
         counts, self._late = self._late, {}
@@ -369,14 +405,46 @@ class SyncReplicas(PsStrategy):
     def _call(self, compute: Callable[[Any], Gradient], worker: int) -> Gradient:
         return self._iterators.read(worker, self._splits, compute)
 
-    def _before_tracing(self) -> None:
-        self.warming_up = True
-        self._running().before_tracing()
+    def _gradient_call(self) -> Callable[[Any], Gradient]:
+        """The call of a worker with its iterator that computes one gradient."""
+        function = self._traced_gradient()
+
+        def call(iterator: Any) -> Gradient:
+            *contribution, packed = function(iterator)
+            return Gradient(contribution, fetch(packed))
+
+        return call
+
+    def _traced_gradient(self) -> tf.types.experimental.ConcreteFunction:
+        if self._gradient is None:
+            compute = one_step(self._prepared.replica_step, self._store)
+
+            def one_gradient(iterator: Any) -> list[tf.Tensor]:
+                pulled = self._store.pull()
+                output = next(compute(pulled, lambda: next_of(iterator), self._logs.initial_metrics()))
+                contribution = self._aggregator.bring(output, pulled)
+                # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
+                logs = self._logs.pack(pulled.global_step[None], [[output.num_examples, *output.metrics]])
+                return [*contribution, logs]
+
+            self._before_tracing()
+            self._gradient = function_for_tasks(one_gradient, iterator_spec(self._make_dataset))
+        return self._gradient
 
     def _apply(self, contributions: list[Contribution]) -> int:
         """Applies the mean; returns the new global step."""
-        apply = self._gradients.apply(len(contributions))
-        return int(self._watched(lambda: apply(contributions).numpy(), ("apply", len(contributions))))
+        size = len(contributions)
+        if size not in self._applies:
+            self._before_tracing()
+            specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._traced_gradient().structured_outputs[:-1]]
+            apply_mean = tf.function(self._aggregator.apply_mean, autograph=False)
+            self._applies[size] = apply_mean.get_concrete_function([specs] * size)
+        apply = self._applies[size]
+        return int(self._watched(lambda: apply(contributions).numpy(), ("apply", size)))
+
+    def _before_tracing(self) -> None:
+        self.warming_up = True
+        self._running().before_tracing()
 
     def _dataset(self, worker: int) -> Any:
         where = worker, self._step or 0, self.batches_per_step
@@ -399,6 +467,8 @@ class SyncReplicas(PsStrategy):
     def _let_go(self) -> None:
         self._lockstep = None
         self._iterators.clear()
+        self._gradient = None
+        self._applies.clear()
         with suppress(AttributeError):
-            del self._aggregator, self._gradients
+            del self._aggregator
         super()._let_go()

@@ -17,8 +17,8 @@ from kdist._compat.first_call_lock import first_calls
 from kdist.dispatch.connection import reconnect
 from kdist.hooks import CheckpointSaver, Hook, SummarySaver
 from kdist.parameters.store import UpdateCounters
-from kdist.strategies import in_graph_sync
-from kdist.strategies.in_graph_sync import InGraphSyncCalls
+from kdist.strategies import in_graph
+from kdist.strategies.in_graph import InGraphSyncCalls
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -240,13 +240,13 @@ def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
 
 def test_all_workers_share_one_traced_function(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
-    make = in_graph_sync.function_of_its_own
+    make = in_graph.function_of_its_own
 
     def noted(step: Any) -> Any:
         traced.append(step)
         return make(step)
 
-    monkeypatch.setattr(in_graph_sync, "function_of_its_own", noted)
+    monkeypatch.setattr(in_graph, "function_of_its_own", noted)
     x, y = toy_data()
     trainer = kdist.Trainer(
         models.mlp, cluster="1ps3w", strategy="sync_replicas", run_dir=run_dir, steps_per_call=4, seed=3
@@ -257,7 +257,7 @@ def test_all_workers_share_one_traced_function(run_dir: Path, monkeypatch: pytes
 
 @pytest.mark.long
 def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = in_graph_sync.InGraphSyncCalls.function
+    function = in_graph.InGraphSyncCalls.function
     cancelled: list[int] = []
 
     def cancel_once(calls: Any, num_steps: int) -> Any:
@@ -270,7 +270,7 @@ def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monke
 
         return call
 
-    monkeypatch.setattr(in_graph_sync.InGraphSyncCalls, "function", cancel_once)
+    monkeypatch.setattr(in_graph.InGraphSyncCalls, "function", cancel_once)
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
     trainer.fit(x, y, batch_size=8, steps=20, verbose=0)

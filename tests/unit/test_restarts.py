@@ -27,7 +27,7 @@ class FailingStrategy(CountingStrategy):
         self._fail("run", self.step + num_steps)
         return super().run(num_steps, interrupted, may_begin)
 
-    def save(self, prefix: Any, since: Any = None) -> None:
+    def begin_save(self, prefix: Any, since: Any = None, *, aside: bool = True) -> Any:
         self._fail("save", self.step)
 
     def _fail(self, what: str, step: int) -> None:
@@ -40,7 +40,7 @@ class SavedCheckpoints(FakeCheckpoints):
     """Restores what was saved last."""
 
     def save(self, step: int, stored: Any, *, keep: int, since: Any = None) -> Any:
-        stored.save(self.folder)
+        stored.begin_save(self.folder, aside=False)
         self.restorable = step
         return super().save(step, stored, keep=keep)
 

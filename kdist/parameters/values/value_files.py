@@ -105,38 +105,35 @@ class ValueFiles:
         self._forget(tf.constant(ended if since is None else since, tf.int32))
         return ended
 
-    def save(self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None) -> None:
-        """Writes a checkpoint; nothing may change the values meanwhile.
+    def begin_save(
+        self,
+        prefix: Path,
+        others: Mapping[str, np.ndarray],
+        since: DeltaBase | None = None,
+        *,
+        copies: bool = True,
+    ) -> Callable[[], None]:
+        """Prepares a checkpoint.
 
         Args:
             prefix: of its files.
             others: values to add to it, by name.
             since: only rows that have changed since then are written, and all other values: a delta.
+            copies: whether tasks copy the values where they are, so that they may change while they are written; until
+                then, tasks need memory for both.
 
-        Raises:
+        Returns:
+            Writes the checkpoint; to be called once, in any thread, before anything else is copied. It raises
+
             NonFiniteError: values contain NaN or infinity; nothing is written.
             tf.errors.OpError, OSError: it cannot be written.
         """
         if since is None and self._are_small:
-            self._write_small(prefix, self._values.read(), others)
-        elif since is None:
-            self._plan(prefix, others, self._whole, since)()
-        else:
-            self._plan(prefix, others, self._delta, since, copied=self._delta[1:])()
-
-    def begin_save(
-        self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None
-    ) -> Callable[[], None]:
-        """Copies the values where they are; until the copies are written, tasks need memory for both.
-
-        Returns:
-            Writes the copies as `save` writes the values; to be called once, in any thread, before anything else is
-            copied.
-        """
-        if since is None and self._are_small:
             return partial(self._write_small, prefix, self._values.read(), others)
         parts = self._whole if since is None else self._delta
-        return self._plan(prefix, others, parts, since, copied=parts)
+        # The rows of a delta are chosen when they are copied.
+        copied = parts if copies else self._delta[1:] if since is not None else []
+        return self._plan(prefix, others, parts, since, copied)
 
     def restore(self, path: Path) -> None:
         """Reads all values from a checkpoint but those that several variables hold.

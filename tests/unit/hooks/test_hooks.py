@@ -190,7 +190,7 @@ class LateStrategy(CountingStrategy):
 
     written: Future[None]
 
-    def begin_save(self, prefix: Path, since: DeltaBase | None = None) -> Future[None]:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
         self.written = Future()
         return self.written
 

@@ -107,7 +107,9 @@ def stored_by(servers: Servers) -> Any:
     """What `Checkpoints` save and restore."""
     return SimpleNamespace(
         shapes={**servers.store.values.shapes, **servers.store.dynamic.shapes},
-        save=lambda prefix, since: servers.store.files.save(prefix, {"seed": np.array(3)}, since),
+        begin_save=lambda prefix, since, aside: servers.store.files.begin_save(
+            prefix, {"seed": np.array(3)}, since, copies=aside
+        )(),
         restore=servers.store.restore,
     )
 

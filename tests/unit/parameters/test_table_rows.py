@@ -122,7 +122,7 @@ def test_a_checkpoint_has_a_value_for_each_and_fits_other_servers(
     training = prepared(run_dir)
     store = store_of(training, num_servers=3)
     expected = train(training, store)
-    store.files.save(tmp_path / "saved", {"seed": np.array(0)})
+    store.files.begin_save(tmp_path / "saved", {"seed": np.array(0)}, copies=False)()
     reader = tf.train.load_checkpoint(str(tmp_path / "saved"))
     for name, value in expected.items():
         np.testing.assert_array_equal(reader.get_tensor(name), value)

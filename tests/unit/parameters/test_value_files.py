@@ -50,7 +50,7 @@ def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True) -> NamedValue
 
 
 def save(values: NamedValues, folder: Path) -> Path:
-    ValueFiles(values).save(folder / "saved", {"seed": np.array(3, np.int64)})
+    ValueFiles(values).begin_save(folder / "saved", {"seed": np.array(3, np.int64)}, copies=False)()
     return folder / "saved"
 
 

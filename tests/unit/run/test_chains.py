@@ -39,7 +39,7 @@ class Table:
             self.values["state/sum"] = self.values["state/sum"] + number
         self.values["global_step"] = np.array(step)
 
-    def save(self, prefix: Path, since: DeltaBase | None = None) -> None:
+    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> None:
         written = {**self.values, "seed": np.array(int(self.values["global_step"]) + 100)}
         if since is not None:
             ids = np.flatnonzero(self.values[TABLE][:, 0] > since.step)

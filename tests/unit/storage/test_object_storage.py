@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-from fakes import FakeClock, held_by
+from fakes import FakeClock, begun, held_by
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import wait_until
 
@@ -25,7 +25,6 @@ from kdist.run.run_dir import RunDir
 from kdist.storage.mirror import Mirror
 from kdist.storage.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
 from kdist.storage.storage_lock import StorageLock
-from kdist.threads import in_thread
 
 URL = "memory://bucket/run"
 NO_WAIT = 0.1
@@ -91,13 +90,13 @@ class Values:
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def save(self, prefix: Path, since: Any = None) -> None:
-        for part in (0, 1):
-            Path(f"{prefix}.data-0000{part}-of-00002").write_text(f"data of {self._step}")
-        Path(f"{prefix}.index").write_text(f"index of {self._step}")
+    def begin_save(self, prefix: Path, since: Any = None, *, aside: bool = True) -> Future[None]:
+        def write() -> None:
+            for part in (0, 1):
+                Path(f"{prefix}.data-0000{part}-of-00002").write_text(f"data of {self._step}")
+            Path(f"{prefix}.index").write_text(f"index of {self._step}")
 
-    def begin_save(self, prefix: Path, since: Any = None) -> Future[None]:
-        return in_thread(lambda: self.save(prefix))
+        return begun(write, aside=aside)
 
     def restore(self, path: Path, deltas: Any = ()) -> None:
         raise NotImplementedError

@@ -11,8 +11,8 @@ from helpers import REPO
 from kdist.cluster.spec import ClusterShape
 from kdist.config.schema import StrategyConfig
 from kdist.errors import ConfigError
-from kdist.strategies.quorum import Quorum
 from kdist.strategies.registry import NAMES, resolve
+from kdist.strategies.sync_replicas import Quorum
 
 
 def resolved(cluster: str, **options: Any) -> str:

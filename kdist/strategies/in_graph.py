@@ -22,8 +22,7 @@ from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.parameters.placement.messages import Gathered, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.local_steps import one_step
-from kdist.strategies.traced_calls import CallLogs
+from kdist.strategies.calls import CallLogs, one_step
 
 
 class InGraphSyncCalls:

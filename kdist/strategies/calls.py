@@ -15,13 +15,14 @@ import tensorflow as tf
 from kdist._compat.tensorflow import function_for_tasks
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.worker_dataset import next_of
+from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.metrics import MetricReader, MetricRows
 from kdist.model.replica_step import ReplicaStep
-from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement.messages import BlockUpdates, Pulled, fuse
+from kdist.model.train_step import ClockKind
+from kdist.model.updates import ReplicaOutput, RunningStep
+from kdist.parameters.placement.messages import BlockUpdates, Change, Pulled, fuse
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.gradient_counts import GradientCounts
-from kdist.strategies.local_steps import Compute, LocalSteps
 
 # A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
 _AUTO_CALL_SECS = 1.0
@@ -34,14 +35,14 @@ _GROWTH = 4
 
 @dataclass(frozen=True)
 class StepLogs:
-    """What each of some steps reports. Logs of different steps can be joined and split.
+    """The reports of some steps. Logs of different steps can be joined and split.
 
     Attributes:
         num_examples: int array `[num_steps]`, how many examples each used.
         staleness: int array `[num_steps]`; for each update how many others were applied between its pull and its
             push.
         metrics: loss and metrics of each step.
-        gradient_counts: for each step what happened to the workers' gradients, by worker index; empty without workers.
+        gradient_counts: for each step the fate of the workers' gradients, by worker index; empty without workers.
     """
 
     num_examples: np.ndarray
@@ -51,7 +52,7 @@ class StepLogs:
 
     @property
     def num_steps(self) -> int:
-        """How many updates were applied."""
+        """The number of updates applied."""
         return len(self.staleness)
 
     def __add__(self, later: StepLogs) -> StepLogs:
@@ -68,12 +69,12 @@ class StepLogs:
         )
 
     def beside(self, other: StepLogs) -> StepLogs:
-        """What two replicas report together about the same synchronous steps."""
+        """The joint report of two replicas on the same synchronous steps."""
         return StepLogs(self.num_examples + other.num_examples, self.staleness, self.metrics.beside(other.metrics))
 
 
 class CallLogs:
-    """How a call returns its logs: as one tensor, because every fetched tensor costs a round trip.
+    """Packs the logs of a call into one tensor, because every fetched tensor costs a round trip.
 
     Args:
         replica_step: the step of the model.
@@ -102,7 +103,7 @@ class CallLogs:
         return fuse([tf.cast(tensor, tf.float64) for tensor in tensors])
 
     def unpack(self, packed: np.ndarray) -> StepLogs:
-        """Reads what `pack` made of some steps."""
+        """Undoes `pack`."""
         shapes = [initial.shape for initial in self._reader.initial_values]
         sizes = [1, 1, *(math.prod(shape) for shape in shapes)]
         staleness, num_examples, *parts = np.split(packed, np.cumsum(sizes)[:-1], axis=1)
@@ -112,9 +113,109 @@ class CallLogs:
 
     @staticmethod
     def join(logs: Sequence[StepLogs]) -> StepLogs:
-        """What all replicas report together about the same synchronous steps."""
+        """The joint report of all replicas on the same synchronous steps."""
         together = reduce(StepLogs.beside, logs)
         return replace(together, metrics=together.metrics.joined(together.num_examples))
+
+
+#: The next `(batch, seeds)` of a replica.
+NextBatch = Callable[[], tuple[Any, tf.Tensor]]
+
+#: Computes a step between a pull and a push: pulled values, the next batches, metrics to add to -> the step in phases,
+#: most often one.
+Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], RunningStep]
+
+
+def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
+    """One step, with the gradient as it is; the learning rate is that of `store`."""
+
+    def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        batch, seeds = next_batch()
+        clock = []
+        for read in replica_step.clock:
+            iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
+            if read.kind is ClockKind.LOSS_SCALE:
+                value = store.loss_scale()
+            else:
+                value = iteration if read.kind is ClockKind.STEP else store.learning_rate(iteration, read.group)
+            clock.append(tf.identity(value))
+        moment = None
+        if replica_step.worker_state.variables:
+            moment = tf.identity(pulled.global_step), tf.identity(store.state_resets())
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.rows)
+
+    return compute
+
+
+def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int) -> Compute:
+    """The step of a replica that pushes its own gradients, clipped; several batches can make one step.
+
+    After DistBelief's Downpour SGD (Dean et al., 2012) with n_fetch = n_push: a worker continues by plain gradient
+    descent on a copy of its own, adds up its gradients, and pushes their sum. With more than one batch this is a
+    different algorithm than asynchronous training, with fewer bytes and more staleness; for plain SGD with a single
+    worker it is the same.
+
+    Args:
+        local_steps: how many batches make a push.
+    """
+    updates, compute = replica_step.updates, one_step(replica_step, store)
+
+    def clipped(output: ReplicaOutput) -> ReplicaOutput:
+        return replace(output, gradients=updates.clip(output.gradients, output.phase))
+
+    def one(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        running: RunningStep = compute(pulled, next_batch, metrics)
+        fresh: Any = None
+        for _ in range(updates.num_phases):
+            fresh = yield clipped(running.send(fresh))
+
+    def several(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        sums = output = clipped(next(compute(pulled, next_batch, metrics)))
+        learning_rate = tf.identity(store.learning_rate(pulled.global_step))
+        for _ in range(local_steps - 1):
+            pulled = replace(
+                pulled,
+                trainable=[_moved(*pair, learning_rate) for pair in zip(pulled.trainable, output.gradients)],
+                state=_newer(pulled.state, output.state),
+            )
+            output = clipped(next(compute(pulled, next_batch, output.metrics)))
+            sums = replace(
+                output,
+                gradients=[
+                    _sum(*pair, is_row_wise=i in replica_step.row_wise)
+                    for i, pair in enumerate(zip(sums.gradients, output.gradients))
+                ],
+                state=_newer(sums.state, output.state),
+                num_examples=sums.num_examples + output.num_examples,
+                overflow=None if output.overflow is None else tf.maximum(sums.overflow, output.overflow),
+            )
+        yield sums
+
+    return several if local_steps > 1 else one
+
+
+def _moved(value: Any, gradient: Change, learning_rate: tf.Tensor) -> Any:
+    """A value after one step of gradient descent; a table whose rows are fetched is read anew in every step."""
+    if gradient is None or value is None:
+        return value
+    learning_rate = tf.cast(learning_rate, value.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        changes = learning_rate * tf.cast(gradient.values, value.dtype)
+        return tf.tensor_scatter_nd_sub(value, gradient.indices[:, None], changes)
+    return value - learning_rate * tf.cast(gradient, value.dtype)
+
+
+def _newer(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    return [before if after is None else after for before, after in zip(old, new)]
+
+
+def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.Tensor):
+        return one + other
+    both = tf.IndexedSlices(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
+    return sum_duplicates(both) if is_row_wise else both
 
 
 class UnrolledCalls:
@@ -124,7 +225,7 @@ class UnrolledCalls:
         replica_step: the step of the model.
         store: the source of values and the target of gradients.
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
-        local_steps: batches of one step; see `LocalSteps`.
+        local_steps: batches of one step; see `own_step`.
         num_ahead: see `run_steps`.
     """
 
@@ -137,14 +238,14 @@ class UnrolledCalls:
         num_ahead: int = 0,
     ) -> None:
         self._num_ahead = num_ahead
-        self._compute = LocalSteps(replica_step, store, local_steps)
+        self._compute = own_step(replica_step, store, local_steps)
         self._store = store
         self._iterator_spec = iterator_spec
         self._functions: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._logs = CallLogs(replica_step)
 
     def traced(self, num_steps: int) -> bool:
-        """Whether a call of that many steps exists already."""
+        """Tells whether a call of that many steps exists already."""
         return num_steps in self._functions
 
     def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
@@ -159,19 +260,19 @@ class UnrolledCalls:
         return self._functions[num_steps]
 
     def logs(self, packed: np.ndarray) -> StepLogs:
-        """Reads what a call returned."""
+        """Reads the logs that a call returned."""
         return self._logs.unpack(packed)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What one replica uses while a call is traced.
+    """A replica while a call is traced.
 
     Attributes:
-        store: where values come from and gradients go.
+        store: gives values and takes gradients.
         iterator: over `(batch, seeds)`.
-        compute: what it computes between a pull and a push.
-        device: where it computes; the caller's if empty.
+        compute: its step between a pull and a push.
+        device: that computes; the caller's if empty.
     """
 
     store: ParameterStore
@@ -196,17 +297,17 @@ def run_steps(
 
     Args:
         replicas: of this process; all of them take part in each step.
-        exchange: makes of the outputs of synchronous replicas what each applies to its own store; None for a replica
-            that pushes its own.
+        exchange: turns the outputs of synchronous replicas into the changes that each applies to its own store; None
+            for a replica that pushes its own.
         num_ahead: how many steps pull and compute before the push of a step is applied, so that nothing waits for the
             network; only for steps with one phase.
 
     Returns:
-        For each replica what `CallLogs.pack` makes of its steps.
+        The packed logs of each replica, see `CallLogs.pack`.
     """
     rows: list[list[list[Any]]] = [[] for _ in replicas]
     staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
-    # What is traced first is done first on a server: a pull that is traced before a push does not wait for it.
+    # A server works in the order of the trace: a pull that is traced before a push does not wait for it.
     computed: deque[tuple[list[Pulled], list[ReplicaOutput]]] = deque()
 
     def push(pulled: list[Pulled], outputs: list[ReplicaOutput]) -> None:
@@ -272,7 +373,7 @@ class CallSizer:
         self._last_step = last_step
         self._step = 0
         self._auto = 1
-        #: What it cost to prepare calls of the present size.
+        #: The cost of preparing calls of the present size.
         self._cost_secs = 0.0
         self._trained_secs = 0.0
         self._trained_steps = 0
@@ -287,7 +388,7 @@ class CallSizer:
 
     @property
     def may_prepare_others(self) -> bool:
-        """Whether calls of several steps stay as they are, and there is time to prepare others to see how fast they
+        """True if calls of several steps stay as they are, and there is time to prepare others to see how fast they
         are."""
         is_settled = self._fixed is not None or self._has_settled
         if self.steps_per_call == 1 or not is_settled or not self._trained_steps:
@@ -300,7 +401,7 @@ class CallSizer:
         self._step = step
 
     def next_size(self, remaining: int) -> int:
-        """Steps of the next call when `remaining` steps are left to assign."""
+        """The steps of the next call when `remaining` steps are left to assign."""
         if self._fixed is not None and remaining >= self._fixed:
             return self._fixed
         size = min(self.steps_per_call, remaining)
@@ -333,7 +434,7 @@ class CallSizer:
                 self._step_secs_before = step_secs
 
     def _pays(self, larger: int, step_secs: float) -> bool:
-        """Whether calls of that many steps are short, soon prepared, and will save what they cost to prepare."""
+        """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""
         if larger > _AUTO_MAX_STEPS or larger * step_secs * self._num_workers > _AUTO_CALL_SECS:
             return False
         if _GROWTH * self._cost_secs > _AUTO_PREPARE_SECS:

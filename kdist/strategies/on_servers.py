@@ -30,9 +30,9 @@ from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement.messages import Wire
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.strategies.base import TrainingSpec, WorkerEvaluation
+from kdist.strategies.calls import StepLogs
+from kdist.strategies.on_store import StoreStrategy, in_terms_of_tables, no_batch
 from kdist.strategies.prepared_training import PreparedTraining, prepare
-from kdist.strategies.store_backed import StoreBackedStrategy, in_terms_of_tables, no_batch
-from kdist.strategies.traced_calls import StepLogs
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class _Traced:
     placed: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
-class PsStrategy(StoreBackedStrategy):
+class ServersStrategy(StoreStrategy):
     """A strategy whose parameters live on parameter servers and whose steps run on workers.
 
     Args:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdist.strategies.traced_calls import CallSizer
+from kdist.strategies.calls import CallSizer
 
 
 def trained(sizer: CallSizer, secs: float, rate: float) -> None:
