@@ -16,11 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from helpers import environment
 
 from kdist.cluster.processes import forkserver, task_processes
+from kdist.cluster.processes.child import Child
 
 # They are forked, as Python's multiprocessing does it, from a process that has imported this and nothing else.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -128,7 +129,7 @@ def _enter(pid: int) -> None:
 class _ForkServer(forkserver.ForkServer):
     """Is a fork of the command itself, as long as TensorFlow is imported there and has not run anything."""
 
-    def _start(self, orders: int, log: IO[bytes]) -> Any:
+    def _start(self, orders: int, log: Path) -> Child:
         from tensorflow.python.eager import context
 
         if context.context_safe() is not None:
@@ -140,11 +141,12 @@ class _ForkServer(forkserver.ForkServer):
             sys.argv = ["forkserver", str(orders), self._module]
             forkserver.main()
 
-        return _Fork(become, log, keep=orders)
+        with log.open("ab") as log_file:
+            return Child(lambda: _Fork(become, log_file, keep=orders), log)
 
 
 class _Fork:
-    """What `ForkServer` needs of `subprocess.Popen`, for a fork of this process.
+    """A fork of this process, for a `Child`.
 
     Args:
         become: what it does; never returns.
@@ -155,6 +157,7 @@ class _Fork:
     def __init__(self, become: Callable[[], NoReturn], log: IO[bytes], keep: int) -> None:
         standard_input, ours = os.pipe()
         self.stdin = os.fdopen(ours, "wb", buffering=0)
+        self.stdout = None
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:

@@ -15,7 +15,7 @@ from kdist.cluster.network.port_probe import PortProbes, accepts_connections, no
 from kdist.cluster.network.sockets import HeldPorts, bound_to
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
-from kdist.cluster.processes.child import end_children, how_it_ended, start_child, task_environment
+from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.server import ServerOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -65,15 +65,13 @@ class ExternalCluster:
         self._start_timeout = start_timeout
         self._patience = patience
         self._devices = devices
-        self._own: subprocess.Popen[bytes] | None = None
+        self._own: Child | None = None
         self._probes: PortProbes | None = None
         self._tcp_timeouts: TcpTimeouts | None = None
-        self._deadline = 0.0
         self._all_there = False
 
     def launch(self) -> None:
         """Starts the chief's own server and returns at once."""
-        self._deadline = time.monotonic() + self._start_timeout
         address, task = chief_server(self.spec)
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
@@ -94,15 +92,15 @@ class ExternalCluster:
             op_libraries=op_libraries.loaded_by(),
             path=sys.path,
         )
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._log = self._log_dir / f"{task.job}-{task.index}-server.log"
-        with self._log.open("wb") as log:
-            self._own = start_child(
-                [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=task_environment(task, self._devices),
-            )
+        log = self._log_dir / f"{task.job}-{task.index}-server.log"
+        log.unlink(missing_ok=True)
+        self._own = start_child(
+            [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
+            log,
+            start_timeout=self._start_timeout,
+            stdout=subprocess.DEVNULL,
+            env=task_environment(task, self._devices),
+        )
         addresses = self._addresses()
         self._probes = PortProbes(addresses, self._patience)
         self._tcp_timeouts = TcpTimeouts(addresses.values(), [port], self._patience)
@@ -117,10 +115,11 @@ class ExternalCluster:
         """
         addresses = self._addresses()
         while missing := self._missing():
-            if self._own is not None and (code := self._own.poll()) is not None:
+            assert self._own is not None
+            if self._own.poll() is not None:
                 own = chief_server(self.spec)[1]
-                raise ClusterError(f"{own} exited while starting ({how_it_ended(code)})\n  log: {self._log}")
-            if time.monotonic() > self._deadline:
+                raise ClusterError(f"{own} exited while starting ({self._own.how_it_ended()}){self._own.log_tail()}")
+            if self._own.is_late:
                 late = {task: address for task, address in addresses.items() if task in missing}
                 silent = dict.fromkeys(
                     self._running().listening(), "it listens, but has not compared itself with the chief"

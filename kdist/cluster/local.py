@@ -16,18 +16,10 @@ from typing import IO
 from kdist._compat import op_libraries
 from kdist.cluster.network.sockets import HeldPorts, bound_to
 from kdist.cluster.processes import watchdog
-from kdist.cluster.processes.child import (
-    KILLED_SECS,
-    end_children,
-    how_it_ended,
-    last_lines,
-    log_tail,
-    start_child,
-    task_environment,
-)
+from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
 from kdist.cluster.processes.server import READY, ServerOptions
-from kdist.cluster.processes.task_processes import TaskProcess, TaskProcesses
+from kdist.cluster.processes.task_processes import TaskProcesses
 from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig, DevicesConfig
 from kdist.errors import ClusterError
@@ -106,18 +98,15 @@ class LocalCluster:
         self.log_dir = log_dir
         self._start_timeout = start_timeout
         self._guard_secs = step_timeout + _GUARD_EXTRA_SECS
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Child | None = None
         #: Process ids of tasks that were killed because they were stopped.
         self._were_stopped: set[int] = set()
-        self._processes: dict[Task, TaskProcess] = {}
+        self._children: dict[Task, Child] = {}
         # Messages from before the first task is forked are in its log.
         self._task_processes = TaskProcesses(self._log_path(shape.tasks[0]))
-        #: Where the part of the present process begins in each log.
-        self._log_starts: dict[Task, int] = {}
         self._ready: set[Task] = set()
-        #: Tasks that were restarted and do not serve yet, with the time by which they must.
-        self._starting: dict[Task, float] = {}
-        self._deadline = 0.0
+        #: Tasks that were restarted and do not serve yet.
+        self._starting: set[Task] = set()
         self._ports = HeldPorts(0)
         self.spec = ClusterSpec((), ())
         self.chief_address = ""
@@ -125,19 +114,14 @@ class LocalCluster:
 
     def launch(self) -> None:
         """Starts the processes and returns at once; `wait` waits until they serve."""
-        self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ready.clear()
-        self._deadline = time.monotonic() + self._start_timeout
         self._ports.release()
         self._ports = HeldPorts(len(self.shape.tasks) + 1)
         *free, for_chief = self._ports.numbers
         self.chief_address = f"127.0.0.1:{for_chief}"
         ports = [f"127.0.0.1:{port}" for port in free]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
-        for task in self.shape.tasks:
-            log = self._log_path(task)
-            self._log_starts[task] = log.stat().st_size if log.exists() else 0
-        self._processes = {task: self._launch(task) for task in self.shape.tasks}
+        self._children = {task: self._launch(task) for task in self.shape.tasks}
 
     def wait(self) -> None:
         """Waits until every task serves; starts all of them again if a port was taken in the meantime."""
@@ -147,7 +131,7 @@ class LocalCluster:
                 self._watch_over(self.shape.tasks)
                 return
             except ClusterError:
-                port_taken = any(self._says(task, "Address already in use") for task in self.shape.tasks)
+                port_taken = any("Address already in use" in child.last_lines() for child in self._children.values())
                 self.stop()
                 if attempt == _START_ATTEMPTS or not port_taken:
                     raise
@@ -160,8 +144,8 @@ class LocalCluster:
 
     def stop(self, *, will_resume: bool = False) -> None:
         """Stops every task and waits for it, at most a few seconds. May be called repeatedly."""
-        end_children(self._processes.values(), _STOP_SECS)
-        self._processes.clear()
+        end_children(self._children.values(), _STOP_SECS)
+        self._children.clear()
         self._starting.clear()
         if self._guard is not None:
             end_children([self._guard], _STOP_SECS)
@@ -171,17 +155,17 @@ class LocalCluster:
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills tasks, all if None, and waits until they have exited; `stop` has to be called all the same."""
-        for task in self._processes if tasks is None else tasks:
-            self._processes[task].kill()
-            self._processes[task].wait(KILLED_SECS)
+        for task in self._children if tasks is None else tasks:
+            self._children[task].kill()
+            self._children[task].wait()
         return True
 
     def restart(self, task: Task) -> bool:
         """Restarts a task that has exited, at its old address, and returns at once."""
-        end_children([self._processes[task]], _STOP_SECS)
-        self._processes[task] = self._launch(task)
+        end_children([self._children[task]], _STOP_SECS)
+        self._children[task] = self._launch(task)
         self._ready.discard(task)
-        self._starting[task] = time.monotonic() + self._start_timeout
+        self._starting.add(task)
         return True
 
     def silent_tasks(self) -> set[Task]:
@@ -196,16 +180,15 @@ class LocalCluster:
 
     def starting_tasks(self) -> set[Task]:
         """The tasks that were restarted and do not serve yet; one that takes too long is killed."""
-        for task, deadline in list(self._starting.items()):
-            process = self._processes[task]
-            assert process.stdout is not None
-            if process.poll() is None and time.monotonic() > deadline:
-                process.kill()
+        for task in list(self._starting):
+            child = self._children[task]
+            if child.poll() is None and child.is_late:
+                child.kill()
             # A process that has exited is among the lost ones.
-            if process.poll() is not None:
-                del self._starting[task]
-            elif _can_read(process.stdout):
-                del self._starting[task]
+            if child.poll() is not None:
+                self._starting.discard(task)
+            elif _can_read(child.stdout):
+                self._starting.discard(task)
                 # Not before: a task that is not forked yet has no process id of its own.
                 self._watch_over([task])
         return set(self._starting)
@@ -221,16 +204,16 @@ class LocalCluster:
     @property
     def pids(self) -> dict[Task, int]:
         """The process id of each task."""
-        return {task: process.pid for task, process in self._processes.items()}
+        return {task: child.pid for task, child in self._children.items()}
 
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that have exited, and how."""
-        ended = {task: process.poll() for task, process in self._processes.items()}
-        lost = {task: f"died ({how_it_ended(code)})" for task, code in ended.items() if code is not None}
-        if lost and self._guard is not None and self._guard.stdout is not None and _can_read(self._guard.stdout):
+        ended = {task: child for task, child in self._children.items() if child.poll() is not None}
+        lost = {task: f"died ({child.how_it_ended()})" for task, child in ended.items()}
+        if lost and self._guard is not None and _can_read(self._guard.stdout):
             self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
         for task in lost:
-            if self._processes[task].pid in self._were_stopped:
+            if self._children[task].pid in self._were_stopped:
                 lost[task] = f"was stopped for {self._guard_secs:g} s and killed"
         return lost
 
@@ -242,14 +225,10 @@ class LocalCluster:
             self._guard = start_child(
                 [sys.executable, "-S", watchdog.__file__, "stopped", str(self._guard_secs)], stdout=subprocess.PIPE
             )
-        assert self._guard.stdin is not None
         # The watchdog may be killed like any process; the tasks do not need it.
         with suppress(BrokenPipeError):
-            self._guard.stdin.write("".join(f"{self._processes[task].pid}\n" for task in tasks).encode())
+            self._guard.stdin.write("".join(f"{self._children[task].pid}\n" for task in tasks).encode())
             self._guard.stdin.flush()
-
-    def _says(self, task: Task, text: str) -> bool:
-        return text in last_lines(self._log_path(task), self._log_starts.get(task, 0))
 
     def _log_path(self, task: Task) -> Path:
         return log_path(self.log_dir, task)
@@ -269,41 +248,35 @@ class LocalCluster:
             path=sys.path,
         )
 
-    def _launch(self, task: Task) -> TaskProcess:
+    def _launch(self, task: Task) -> Child:
         options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
-        return self._task_processes.start(
-            TaskProgram("kdist.cluster.processes.server", options.to_json(), environment, log)
-        )
+        program = TaskProgram("kdist.cluster.processes.server", options.to_json(), environment, log)
+        return self._task_processes.start(program, self._start_timeout)
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for task, process in self._processes.items():
-                if task not in self._ready and process.stdout is not None:
-                    selector.register(process.stdout, selectors.EVENT_READ, task)
+            for task, child in self._children.items():
+                if task not in self._ready:
+                    selector.register(child.stdout, selectors.EVENT_READ, task)
             waiting = {key.data for key in selector.get_map().values()}
+            deadline = min(child.deadline for child in self._children.values())
             while waiting:
-                events = selector.select(max(0.0, self._deadline - time.monotonic()))
+                events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:
                     names = ", ".join(sorted(map(str, waiting)))
                     raise ClusterError(
                         f"{names} did not respond within {self._start_timeout:g} s (cluster.start_timeout)"
-                        + self._log_tail(waiting)
+                        + self._children[min(waiting, key=str)].log_tail()
                     )
                 for key, _ in events:
                     task = key.data
                     if task not in waiting:
                         continue
                     if os.read(key.fd, len(READY)) != READY:
-                        code = self._processes[task].wait(_STOP_SECS)
-                        raise ClusterError(
-                            f"{task} exited while starting ({how_it_ended(code)})" + self._log_tail([task])
-                        )
+                        child = self._children[task]
+                        raise ClusterError(f"{task} exited while starting ({child.how_it_ended()})" + child.log_tail())
                     self._ready.add(task)
                     waiting.discard(task)
-
-    def _log_tail(self, tasks: Collection[Task]) -> str:
-        task = min(tasks, key=str)
-        return log_tail(self._log_path(task), self._log_starts.get(task, 0))
 
 
 def _can_read(pipe: IO[bytes]) -> bool:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kdist.cluster.processes.child import end_children, how_it_ended, start_child, task_environment
+from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.spec import EVALUATOR
 from kdist.console import lines
 from kdist.data.pickling import packed_program
@@ -58,7 +58,7 @@ class Evaluator(Hook):
         self._best = best
         self._restarts_left = max_restarts
         self._last_secs = last_secs
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._unread = b""
         self._last_step = -1
 
@@ -95,10 +95,9 @@ class Evaluator(Hook):
             # As when the disk is full.
             warn(f"{_NAME}: cannot be started: {error.strerror or error}; training continues without it")
 
-    def _started(self, session: Session) -> subprocess.Popen[bytes]:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+    def _started(self, session: Session) -> Child:
         # Not through a pipe: a process that is stopped would leave it full.
-        with tempfile.TemporaryFile() as request, self._log.open("ab") as log:
+        with tempfile.TemporaryFile() as request:
             request.write(self._packed)
             request.flush()
             request.seek(0)
@@ -110,12 +109,11 @@ class Evaluator(Hook):
             }
             process = start_child(
                 [sys.executable, "-m", "kdist.evaluation.evaluator_main", json.dumps(options)],
+                self._log,
                 stdout=subprocess.PIPE,
-                stderr=log,
                 env=task_environment(EVALUATOR),
                 pass_fds=[request.fileno()],
             )
-        assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         return process
 
@@ -125,22 +123,22 @@ class Evaluator(Hook):
             self._best.add(found.step, found.logs)
             session.print_line(lines.evaluation_line(found.step, session.last_step, found.logs))
             session.summaries.evaluation(found.logs, found.step)
-        if self._process is not None and (code := self._process.poll()) is not None:
-            self._is_lost(session, code)
+        if self._process is not None and self._process.poll() is not None:
+            self._is_lost(session, self._process)
 
     def _new_evaluations(self) -> list[Evaluation]:
-        if self._process is None or self._process.stdout is None:
+        if self._process is None:
             return []
         while new := self._process.stdout.read(1 << 16):
             self._unread += new
         *lines, self._unread = self._unread.split(b"\n")
         return [Evaluation(**json.loads(line)) for line in lines]
 
-    def _is_lost(self, session: Session, code: int) -> None:
+    def _is_lost(self, session: Session, process: Child) -> None:
         self.close()
-        how = f"{_NAME} died ({how_it_ended(code)}); log: {self._log}"
+        how = f"{_NAME} died ({process.how_it_ended()}); log: {self._log}"
         # An error of its own would occur again.
-        if code < 0 and self._restarts_left > 0:
+        if process.wait() < 0 and self._restarts_left > 0:
             self._restarts_left -= 1
             warn(f"{how}; restarting")
             self._unread = b""

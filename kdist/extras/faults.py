@@ -11,13 +11,12 @@ import inspect
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from kdist.cluster.processes.child import end_children
+from kdist.cluster.processes.child import Child, end_children, start_child
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -90,12 +89,12 @@ class SlowTask(Drill):
             raise ConfigError(f"drill.factor={factor}: must be more than 1")
         self._task = task
         self._factor = factor
-        self._slowing: subprocess.Popen[bytes] | None = None
+        self._slowing: Child | None = None
 
     def inject(self, session: Session) -> str:
         # Not a thread: while TensorFlow waits for the stopped task, no thread of this process may run.
         arguments = [str(_pid_of(session, self._task)), str(self._factor)]
-        self._slowing = subprocess.Popen([sys.executable, "-S", "-c", _SLOWING, *arguments], stdin=subprocess.PIPE)
+        self._slowing = start_child([sys.executable, "-S", "-c", _SLOWING, *arguments])
         return f"{self._task} is {self._factor:g} times slower"
 
     def close(self) -> None:

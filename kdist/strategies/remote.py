@@ -32,9 +32,9 @@ from kdist import forks
 from kdist._compat import op_libraries
 from kdist.cluster.local import available_cores, log_path, own_cores_of, thread_budget
 from kdist.cluster.network.sockets import HeldPorts
-from kdist.cluster.processes.child import end_children, how_it_ended, log_tail, task_environment
+from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
-from kdist.cluster.processes.task_processes import TaskProcess, TaskProcesses
+from kdist.cluster.processes.task_processes import TaskProcesses
 from kdist.cluster.processes.watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
@@ -257,18 +257,16 @@ class Processes:
     def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig, log_dir: Path) -> None:
         self._number, self._num_cpus, self._cluster = number, num_cpus, cluster
         self._logs = [log_path(log_dir, Task("worker", i)) for i in range(number)]
-        self._log_starts = [log.stat().st_size if log.exists() else 0 for log in self._logs]
-        self._processes: list[TaskProcess] = []
+        self._children: list[Child] = []
         self._pipes: list[Connection] = []
         self._at_end = ExitStack()
         self._stopped = Stopped()
         self._lock = threading.Lock()
-        self._deadline: float | None = None
 
     @property
     def pids(self) -> Mapping[Task, int]:
         """Process ids, by task."""
-        return {Task("worker", i): process.pid for i, process in enumerate(self._processes)}
+        return {Task("worker", i): child.pid for i, child in enumerate(self._children)}
 
     def start(self, request: bytes) -> RemoteFacts:
         """Starts them with a pickled `RemoteRequest`, and waits until their strategy has started.
@@ -277,23 +275,22 @@ class Processes:
             ClusterError: one is lost, or has not started within `cluster.start_timeout` seconds.
             KdistError: the model or the data failed in one of them.
         """
-        self._deadline = time.monotonic() + self._cluster.start_timeout
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             file = Path(folder) / "request"
             file.write_bytes(request)
             self._launch(file)
             facts: RemoteFacts = self._result()
-        self._deadline = None
+        for child in self._children:
+            child.has_started()
         return facts
 
     def _launch(self, request: Path) -> None:
-        self._logs[0].parent.mkdir(parents=True, exist_ok=True)
         ports = self._at_end.enter_context(HeldPorts(self._number if self._number > 1 else 0))
         shape = ClusterShape(0, self._number)
         intra_op, inter_op = thread_budget("worker", shape, available_cores())
         tasks = TaskProcesses(self._logs[0], train=True)
         self._at_end.callback(tasks.close)
-        self._at_end.callback(lambda: end_children(self._processes, _STOP_SECS))
+        self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
         for index, log in enumerate(self._logs):
             here, there = Pipe()
             limit_waits(here, self._cluster.step_timeout)
@@ -323,7 +320,7 @@ class Processes:
                     prints_to_log=True,
                     pass_fds=[there.fileno()],
                 )
-                self._processes.append(tasks.start(program))
+                self._children.append(tasks.start(program, self._cluster.start_timeout))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `remote_main` in worker 0; returns its result, or raises what it has raised.
@@ -359,19 +356,20 @@ class Processes:
 
     def _check(self) -> None:
         """Raises why a worker cannot go on, if one cannot."""
-        codes = [(process.poll(), index) for index, process in enumerate(self._processes)]
+        codes = [(child.poll(), index) for index, child in enumerate(self._children)]
         if ended := [(code, index) for code, index in codes if code is not None]:
             # One that was killed comes first, then those that failed: the others have ended because of it.
-            code, index = min(ended, key=lambda each: (each[0] == 0, each))
+            _, index = min(ended, key=lambda each: (each[0] == 0, each))
+            child = self._children[index]
             raise self._left(index) or ClusterError(
-                f"{Task('worker', index)} died ({how_it_ended(code)}){self._tail(index)}"
+                f"{Task('worker', index)} died ({child.how_it_ended()}){child.log_tail()}"
             )
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if self._children[0].is_late:
             raise ClusterError(
                 f"the workers did not respond within {self._cluster.start_timeout:g} s (cluster.start_timeout)"
-                + self._tail(0)
+                + self._children[0].log_tail()
             )
-        pids = [process.pid for process in self._processes]
+        pids = [child.pid for child in self._children]
         for pid in self._stopped.longer_than(self._cluster.step_timeout, pids):
             raise ClusterError(
                 f"{Task('worker', pids.index(pid))} has been stopped for {self._cluster.step_timeout:g} s "
@@ -387,13 +385,10 @@ class Processes:
                     return cast(BaseException, content)
         return None
 
-    def _tail(self, index: int) -> str:
-        return log_tail(self._logs[index], self._log_starts[index])
-
     def stop(self) -> None:
         """Ends them; may be called repeatedly."""
         self._at_end.close()
-        self._processes, self._pipes = [], []
+        self._children, self._pipes = [], []
 
 
 def limit_waits(connection: Connection, secs: float) -> None:

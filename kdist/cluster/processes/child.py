@@ -1,8 +1,9 @@
-"""What all processes that kdist starts have in common: they end with their parent, and see their devices only."""
+"""`Child`: a process that kdist has started. It ends with its parent, and sees its own devices only."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
@@ -10,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -33,19 +34,137 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a `Child` needs."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[Any] | None: ...
+    @property
+    def stdout(self) -> IO[Any] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float = ...) -> int: ...
+    def kill(self) -> None: ...
+
+
+class Child:
+    """A process that was started here, and that ends when its standard input closes.
+
+    Args:
+        start: starts it, with its log in place.
+        log: gets its messages, after those of earlier processes; None if it has none of its own.
+        start_timeout: seconds that it has until `has_started`.
+
+    Attributes:
+        deadline: the time by which it must have started.
+    """
+
+    def __init__(self, start: Callable[[], Process], log: Path | None = None, start_timeout: float = math.inf) -> None:
+        self.deadline = time.monotonic() + start_timeout
+        self._log = log
+        self._log_start = 0
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log_start = log.stat().st_size if log.exists() else 0
+        self._process = start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stdin(self) -> IO[Any]:
+        """The pipe to the process."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[Any]:
+        """The pipe with its output."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def has_started(self) -> None:
+        """Ends its deadline."""
+        self.deadline = math.inf
+
+    @property
+    def is_late(self) -> bool:
+        """True if it has not started in time."""
+        return time.monotonic() > self.deadline
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float = KILLED_SECS) -> int:
+        """Waits until it has exited; returns its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not within `timeout` seconds.
+        """
+        return self._process.wait(timeout)
+
+    def end(self, deadline: float) -> None:
+        """Kills it if it has not exited by then; its standard input is closed."""
+        try:
+            self.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def how_it_ended(self) -> str:
+        """See the function; of a process that is about to exit."""
+        return how_it_ended(self.wait())
+
+    def last_lines(self) -> str:
+        """The last lines that it has written to its log."""
+        return "" if self._log is None else last_lines(self._log, self._log_start)
+
+    def log_tail(self) -> str:
+        """The end of an error message about it; see the function."""
+        return "" if self._log is None else log_tail(self._log, self._log_start)
+
+
+def start_child(
+    command: Sequence[str],
+    log: Path | None = None,
+    *,
+    prints_to_log: bool = False,
+    start_timeout: float = math.inf,
+    **options: Any,
+) -> Child:
     """Starts a process that calls `end_with_parent`.
 
     It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
-        before it ignores them wait until it does.
+    before it ignores them wait until it does.
+
+    Args:
+        command: of the process.
+        log: gets its standard error; None for that of this process.
+        prints_to_log: whether its standard output goes there, too.
+        start_timeout: see `Child`.
+        **options: of `subprocess.Popen`.
     """
-    with forks.signals_held_back():
-        process: subprocess.Popen[Any] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, **options
-        )
-    assert process.stdin is not None
-    forks.keep_from_children(process.stdin)
-    return process
+
+    def start() -> subprocess.Popen[Any]:
+        with ExitStack() as files:
+            outputs: dict[str, Any] = {}
+            if log is not None:
+                outputs["stderr"] = files.enter_context(log.open("ab"))
+                outputs |= {"stdout": outputs["stderr"]} if prints_to_log else {}
+            files.enter_context(forks.signals_held_back())
+            return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **{**options, **outputs})
+
+    child = Child(start, log, start_timeout)
+    forks.keep_from_children(child.stdin)
+    return child
 
 
 @contextmanager
@@ -63,7 +182,7 @@ def killed_after(secs: float, text: str) -> Iterator[None]:
 
 
 def end_with_parent(ignored: Collection[signal.Signals] = forks.STOP_SIGNALS) -> None:
-    """From now on this process exits when its standard input closes or its parent exits, and not on a signal.
+    """Lets this process exit when its standard input closes or its parent exits, and not on a signal.
 
     The kernel closes the pipe even after `kill -9` of the parent. A stopped process does not notice that; Linux kills
     it then. Schedulers send the signals that end a run to all of its processes at once: the parent saves what its
@@ -106,7 +225,7 @@ def _end_with(parent: int) -> None:
 
 
 def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[str, str]:
-    """The environment of a task's process.
+    """Makes the environment of a task's process.
 
     Args:
         devices: which GPUs tasks may use.
@@ -144,32 +263,14 @@ def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
     return ",".join(map(str, chosen))
 
 
-class Process(Protocol):
-    """What ending a process needs of `subprocess.Popen`."""
-
-    @property
-    def stdin(self) -> IO[Any] | None: ...
-    @property
-    def stdout(self) -> IO[Any] | None: ...
-    def wait(self, timeout: float = ...) -> int: ...
-    def kill(self) -> None: ...
-
-
-def end_children(processes: Iterable[Process], timeout: float) -> None:
-    """Closes the standard input of processes that end with it, and kills what is left after `timeout` seconds."""
-    processes = list(processes)
-    for process in processes:
-        if process.stdin is not None:
-            process.stdin.close()
+def end_children(children: Iterable[Child], timeout: float) -> None:
+    """Ends processes by closing their standard input; kills a process that has not exited after `timeout` seconds."""
+    children = list(children)
+    for child in children:
+        child.stdin.close()
     deadline = time.monotonic() + timeout
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(KILLED_SECS)
-        if process.stdout is not None:
-            process.stdout.close()
+    for child in children:
+        child.end(deadline)
 
 
 def how_it_ended(code: int) -> str:
@@ -183,12 +284,12 @@ def how_it_ended(code: int) -> str:
 
 
 def ended_by_itself(how: str) -> bool:
-    """Whether a process exited, or crashed, rather than being killed by another one: from what `how_it_ended` says."""
+    """Tells from `how_it_ended` whether a process exited, or crashed, and was not killed by another one."""
     return "exit code" in how or any(number.name in how for number in _CRASHES)
 
 
 def last_lines(log: Path, start: int = 0) -> str:
-    """The last lines of a log, of those from byte `start` on; empty if there is no such file."""
+    """The last lines of a log, from byte `start` on; empty if there is no such file."""
     try:
         with log.open("rb") as file:
             file.seek(start)

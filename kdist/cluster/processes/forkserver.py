@@ -28,7 +28,7 @@ from typing import IO, NoReturn
 
 from kdist import forks
 from kdist._compat.quick_import import quick_import
-from kdist.cluster.processes.child import KILLED_SECS, end_with_parent, name_process, start_child
+from kdist.cluster.processes.child import KILLED_SECS, Child, end_children, end_with_parent, name_process, start_child
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -84,8 +84,7 @@ class _Order:
 
 
 class ForkedTask:
-    """A task as the chief sees it: the part of `subprocess.Popen` that kdist needs, which handles its own children
-    only.
+    """A task as the chief sees it, for a `Child`; `subprocess.Popen` handles children of its own process only.
 
     Attributes:
         stdin: the task exits when this is closed.
@@ -178,18 +177,17 @@ class ForkServer:
         self._socket.settimeout(_SEND_SECS)
         # Several threads ask whether a task is alive.
         self._lock = threading.Lock()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as log_file:
-            self.process = self._start(theirs.fileno(), log_file)
+        with theirs:
+            self.process = self._start(theirs.fileno(), log)
 
     @property
     def can_train(self) -> bool:
-        """Whether what its tasks need for a training loop is imported."""
+        """True if the modules of a training loop are imported."""
         return self._module == TRAINING
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can fork more tasks."""
+        """True while it can fork more tasks."""
         self.update(0.0)
         return self._socket.fileno() >= 0
 
@@ -231,23 +229,12 @@ class ForkServer:
         self.update(0.0)
         with self._lock:
             self._socket.close()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(_CLOSE_SECS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(KILLED_SECS)
+        end_children([self.process], _CLOSE_SECS)
         self.update(0.0)
 
-    def _start(self, orders: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return start_child(
-            [sys.executable, "-m", "kdist.cluster.processes.forkserver", str(orders), self._module],
-            stdout=log,
-            stderr=log,
-            env=self._environment,
-            pass_fds=[orders],
-        )
+    def _start(self, orders: int, log: Path) -> Child:
+        command = [sys.executable, "-m", "kdist.cluster.processes.forkserver", str(orders), self._module]
+        return start_child(command, log, prints_to_log=True, env=self._environment, pass_fds=[orders])
 
     def _can_read(self, timeout: float) -> bool:
         if self._socket.fileno() < 0:

@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kdist.cluster.processes.child import start_child, task_environment
-from kdist.cluster.processes.forkserver import SERVING, TRAINING, ForkedTask, ForkServer, TaskProgram
+from kdist.cluster.processes.child import Child, start_child, task_environment
+from kdist.cluster.processes.forkserver import SERVING, TRAINING, ForkServer, TaskProgram
 from kdist.cluster.spec import Task
-
-#: A task that was started, here.
-TaskProcess = ForkedTask | subprocess.Popen[bytes]
 
 #: The fork server of all processes inside `prepared`; at most one.
 _prepared: list[ForkServer] = []
@@ -47,7 +44,7 @@ class TaskProcesses:
     """Starts processes that end with this one; `close` ends what they were forked from.
 
     Args:
-        log: gets what is said before the first one is forked.
+        log: gets the messages from before the first one is forked.
         train: as in `prepared`.
     """
 
@@ -56,19 +53,20 @@ class TaskProcesses:
         self._train = train
         self._fork_server: ForkServer | None = None
 
-    def start(self, program: TaskProgram) -> TaskProcess:
+    def start(self, program: TaskProgram, start_timeout: float) -> Child:
         """Starts a process that runs a program; returns at once."""
         # On other systems, a process that has imported TensorFlow may not survive a fork.
         if sys.platform == "linux":
-            return self._forks().fork(program)
-        with program.log.open("ab") as log_file:
-            return start_child(
-                [sys.executable, "-m", program.module, program.options],
-                stdout=log_file if program.prints_to_log else subprocess.PIPE,
-                stderr=log_file,
-                env=program.environment,
-                pass_fds=program.pass_fds,
-            )
+            return Child(lambda: self._forks().fork(program), program.log, start_timeout)
+        return start_child(
+            [sys.executable, "-m", program.module, program.options],
+            program.log,
+            prints_to_log=program.prints_to_log,
+            start_timeout=start_timeout,
+            stdout=subprocess.PIPE,
+            env=program.environment,
+            pass_fds=program.pass_fds,
+        )
 
     def close(self) -> None:
         """Ends what the processes were forked from, and with it those that are left, unless `prepared` has started it.

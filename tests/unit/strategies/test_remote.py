@@ -1,12 +1,14 @@
 """The processes of a `Remote` strategy, and the pipe to them."""
 
 import os
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kdist.cluster.processes.child import Child
 from kdist.config.schema import ClusterConfig
 from kdist.data.pickling import pickled
 from kdist.errors import ClusterError, ConfigError
@@ -24,17 +26,20 @@ class Ended:
     def poll(self) -> int:
         return self._code
 
+    def wait(self, _timeout: float) -> int:
+        return self._code
+
 
 def ended(folder: Path, *codes: int, left: dict[int, BaseException]) -> Processes:
     """Processes that have ended, some of which have sent an error before."""
     processes: Any = Processes(len(codes), 0, ClusterConfig("2w"), folder)
     for index, code in enumerate(codes):
-        (folder / f"worker-{index}.log").write_text(f"the last of {index}\n")
         here, there = Pipe()
         if index in left:
             there.send_bytes(pickled((True, left[index])))
         there.close()
-        processes._processes.append(Ended(code))
+        processes._children.append(Child(partial(Ended, code), log := folder / f"worker-{index}.log"))
+        log.write_text(f"the last of {index}\n")
         processes._pipes.append(here)
     return processes  # type: ignore[no-any-return]
 
