@@ -437,8 +437,11 @@ class SyncReplicas(ServersStrategy):
         if size not in self._applies:
             self._before_tracing()
             specs = [tf.TensorSpec(s.shape, s.dtype) for s in self._traced_gradient().structured_outputs[:-1]]
-            apply_mean = tf.function(self._aggregator.apply_mean, autograph=False)
-            self._applies[size] = apply_mean.get_concrete_function([specs] * size)
+
+            def apply_mean(several: list[Contribution]) -> tf.Tensor:
+                return self._aggregator.apply_mean(several)
+
+            self._applies[size] = tf.function(apply_mean, autograph=False).get_concrete_function([specs] * size)
         apply = self._applies[size]
         return int(self._watched(lambda: apply(contributions).numpy(), ("apply", size)))
 
