@@ -1,4 +1,4 @@
-"""The errors of kdist: each is one message that says what is wrong, where, and how to mend it.
+"""The errors of kdist: each message names the key or task, the value, and a way out.
 
 On the command line an error becomes that message and its `exit_code`; in Python it is raised.
 """
@@ -43,7 +43,7 @@ class ClusterError(KdistError):
 
 
 class ChiefStoppedError(ClusterError):
-    """The chief was told to stop before the end of the run; a task that was told so, too, exits with code 143."""
+    """The chief was stopped before the end of the run; a task that got the signal, too, exits with code 143."""
 
     exit_code = 143
 
@@ -64,7 +64,7 @@ class TaskError(KdistError):
     Args:
         task: the task that failed, for example `worker:1` or `chief`.
         cause: the user's error as TensorFlow or Python reported it.
-        where: it happened, in the model or the data.
+        where: the place of the failure, in the model or the data.
     """
 
     def __init__(self, task: str, cause: BaseException, where: str | None = None) -> None:
@@ -93,7 +93,7 @@ class NonFiniteError(KdistError):
 
 
 def reason(error: BaseException, limit: int = 600) -> str:
-    """The message of `error` without TensorFlow's graph trace and what gRPC adds, at most `limit` characters."""
+    """The message of `error` without TensorFlow's graph trace and additions of gRPC, at most `limit` characters."""
     text = getattr(error, "message", None) or str(error)
     text = text.partition("\nAdditional GRPC error information")[0]
     if first := _FIRST_ROOT.search(text):

@@ -16,13 +16,13 @@ _HEADER_BYTES = 30
 
 
 def load_npz(path: str | Path) -> dict[str, np.ndarray]:
-    """As `numpy.load(path)`, but the arrays that `numpy.savez` has written stay in the file, as with `mmap_mode="r"`.
+    """Loads a file of `numpy.savez`; its arrays stay in the file, as with `numpy.load(path, mmap_mode="r")`.
 
     They can be larger than memory, and workers that see the file read their examples there. Arrays of a compressed file
     (`numpy.savez_compressed`) are loaded.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Returns:
         The arrays by name, read-only if they are in the file.

@@ -1,4 +1,4 @@
-"""What happens around training steps: stop, save, summarize, log. One hook per file; the contract is in `base`.
+"""Actions around training steps: stop, save, summarize, log. One hook per file; the contract is in `base`.
 
 Names and defaults follow `tf.compat.v1.train`, without the word Hook.
 """

@@ -1,4 +1,4 @@
-"""The hook contract: what may happen around the calls of a training session.
+"""The hook contract: the events around the calls of a training session.
 
 A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHook`):
 
@@ -6,7 +6,7 @@ A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHoo
     restore the newest checkpoint, or initialize
     for hook in hooks: hook.after_create_session(session)       # and again after every recovery
     while not session.should_stop():
-        # while there is nothing to read, at the end of a pass or of what has arrived: hook.while_waiting(session)
+        # while there is nothing to read, at the end of a pass or of the arrived data: hook.while_waiting(session)
         n = the fewest steps that any hook.due_in(step) allows
         for hook in hooks: hook.before_run(context)
         run n steps
@@ -31,7 +31,7 @@ A hook that prints the loss every 500 steps:
             return 500 - step % 500
 
 Asynchronous workers keep training while hooks run. `session.read`, `session.write` and `session.save` wait until no
-step is in flight, so what a hook reads is consistent, but may be a few steps past `values.global_step`. A hook that
+step is in flight, so a hook reads consistent values, but they may be a few steps past `values.global_step`. A hook that
 needs the values of exactly that step overrides `idle_in`.
 """
 
@@ -58,11 +58,11 @@ __all__ = ["Hook", "RunContext", "RunValues", "Session"]
 
 
 class Session(Protocol):
-    """What a hook sees of the session that calls it; `kdist.TrainSession` is one.
+    """The session as hooks see it; `kdist.TrainSession` is one.
 
     Attributes:
         strategy: runs the steps and holds the values.
-        spec: what is trained: model, data, batch size, seed.
+        spec: the training: model, data, batch size, seed.
         checkpoints: of the run.
         summaries: TensorBoard writers of the run.
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
@@ -82,26 +82,26 @@ class Session(Protocol):
 
     @property
     def hooks(self) -> Sequence[Hook]:
-        """All of them, in the order in which they are called."""
+        """All hooks, in the order of their calls."""
 
     @property
     def run_dir(self) -> Path:
-        """Folder of everything that the run leaves behind."""
+        """The folder of all files of the run."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether an update may be computed from parameters older than those it is applied to."""
+        """True if an update may be computed from older parameters than it is applied to."""
 
     @property
     def restarts(self) -> Mapping[str, int]:
-        """How often a `worker` was lost and returned, and how often the `cluster` was restarted."""
+        """The number of workers that were lost and returned (`worker`), and of restarts of the cluster (`cluster`)."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether a checkpoint of the present step exists, or training has diverged."""
+        """True if a checkpoint of the present step exists, or training has diverged."""
 
     def should_stop(self) -> bool:
-        """Whether a hook, a signal or the caller asked to stop."""
+        """True if a hook, a signal or the caller asked to stop."""
 
     def request_stop(self, reason: str) -> None:
         """Ends the session before its next run. The first reason counts."""
@@ -110,35 +110,35 @@ class Session(Protocol):
         """Like `request_stop`, and saves no further checkpoint."""
 
     def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """The values of what training changes, by their names in a checkpoint; only `names` if they are given."""
+        """Returns the values that training changes, by their names in a checkpoint; only `names` if they are given."""
 
     def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """All of them, passed to `take` in portions, so that they are not in memory at once."""
+        """Passes all values to `take` in portions, so that they are not in memory at once."""
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Sets values by their names in a checkpoint; `learning_rate` is that of the optimizer."""
+        """Sets values by their names in a checkpoint; `learning_rate` belongs to the optimizer."""
 
     @property
     def is_saved_in_full(self) -> bool:
-        """The same, but a delta of the present step does not count."""
+        """Like `is_saved`, but a delta of the present step does not count."""
 
     def save(self, *, keep: int, full_every: int = 1) -> None:
         """Saves a checkpoint of the present step and keeps the newest `keep` full ones; see `CheckpointSaver`."""
 
     def begin_save(self, *, full_every: int = 1) -> None:
-        """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
+        """Begins a save that is written while training continues; `finish_save` must follow."""
 
     def finish_save(self, *, keep: int, wait: bool = True) -> bool:
         """Completes the checkpoint that is being written; returns whether it is complete now."""
 
     def restore_values(self, others: Checkpoints) -> None:
-        """Gives the present step the values of the newest of other checkpoints, but the learning rate."""
+        """Restores the newest of other checkpoints at the present step, except the learning rate."""
 
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
 
     def training_logs(self, totals: MetricTotals) -> Logs:
-        """Loss and metrics of some steps, and what hooks add to them."""
+        """Returns loss and metrics of some steps, with the `extra_logs` of hooks."""
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -146,7 +146,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What is about to run.
+    """The next run of a session.
 
     Attributes:
         session: the session that runs it.
@@ -173,7 +173,7 @@ class Hook:
     needs_validation = False
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
-        """Called first of all, with what is known of the result: config, strategy, cluster, seed."""
+        """Called first of all, with the known part of the result: config, strategy, cluster, seed."""
 
     def begin(self, session: Session) -> None:
         """Called once, before anything is restored."""
@@ -193,7 +193,7 @@ class Hook:
     def after_logging(self, session: Session, logs: Mapping[str, Any], steps_per_second: float | None) -> None:
         """Called when `LoggingTensor` reports, with loss and metrics of the steps since its last report.
 
-        The rate is that of these steps, or of the report before if functions were traced in all of them; None at first.
+        The rate covers these steps, or the previous report if functions were traced in all of them; None at first.
         """
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class Hook:
         """Called with the values of a `ProgressiveValidation`, each time when its examples are all new."""
 
     def extra_logs(self) -> Mapping[str, Any]:
-        """What the hook adds to loss and metrics of training, by name, wherever they are reported.
+        """Returns values to report with loss and metrics of training, by name.
 
         It is called after `after_run`; in a fit, hooks that override it are called before the others.
         """
@@ -216,17 +216,17 @@ class Hook:
         """Called once when training ends without an error."""
 
     def close(self) -> None:
-        """Called once at any end, also after an error; releases what the hook holds."""
+        """Called once at any end, also after an error; releases resources of the hook."""
 
     def after_fit(self, result: Result) -> None:
         """Called last of all, when `result.json` and `model.keras` are written, also after an error."""
 
     def due_in(self, step: int) -> int | None:
-        """How many steps may pass after `step` before the hook must be called; None: any number."""
+        """Returns the number of steps that may pass after `step` before the hook is called; None: any number."""
         return None
 
     def idle_in(self, step: int) -> int | None:
-        """How many steps may be started after `step` before the hook must find none in flight; None: any number.
+        """Returns the number of steps that may start after `step` before none may be in flight; None: any number.
 
         Only a hook that needs the values of an exact step overrides it, usually by `return self.due_in(step)`:
         asynchronous workers then wait for the hook.

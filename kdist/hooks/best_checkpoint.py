@@ -26,8 +26,8 @@ class BestCheckpoint(MonitoringHook):
     A failed save costs a warning. A resumed run knows the best value of earlier runs. As Estimator's `BestExporter`.
 
     Args:
-        metric: `loss`, or the name of a metric; a leading `val_` is ignored. Of `progressive_auc`, each window of
-            `ProgressiveValidation` whose examples are all new counts as a validation, and no other does.
+        metric: `loss`, or the name of a metric; a leading `val_` is ignored. For `progressive_auc`, only windows of
+            `ProgressiveValidation` with new examples count as validations.
         mode: `min`, `max`, or `auto` to ask the metric.
 
     Raises:

@@ -37,15 +37,15 @@ class CheckpointSaver(TimedHook):
     Args:
         every_secs: seconds between saves; 600 if neither is given, as in TF1.
         every_steps: steps between saves.
-        keep: how many full checkpoints to keep; the oldest are deleted, with their deltas.
+        keep: the number of full checkpoints to keep; the oldest are deleted, with their deltas.
         listeners: notified of every checkpoint.
         clock: returns seconds; replaced in tests.
-        background: whether training continues while a checkpoint is written, except the first and the last one. Until
-            it is written, each task needs memory for a copy of all that it holds. A save that is due earlier waits.
-        full_every: every so many checkpoints one is full; the others are deltas, which have of tables
-            (`kdist.layers.Embedding`, `DynamicEmbedding`) only the rows that changed, and `Hook.after_delta` gets their
-            paths. The first and the last checkpoint of a run are full, and one after values of tables were set or
-            restored; a run that a signal ends may end with a delta. Servers need 4 bytes more for each row.
+        background: training continues while a checkpoint is written, except the first and the last one. Until then,
+            each task needs memory for a copy of its values. A save that is due earlier waits.
+        full_every: one checkpoint in `full_every` is full; the others are deltas with only the changed rows of tables
+            (`kdist.layers.Embedding`, `DynamicEmbedding`), and `Hook.after_delta` gets their paths. The first and the
+            last checkpoint of a run are full, and one after values of tables were set or restored; a run that a signal
+            ends may end with a delta. Servers need 4 bytes more for each row.
 
     Raises:
         ConfigError: a value is out of range.

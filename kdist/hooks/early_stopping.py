@@ -22,8 +22,8 @@ class EarlyStopping(MonitoringHook):
     """Stops when a validation metric has not improved for some validations.
 
     Args:
-        metric: `loss`, or the name of a metric; a leading `val_` is ignored. Of `progressive_auc`, each window of
-            `ProgressiveValidation` whose examples are all new counts as a validation, and no other does.
+        metric: `loss`, or the name of a metric; a leading `val_` is ignored. For `progressive_auc`, only windows of
+            `ProgressiveValidation` with new examples count as validations.
         patience: stop after this many validations without an improvement; 0 stops at the first one.
         min_delta: an improvement has to be larger than this.
         mode: `min`, `max`, or `auto` to ask the metric.

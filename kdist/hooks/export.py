@@ -21,12 +21,12 @@ _FORMATS = ("tf_saved_model", "onnx", "openvino")
 class Export(Hook):
     """Exports the trained model for serving by `keras.Model.export`; `model.keras` is written anyway.
 
-    If the optimizer keeps moving averages, they are exported, as in `model.keras`. Each export takes the place of the
-    one before. While training goes on, one that cannot be written costs a warning.
+    If the optimizer keeps moving averages, they are exported, as in `model.keras`. Each export replaces the previous
+    one. While training continues, a failed export costs a warning.
 
     Args:
         folder: target, inside the run dir.
-        format: as in `keras.Model.export`; `onnx` and `openvino` need packages of their own.
+        format: as in `keras.Model.export`; `onnx` and `openvino` need other packages.
         every_steps: also export at multiples of this step; at the end only if neither is given.
         every_secs: also export after so many seconds.
         clock: returns seconds; replaced in tests.

@@ -10,11 +10,11 @@ from kdist.hooks.base import Hook, RunContext, Session
 
 
 class FeedFn(Hook):
-    """Sets values before steps run: what TF1 fed to a placeholder is a non-trainable variable of the model here.
+    """Sets values before steps run; a placeholder of TF1 is a non-trainable variable of the model here.
 
     Args:
         feed_fn: `global step -> {name: value}`, with the names and shapes of a checkpoint, such as
-            `state/gate/temperature`; `learning_rate` stands for that of the optimizer.
+            `state/gate/temperature`; `learning_rate` belongs to the optimizer.
         every_steps: steps between calls of `feed_fn`; 1, as in TF1, costs a call of the chief for each step.
 
     Raises:

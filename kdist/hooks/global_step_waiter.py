@@ -9,8 +9,8 @@ from kdist.hooks.base import Hook, RunContext, RunValues, Session
 class GlobalStepWaiter(Hook):
     """Lets worker `i` start at global step `i * wait_until_step`, so that the first steps disturb each other less.
 
-    In TF1, each worker has its own hook that polls the global step; here, the chief gives no calls to workers that have
-    to wait. For asynchronous training.
+    In TF1, each worker has its own hook that polls the global step; here, the chief gives no calls to waiting
+    workers. For asynchronous training.
 
     Args:
         wait_until_step: steps between the starts of two workers; at least 1.

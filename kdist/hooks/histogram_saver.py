@@ -16,9 +16,9 @@ from kdist.model.names import variable_names
 class HistogramSaver(TimedHook):
     """Writes histograms of each trainable variable to TensorBoard: `weights/<name>` and `gradients/<name>`.
 
-    Weights are counted where they are. Workers push gradients past the chief; so it computes those of one training
-    batch from the present weights itself, without clipping; for an embedding, those of the rows in the batch. Of a
-    model that is too large for the chief (`run.export_max_bytes`), there are none.
+    Servers count the weights that they hold. Workers push gradients past the chief, so the chief computes gradients of
+    one training batch from the present weights, without clipping; for an embedding, of the rows in the batch. A model
+    that is too large for the chief (`run.export_max_bytes`) has no histograms of gradients.
 
     Args:
         every_steps: steps between two histograms; 500 if neither is given, because with `gradients` all values are sent

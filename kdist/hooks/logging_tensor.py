@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LoggingTensor(TimedHook):
-    """Prints loss and metrics of the steps since the last line, how many these are, rate and remaining time.
+    """Prints loss and metrics of the steps since the last line, their number, rate and remaining time.
 
     The rate leaves out steps in which functions were traced.
 

@@ -65,7 +65,7 @@ class Monitor:
         return value
 
     def is_better(self, session: Session, logs: Mapping[str, Any]) -> bool:
-        """Whether the value improves the best one so far by more than `min_delta`; if so, it becomes the best one."""
+        """True if the value improves the best one by more than `min_delta`; then it becomes the best one."""
         value = self.value(logs)
         name = self._metric.removeprefix("val_").removeprefix(PREFIX)
         mode = mode_of(session.spec.model, name) if self._mode == "auto" else self._mode
@@ -92,7 +92,7 @@ class MonitoringHook(Hook, abc.ABC):
 
     @abc.abstractmethod
     def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
-        """Called with new values, among them that of the metric."""
+        """Called with new values, including the metric."""
 
     def begin(self, session: Session) -> None:
         self._monitor.begin(session)

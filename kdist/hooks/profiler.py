@@ -1,4 +1,4 @@
-"""`Profiler`: how the tasks spend their time. After `tf.compat.v1.train.ProfilerHook`."""
+"""`Profiler`: the time that tasks spend in each operation. After `tf.compat.v1.train.ProfilerHook`."""
 
 from __future__ import annotations
 

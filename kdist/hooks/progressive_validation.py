@@ -24,19 +24,20 @@ PREFIX = "progressive_"
 class ProgressiveValidation(Hook):
     """Reports loss and metrics over the last `window` examples, as the model predicted them before it trained on them.
 
-    They are those of the forward passes that training needs anyway: there is no other pass, and nothing else travels.
+    The forward passes of training compute them: there is no other pass, and nothing else travels.
     As long as no example comes twice, they are as honest as a validation, and always of the newest data. Two things
     differ from a validation: the model is as it is in training, with Dropout active and BatchNormalization using the
     batch; and it has changed within the window. An asynchronous worker scores a batch with the parameters that it has
     pulled for it.
 
-    The values are reported with those of training, as `progressive_loss`, `progressive_auc` and so on: on the console,
-    in TensorBoard, in `History`, in the logs of Keras callbacks and in `result.json`. Each time when all examples of
-    the window are new, hooks get them in `after_progressive_validation`, so that `EarlyStopping` and `BestCheckpoint`
-    can watch one. A run that resumes begins a new window.
+    The values are reported with the values of training, as `progressive_loss`, `progressive_auc` and so on: on the
+    console, in TensorBoard, in `History`, in the logs of Keras callbacks and in `result.json`. Each time when all
+    examples of the window are new, hooks get them in `after_progressive_validation`, so that `EarlyStopping` and
+    `BestCheckpoint` can watch one. A run that resumes begins a new window.
 
     Args:
-        window: examples, over all workers. Up to a twentieth of them, and those of a step, are left out at times.
+        window: examples, over all workers. Up to a twentieth of them, and the examples of a step, are left out at
+            times.
         metrics: names of metrics that the model is compiled with, and `loss`; None for all.
 
     Raises:

@@ -25,7 +25,7 @@ class SummarySaver(TimedHook):
     `tb/validation` under the same names, so that TensorBoard draws both in one chart.
 
     Args:
-        every_steps: steps between two values; 100 if neither is given. As in TF1 the first value is that of the first
+        every_steps: steps between two values; 100 if neither is given. As in TF1 the first value covers the first
             step, and the steps count from there: 1, 101, 201, ...
         every_secs: seconds between two values.
         clock: returns seconds; replaced in tests.

@@ -64,7 +64,7 @@ class SecondOrStepTimer:
             self._next_step = None if self._every_steps is None else step + self._every_steps
 
     def due(self, step: int) -> bool:
-        """Whether to act at `step`: a multiple, or the time, was reached since the last start."""
+        """True if a multiple, or the time, was reached since the last start."""
         if self._next_step is not None:
             if step >= self._next_step:
                 return True
@@ -82,7 +82,7 @@ class SecondOrStepTimer:
 class TimedHook(Hook):
     """Acts when its timer is due: every `default_steps` if neither steps nor seconds are given.
 
-    The other arguments are those of `SecondOrStepTimer`.
+    The other arguments are as in `SecondOrStepTimer`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TimedHook(Hook):
         self._forget()
 
     def _forget(self) -> None:
-        """Discards what the hook has gathered since it acted."""
+        """Discards the values gathered since the last act."""
 
     def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)

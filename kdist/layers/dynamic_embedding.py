@@ -24,15 +24,15 @@ _LAST = tf.int64.max
 
 @dataclass(frozen=True)
 class Admission:
-    """Which new ids get a row; the others read zeros, and are not trained, until they do.
+    """Conditions for a row. Until an id meets them, its lookup returns zeros, and it is not trained.
 
-    With both, an id has to pass the second one each time after it has passed the first.
+    With both, an id must pass the second one each time after it has passed the first.
 
     Attributes:
-        min_count: an id has been in so many batches. The number is estimated by a count-min sketch (Cormode and
-            Muthukrishnan 2005) on the server, which may count too many but never too few; from time to time it is
-            halved, so that ids that were rare long ago do not add up.
-        probability: that an id passes, in (0, 1], each time it is in a batch.
+        min_count: the number of batches that an id must have been in. The number is estimated by a count-min sketch
+            (Cormode and Muthukrishnan 2005) on the server, which may count too many but never too few; from time to
+            time it is halved, so that ids that were rare long ago do not add up.
+        probability: the chance of an id to pass, in (0, 1], each time it is in a batch.
 
     Raises:
         ValueError: nothing would ever pass.
@@ -50,19 +50,19 @@ class Admission:
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which ids lose their rows, with their slots; the rows are used again. An id that comes back starts anew.
+    """Conditions under which ids lose their rows and slots; the rows are used again. An id that comes back starts anew.
 
     Servers look for them in the background, every second or less often. An update of a row that was evicted after a
     worker has read it is dropped.
 
     Attributes:
-        unseen_steps: ids that no step has updated for so many global steps.
-        min_norm: ids whose vector has a smaller L2 norm, once they were updated.
-        max_rows: there are never more rows, over all servers. Those whose last update is longest ago go, in steps of
-            about a thousandth of the largest age; until there is room, new ids are not admitted.
+        unseen_steps: evicts rows not updated for so many global steps.
+        min_norm: evicts updated rows whose L2 norm falls below it.
+        max_rows: keeps at most so many rows, over all servers: the most recently updated, in steps of about a
+            thousandth of the largest age; until there is room, new ids are not admitted.
 
     Raises:
-        ValueError: no condition, or one that is not more than 0.
+        ValueError: no condition, or a value that is not more than 0.
     """
 
     unseen_steps: int | None = None
@@ -81,30 +81,31 @@ class Eviction:
 
 @keras.saving.register_keras_serializable("kdist")
 class DynamicEmbedding(PooledLookup):
-    """An embedding without a size: an id that is seen for the first time in training gets a row.
+    """An embedding without a size: an id gets a row when training first sees it.
 
     While `kdist.Trainer` trains, rows are on the parameter servers, or in the process of `strategy=single`, with the
     slots of the optimizer, which updates only the rows of a batch. A row begins as a pure function of the initializer's
-    seed and the id, so that the number of servers and the order of ids do not matter. Ids that have no row read zeros:
-    those that are not admitted yet, and in evaluation, prediction and an exported model all that training has not seen.
+    seed and the id, so that the number of servers and the order of ids do not matter. The lookup of an id without a
+    row returns zeros: of ids that are not admitted yet, and in evaluation, prediction and an exported model of all ids
+    that training has not seen.
 
-    After `fit` the layer has the rows that were trained, sorted by id, and looks them up by itself, in plain Keras,
-    too; only `kdist.Trainer` trains them. Checkpoints have ids and rows as tensors, in the same order:
+    After `fit` the layer has the trained rows, sorted by id, and looks them up by itself, in plain Keras, too; only
+    `kdist.Trainer` trains them. Checkpoints have ids and rows as tensors, in the same order:
     `parameters/<layer>/embeddings_ids`, int64 `[n]`, and `parameters/<layer>/embeddings`, `[n, dim]`.
 
     An id takes about 70 bytes on its server, beside its row and the slots.
 
-    Call arguments: those of `kdist.layers.Embedding`; ids are any integers of 64 bits, or strings.
+    Call arguments: as in `kdist.layers.Embedding`; ids are any integers of 64 bits, or strings.
 
     Returns: as `kdist.layers.Embedding`.
 
     Args:
         output_dim: the length of a vector.
-        key_dtype: `int64`, for all integers, or `string`. A string is known by a hash of 63 bits: of a billion strings,
-            two share a row with a probability of about 5 %.
+        key_dtype: `int64`, for all integers, or `string`. Strings are stored as hashes of 63 bits: of a billion
+            strings, two share a row with a probability of about 5 %.
         embeddings_initializer: random uniform, normal or truncated normal, or a constant.
-        admission: which ids get a row; None for all of them; or its attributes.
-        eviction: which ids lose it; None for none; or its attributes.
+        admission: conditions for a row; None for all ids; or its attributes.
+        eviction: conditions for losing a row; None for none; or its attributes.
         mask_zero: whether id 0, or the empty string, is padding: it does not count when vectors are pooled; without a
             combiner the vectors have a mask.
         combiner: as in `kdist.layers.Embedding`.
@@ -172,7 +173,7 @@ class DynamicEmbedding(PooledLookup):
         """Replaces all rows.
 
         Args:
-            ids: int64 `[n]`, each once; hashes of strings, as `as_keys` makes them.
+            ids: int64 `[n]`, each once; hashes of strings, as `as_keys` returns them.
             rows: `[n, dim]`.
             averages: `[n, dim]`, moving averages of the rows, for `use_averages`.
 
@@ -204,7 +205,7 @@ class DynamicEmbedding(PooledLookup):
             self.set_rows(self.ids, self._averages)
 
     def as_keys(self, ids: tf.Tensor) -> tf.Tensor:
-        """What ids are known by: int64, of the same shape."""
+        """The keys of ids: int64, of the same shape."""
         if (ids.dtype == tf.string) != (self.key_dtype == "string"):
             raise ValueError(f"layer {self.name}: key_dtype={self.key_dtype!r}, but the ids are {ids.dtype.name}")
         if ids.dtype == tf.string:

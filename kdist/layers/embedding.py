@@ -25,8 +25,8 @@ class Embedding(PooledLookup, keras.layers.Embedding):
     A table with a regularizer, a constraint or LoRA, or one that the model also uses outside this layer (tied weights),
     is needed as a whole in every step, and is treated as in Keras; `placement.txt` says so.
 
-    Tables of more than 64 MB are drawn in blocks, each from a seed of its own. In a model that parameter servers train,
-    the servers draw them; where the model is built, they have neither values nor memory.
+    Tables of more than 64 MB are drawn in blocks, each from its own seed. With parameter servers, the servers draw
+    them; in the process that builds the model, they have neither values nor memory.
 
     Ids are dense, a `tf.RaggedTensor` or a `tf.SparseTensor`. With a combiner, the vectors of the last dimension of the
     ids are pooled to one, as `tf.nn.embedding_lookup_sparse` does; no ids give zeros. Called with ids and weights, each
@@ -41,7 +41,8 @@ class Embedding(PooledLookup, keras.layers.Embedding):
         `[..., dim]` in the compute dtype for ids `[...]`, ragged for ragged ones; with a combiner `[..., dim]` for ids
         `[..., k]`: dense `[batch, dim]` for ragged `[batch, None]`.
 
-    Args: those of `keras.layers.Embedding`, and by name
+    Args:
+        *args, **kwargs: as in `keras.layers.Embedding`.
         combiner: `sum`, `mean` or `sqrtn`; None for one vector per id.
 
     Raises:

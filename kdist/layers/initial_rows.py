@@ -38,14 +38,14 @@ def made_on_servers() -> AbstractContextManager[None]:
 
 
 def is_large(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether a table is drawn in several blocks."""
+    """True if a table is drawn in several blocks."""
     return int(np.prod(shape)) * tf.as_dtype(dtype).size > _BLOCK_BYTES
 
 
 class TableInitializer:
-    """Draws a table in blocks of rows, each from a seed of its own, so that any rows can be drawn without the others.
+    """Draws a table in blocks of rows, each from its own seed, so that any rows can be drawn without the others.
 
-    The first block is what the initializer draws for a table of that length.
+    The first block equals the draw of the initializer for a table of that length.
 
     Args:
         initializer: draws each element independently of the others.
@@ -101,7 +101,7 @@ class _Seed(keras.random.SeedGenerator):
 
 
 def _with_fans(given: Any, fan_in: int, fan_out: int) -> keras.initializers.Initializer:
-    """The same distribution as that of a `VarianceScaling` for a matrix of this shape, as Keras computes it."""
+    """The distribution of a `VarianceScaling` for a matrix of this shape, as Keras computes it."""
     scale = given.scale / max(1.0, {"fan_in": fan_in, "fan_out": fan_out}.get(given.mode, (fan_in + fan_out) / 2))
     if given.distribution == "truncated_normal":
         # The standard deviation of a standard normal distribution that is cut off at 2.

@@ -1,4 +1,4 @@
-"""What embedding layers share: all kinds of ids, and pooling."""
+"""The common part of embedding layers: all kinds of ids, and pooling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PooledLookup(keras.layers.Layer):
     """A layer that looks up a vector for each id, and pools the vectors of an example if it has a combiner.
 
     Args:
-        combiner: as in `kdist.layers.Embedding`; by name. The others are those of the next class.
+        combiner: as in `kdist.layers.Embedding`; by name. The next class takes the others.
 
     Attributes:
         output_dim: the length of a vector.
@@ -37,7 +37,7 @@ class PooledLookup(keras.layers.Layer):
         """The vectors of dense ids, `[..., dim]`; while kdist trains, a function that fetches rows is in its place."""
 
     def is_padding(self, ids: tf.Tensor) -> tf.Tensor:
-        """Which ids stand for no id, if `mask_zero`: 0."""
+        """True for padding, if `mask_zero`: id 0."""
         return tf.equal(ids, 0)
 
     def call(self, inputs: Any, weights: Any = None) -> Ragged:

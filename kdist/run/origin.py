@@ -16,15 +16,14 @@ _GIT_SECS = 3.0
 
 @dataclass(frozen=True)
 class Origin:
-    """What `result.json` says of the beginning of a run.
+    """The beginning of a run, as `result.json` records it.
 
     Attributes:
         config: the config; None if there is none but the arguments of a `Trainer`.
         overrides: `key=value`, of the command line.
-        git: `commit` and `dirty` of the working directory, which is None if that is not known; None outside of a
-            repository.
+        git: `commit` and `dirty` (None if unknown) of the working directory; None outside of a repository.
         host: the name of the machine.
-        started: when; ISO 8601, UTC.
+        started: the time of the start; ISO 8601, UTC.
     """
 
     config: Mapping[str, Any] | None
@@ -53,7 +52,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What Git prints; None without Git, without a commit, or if it takes too long."""
+    """The output of Git; None without Git, without a commit, or if it takes too long."""
     # A repository may name a program as its monitor; and nothing is written to it.
     command = ["git", "-c", "core.fsmonitor=false", *arguments]
     try:

@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _version(package: str) -> str:
-    """Its version; of one that is not installed, what it says itself. Kept, since Python reads it from files."""
+    """The version of a package, installed or not. Kept, since Python reads it from files."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -51,11 +51,11 @@ def describe(error: BaseException) -> str:
 
 @dataclass
 class Gradients:
-    """What happened to the gradients of this run.
+    """The fate of the gradients of this run.
 
     Attributes:
-        applied: how many were applied; each is one global step.
-        dropped: how many were computed and not applied.
+        applied: the number of applied gradients; each is one global step.
+        dropped: the number of computed gradients that were not applied.
         staleness_mean, staleness_max: over the applied ones: how many others were applied between the pull of the
             parameters and the push of the gradient.
         by_worker: what happened to each worker's gradients, by its name (`worker:0`); empty without servers.
@@ -77,25 +77,24 @@ class Result:
         global_step: updates applied to the parameters since step 0, earlier runs included.
         stopped_by: the hook or signal that ended the run; `StopAtStep` at `steps`, or after `epochs` of a known length.
         strategy, cluster: as resolved, for example `parameter_server` and `2ps2w`.
-        workers: how many computed gradients.
+        workers: the number of workers that computed gradients.
         steps_per_second, examples_per_second: steady rates, warm-up (tracing) left out; None if nothing else ran.
-        seconds: of the whole run.
-        examples: how many training examples this run used.
-        metrics: `train`: loss and metrics of the last epoch; `validation`: those of the final parameters.
+        seconds: the duration of the whole run.
+        examples: the number of training examples that this run used.
+        metrics: `train`: loss and metrics of the last epoch; `validation`: of the final parameters.
         best: the best value of each validation metric, by name: `value`, `step` and `mode` (`min` or `max`).
         gradients: see `Gradients`.
         restarts: restarted `worker`s, and restarts of the whole `cluster`.
-        extra_steps: steps beyond those requested, repeated after the loss of a worker.
+        extra_steps: steps beyond the requested ones, repeated after the loss of a worker.
         overflowed_steps: steps of the model that updated nothing, because their gradients overflowed; None if the loss
             is not scaled.
-        error: the message of what ended a failed run.
-        config: that of the run, resolved, but for what comes from the environment: `${oc.env:PASSWORD}` may be a
-            secret. Of a `Trainer` without the command line, its arguments under the same keys, as far as they are plain
-            values.
+        error: the message of the error that ended a failed run.
+        config: the resolved config, except for references to the environment: `${oc.env:PASSWORD}` may be a secret.
+            Without the command line, the plain arguments of the `Trainer` under the same keys.
         overrides: `key=value`, of the command line.
-        seed: where shuffling and random states start; None if the run failed before it had one.
+        seed: the start of shuffling and random states; None if the run failed before it had one.
         git, host, started: see `kdist.run.origin.Origin`.
-        ended: when; ISO 8601, UTC.
+        ended: the time of the end; ISO 8601, UTC.
         versions: of kdist, TensorFlow, Keras and others, and of Python.
     """
 
@@ -127,7 +126,7 @@ class Result:
 
     @classmethod
     def of(cls, file: dict[str, Any]) -> Result:
-        """The result of which a `result.json` has the content; what is missing there has its default."""
+        """Makes a result from the content of a `result.json`; missing fields have their defaults."""
         known = {field.name: file[field.name] for field in fields(cls) if field.name in file}
         if isinstance(gradients := known.get("gradients"), dict):
             by_worker = {name: GradientCounts(**counts) for name, counts in gradients.get("by_worker", {}).items()}
@@ -140,7 +139,7 @@ class Result:
 
 
 def content_of(file: bytes) -> dict[str, Any]:
-    """What a `result.json` says; empty if that cannot be read."""
+    """The content of a `result.json`; empty if it cannot be read."""
     try:
         found = json.loads(file)
     except (ValueError, RecursionError):
@@ -149,13 +148,13 @@ def content_of(file: bytes) -> dict[str, Any]:
 
 
 def checked_record(file: bytes, place: object) -> dict[str, Any]:
-    """What a `result.json` says, for a reader who needs it.
+    """The content of a `result.json` that must be there.
 
     Args:
-        place: of the file, named in errors.
+        place: the name of the file in errors.
 
     Raises:
-        ConfigError: it is not the record of a run, or that of a newer version.
+        ConfigError: it is not the record of a run, or a newer version wrote it.
     """
     found = content_of(file)
     if "status" not in found:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunValues:
-    """What one run of a session returned.
+    """The outcome of one run of a session.
 
     Attributes:
         global_step: updates applied after it.
         num_steps: updates that it added.
         seconds: its duration.
-        warming_up: whether functions were traced during the run, so that `seconds` says nothing about speed.
-        steps: what each of its steps reported, in the order in which they finished.
+        warming_up: True if functions were traced during the run, so that `seconds` says nothing about speed.
+        steps: the reports of its steps, in the order in which they finished.
     """
 
     global_step: int
@@ -47,12 +47,12 @@ class RunValues:
 
     @property
     def staleness(self) -> np.ndarray:
-        """int array `[num_steps]`; for each update, how many others were applied between its pull and push."""
+        """The number of other updates between pull and push of each update: int array `[num_steps]`."""
         return self.steps.staleness
 
     @cached_property
     def gradient_counts(self) -> Mapping[int, GradientCounts]:
-        """What happened to each worker's gradients, by worker index; empty without workers."""
+        """The fate of each worker's gradients, by worker index; empty without workers."""
         return reduce(add_counts, self.steps.gradient_counts, {})
 
 
