@@ -191,10 +191,10 @@ def _take_part(as_composed: DictConfig, config: Config, membership: Membership) 
             with _health_server(config, membership, lambda: stop.is_serving):
                 _serve(recorded(as_composed), config, membership, stop)
         except ClusterError as error:
-            stays = config.cluster.stay and not membership.evaluates
+            stays = config.cluster.wait_for_next_chief and not membership.evaluates
             if not (stays and stop.is_serving) or stop.received is not None:
                 raise
-            warn(f"{error}; it waits for the next chief (cluster.stay)")
+            warn(f"{error}; it waits for the next chief (cluster.wait_for_next_chief)")
             start_anew()
 
 

@@ -55,7 +55,7 @@ class ClusterConfig:
     patience: float = 15.0
     """Tasks that others start: seconds without a response after which a task counts as lost; at least 1."""
 
-    stay: bool = False
+    wait_for_next_chief: bool = False
     """Tasks that others start: when the chief stops early or is lost, servers and workers wait for the next one."""
 
     chief_port: Optional[int] = None
@@ -88,7 +88,11 @@ class ClusterConfig:
     allow_unprotected_network: bool = False
     """Tasks that others start: accepts public addresses, where anyone who reaches a task can run code."""
 
+    stay: bool = False
+    """The earlier name of `cluster.wait_for_next_chief`."""
+
     def __post_init__(self) -> None:
+        self.wait_for_next_chief |= self.stay
         checks.check_one_of("cluster.started_by", self.started_by, STARTED_BY)
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
         checks.check_more_than_zero("cluster.start_timeout", self.start_timeout)

@@ -68,7 +68,7 @@ class ExternalTask(Launcher):
         strategy: Any = strategy_request.make()
         data = request.training_data
         is_at_end = strategy.follow(request.training_spec(data, epoch_lengths=request.epoch_lengths(data)))
-        if strategy_request.cluster.stay and not is_at_end:
+        if strategy_request.cluster.wait_for_next_chief and not is_at_end:
             raise ChiefStoppedError(f"{task}: the chief was told to stop")
         model = request.source.model
         write_to_model(model, strategy.values.read())

@@ -162,7 +162,7 @@ def test_a_chief_whose_node_is_drained_resumes_where_it_was(cluster: Cluster) ->
     # They have stayed, and nothing of their processes but the number has.
     assert {name: cluster.running[name].process.pid for name in others} == others
     for name in others:
-        assert "was told to stop; it waits for the next chief (cluster.stay)" in cluster.said(name)
+        assert "was told to stop; it waits for the next chief (cluster.wait_for_next_chief)" in cluster.said(name)
     cluster.tend_until(None)
     assert {code for _, code in cluster.ended[1:]} == {0}, cluster.all_said()
     assert result_of(cluster.network.disk / "D")["global_step"] == 12000

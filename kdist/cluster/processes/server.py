@@ -134,7 +134,7 @@ def serve_until_done(
     Raises:
         ClusterError: the address is in use, or the chief never came, or died.
         ConfigError: this task differs from the chief.
-        ChiefStoppedError: it was stopped before the end of the run, and `cluster.stay` is set.
+        ChiefStoppedError: it was stopped before the end of the run, and `cluster.wait_for_next_chief` is set.
     """
     task, spec = membership.task, membership.spec
     visible = visible_devices(task, config.devices)
@@ -165,7 +165,7 @@ def serve_until_done(
     finally:
         timeouts.stop()
         chief.stop()
-    if config.stay and not is_at_end:
+    if config.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
     log.say(f"done  | {task} | the chief has finished")
 

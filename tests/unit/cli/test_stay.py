@@ -24,7 +24,7 @@ class StartedAnew(Exception):
 
 @pytest.fixture
 def take_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, Callable[[TaskSignals], None]], None]:
-    """Takes part as `ps:0`, with or without `cluster.stay`, in what is given."""
+    """Takes part as `ps:0`, with or without `cluster.wait_for_next_chief`, in what is given."""
 
     def anew() -> None:
         raise StartedAnew
@@ -35,7 +35,7 @@ def take_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, Callable[[Task
 
     def take(stay: bool, serve: Callable[[TaskSignals], None]) -> None:
         monkeypatch.setattr(main, "_serve", lambda _composed, _config, _membership, stop: serve(stop))
-        config: Any = SimpleNamespace(cluster=ClusterConfig("1ps1w", stay=stay), run=RunConfig())
+        config: Any = SimpleNamespace(cluster=ClusterConfig("1ps1w", wait_for_next_chief=stay), run=RunConfig())
         main._take_part(DictConfig({}), config, membership)
 
     return take
@@ -47,7 +47,7 @@ def lose_chief(stop: TaskSignals) -> None:
 
 
 def test_a_task_that_stays_starts_anew_when_its_chief_is_lost(take_part: Callable[..., None]) -> None:
-    said = r"the chief is lost; it waits for the next chief \(cluster\.stay\)"
+    said = r"the chief is lost; it waits for the next chief \(cluster\.wait_for_next_chief\)"
     with pytest.warns(UserWarning, match=said), pytest.raises(StartedAnew):
         take_part(True, lose_chief)
 

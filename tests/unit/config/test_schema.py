@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import pytest
+from omegaconf import OmegaConf
 
 from kdist.cli.help import _walk
 from kdist.config.schema import ClusterConfig, Config, StrategyConfig
@@ -16,7 +17,7 @@ cluster.start_timeout = 120.0
 cluster.step_timeout = 300.0
 cluster.max_worker_restarts = 3
 cluster.patience = 15.0
-cluster.stay = False
+cluster.wait_for_next_chief = False
 cluster.chief_port = null
 cluster.ps = []
 cluster.worker = []
@@ -29,6 +30,7 @@ cluster.devices.chief = null
 cluster.bind = null
 cluster.isolate = never
 cluster.allow_unprotected_network = False
+cluster.stay = False
 strategy.name = auto
 strategy.placement = auto
 strategy.partition_min_bytes = 262144
@@ -97,6 +99,14 @@ run.trust = []
 
 def test_the_keys_and_their_defaults_are_those_that_were_agreed_on() -> None:
     assert "".join(f"{key} = {default}\n" for key, default, _ in _walk(Config) if default) == KEYS
+
+
+def test_the_earlier_name_of_a_key_sets_the_present_one() -> None:
+    given = OmegaConf.merge(OmegaConf.structured(ClusterConfig), {"shape": "1ps1w", "stay": True})
+    config = OmegaConf.to_object(given)
+    assert isinstance(config, ClusterConfig)
+    assert config.wait_for_next_chief
+    assert not ClusterConfig("1ps1w").wait_for_next_chief
 
 
 def test_a_strategy_takes_its_own_options() -> None:
