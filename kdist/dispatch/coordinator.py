@@ -97,9 +97,9 @@ class Coordinator:
         connect(self._spec, supervisor.chief_address, any_port=supervisor.any_chief_port)
 
     @property
-    def present(self) -> list[int]:
+    def available(self) -> list[int]:
         """Indices of the workers that accept calls."""
-        return [worker for worker in self._workers if worker in self._calls.present]
+        return [worker for worker in self._workers if worker in self._calls.available]
 
     def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
         """Calls `function` for the next free worker, and again for another one if that worker is lost.
@@ -149,9 +149,9 @@ class Coordinator:
         if worker in self._calls.connected and worker not in self._waiting and worker not in self._away:
             self._calls.admit(worker)
 
-    def withdraw(self) -> list[Any]:
+    def take_back(self) -> list[Any]:
         """Takes back the calls of `submit` that no worker has started; returns their tags."""
-        return [call.tag for call in self._calls.withdraw()]
+        return [call.tag for call in self._calls.take_back()]
 
     def set_active(self, workers: Collection[int]) -> None:
         """From now on gives calls to these workers only; the others finish the calls that they have started."""

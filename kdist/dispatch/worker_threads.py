@@ -64,12 +64,12 @@ class Calls:
     """The calls that wait for workers, and the workers that may take them. Thread-safe.
 
     Attributes:
-        present: workers that accept calls.
+        available: workers that accept calls.
         connected: workers that TensorFlow is connected to; some of them may be disabled.
     """
 
     def __init__(self, workers: Collection[int]) -> None:
-        self.present = set(workers)
+        self.available = set(workers)
         self.connected = set(workers)
         self._shared: deque[Call] = deque()
         self._own: dict[int, deque[Call]] = {worker: deque() for worker in workers}
@@ -88,7 +88,7 @@ class Calls:
         with self._changed:
             self._began.pop(worker, None)
             while not self._is_stopped:
-                if worker in self.present and (calls := self._own[worker] or self._shared):
+                if worker in self.available and (calls := self._own[worker] or self._shared):
                     self._began[worker] = time.monotonic()
                     return calls.popleft()
                 self._changed.wait()
@@ -97,12 +97,12 @@ class Calls:
     def disable(self, worker: int) -> None:
         """Gives a worker no more calls."""
         with self._changed:
-            self.present.discard(worker)
+            self.available.discard(worker)
 
     def remove(self, worker: int) -> list[Call]:
         """Removes a worker; returns the calls that only it could have run."""
         with self._changed:
-            self.present.discard(worker)
+            self.available.discard(worker)
             self.connected.discard(worker)
             calls = list(self._own[worker])
             self._own[worker].clear()
@@ -110,7 +110,7 @@ class Calls:
 
     def admit(self, worker: int) -> None:
         with self._changed:
-            self.present.add(worker)
+            self.available.add(worker)
             self.connected.add(worker)
             self._changed.notify_all()
 
@@ -120,7 +120,7 @@ class Calls:
             self._changed.notify_all()
         self.clear()
 
-    def withdraw(self) -> list[Call]:
+    def take_back(self) -> list[Call]:
         """Takes back the calls that any worker could have run, and that none has taken."""
         with self._changed:
             calls = list(self._shared)

@@ -269,7 +269,7 @@ class ServersStrategy(StoreStrategy):
             return evaluation.run(traced.functions, traced.placed[worker, part])
 
         # A part stays with the worker that holds its data, unless that worker is lost.
-        workers = coordinator.present
+        workers = coordinator.available
         for part in range(evaluation.num_parts):
             if workers:
                 coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)

@@ -114,7 +114,7 @@ class ParameterServer(ServersStrategy):
         if self._splits is not None:
             if self._splits.look():
                 self._end_idleness()
-            elif self._idle and not coordinator.present:
+            elif self._idle and not coordinator.available:
                 return self._in_flight_logs()
         while self._in_flight.total() < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
             may_begin_more = may_begin - self._num_in_flight
@@ -193,7 +193,7 @@ class ParameterServer(ServersStrategy):
         """
         coordinator = self._running()
         is_new = coordinator.disable(finished.worker)
-        if not coordinator.present:
+        if not coordinator.available:
             finished.outcome.result()
         if is_new:
             warn(f"{Task('worker', finished.worker)} has no data; training continues without it")
@@ -205,9 +205,9 @@ class ParameterServer(ServersStrategy):
         self._in_flight[finished.tag] -= 1
         coordinator.disable(finished.worker)
         self._idle.add(finished.worker)
-        if not coordinator.present:
+        if not coordinator.available:
             # Nobody would take them.
-            for size in coordinator.withdraw():
+            for size in coordinator.take_back():
                 self._in_flight[size] -= 1
 
     def _has_more_to_read(self) -> None:
