@@ -120,7 +120,7 @@ class TrainSession:
         return self
 
     def should_stop(self) -> bool:
-        """Whether a hook, a signal or the caller asked to stop."""
+        """True if a hook, a signal or the caller asked to stop."""
         return self.stopped_by is not None
 
     def request_stop(self, reason: str) -> None:
@@ -164,11 +164,11 @@ class TrainSession:
             return None
 
     def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """The values of what training changes, by name, when no step is in flight; only `names` if they are given."""
+        """Returns the values that training changes, by name, when no step is in flight; only `names` if given."""
         return self._insist(lambda: self.strategy.values.read(names))
 
     def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """All of them, passed to `take` in portions, so that they are not in memory at once."""
+        """Passes all values to `take` in portions, so that they are not in memory at once."""
 
         self._insist(lambda: list(map(take, self.strategy.values.portions())))
 
@@ -225,7 +225,7 @@ class TrainSession:
         return self._saves.is_saved(self.strategy.values, in_full=True)
 
     def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Sets values on the tasks between two runs, by name; `learning_rate` is that of the optimizer.
+        """Sets values on the tasks between two runs, by name; `learning_rate` belongs to the optimizer.
 
         Raises:
             ConfigError: there is no such value, or it has another shape, or the learning rate follows a schedule.
@@ -253,7 +253,7 @@ class TrainSession:
 
     @property
     def run_dir(self) -> Path:
-        """Folder of everything that the run leaves behind."""
+        """The folder of all files of the run."""
         return self.checkpoints.folder.parent
 
     @property
@@ -346,7 +346,7 @@ class TrainSession:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How many workers were lost and returned, and how often the whole cluster was restarted."""
+        """The number of workers that were lost and returned, and of restarts of the whole cluster."""
         workers = self._restarts.of_workers + self.strategy.worker_restarts
         return {"worker": workers, "cluster": self._restarts.on_new_clusters}
 

@@ -62,28 +62,28 @@ class Trainer:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
         cluster: `NpsMw` is N servers and M workers, `Mw` workers alone: in a Slurm step or TF_CONFIG of as many tasks,
             this process is one of them; otherwise it starts them for the time of a `fit`. `local` is this process. Or a
-            `kdist.config.schema.ClusterConfig`, for what the config group `cluster` can say.
+            `kdist.config.schema.ClusterConfig`, with any key of the config group `cluster`.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
-            choose by the cluster. Or your own class, derived from the class of one of these.
-        run_dir (str | Path | None): folder, or URL as `s3://bucket/folder`, for all that a run leaves; one that holds
-            checkpoints is resumed. None: `runs/<name>/<date_time>`; in a Slurm step `runs/<name>/slurm-<job id>`.
+            choose by the cluster. Or a custom class, derived from the class of one of these.
+        run_dir (str | Path | None): folder, or URL as `s3://bucket/folder`, for all files of a run; its checkpoints are
+            resumed. None: `runs/<name>/<date_time>`; in a Slurm step `runs/<name>/slurm-<job id>`.
         hooks: added to the default hooks; a hook replaces the default one of its class.
         callbacks: Keras callbacks for every `fit`.
         name: shown on the first line and used in the default `run_dir`; the script's name if None.
         steps_per_call: steps that a worker runs per call of the chief; `auto` adapts them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
-        seed: makes shuffling and Dropout repeatable; from 0 to 2**32 - 1. None: that of a resumed run, else random.
+        seed: makes shuffling and Dropout repeatable; from 0 to 2**32 - 1. None: the seed of a resumed run, else random.
         start_timeout: seconds within which every task must serve; None, here and for the next two: as in `cluster`.
         step_timeout: seconds without progress after which an unresponsive task is replaced, or the run fails.
-        max_worker_restarts: how often each lost worker of a local cluster is restarted.
-        max_restarts: how often training resumes from the newest checkpoint after a failure, on a new local cluster.
+        max_worker_restarts: the number of restarts of each lost worker of a local cluster.
+        max_restarts: the number of times that training resumes from the newest checkpoint, on a new local cluster.
         export_max_bytes: a model whose parameters take more stays on its parameter servers and in checkpoints: `model`
             does not get the trained values, and there is no `model.keras`.
         grace_secs: seconds to save and exit after a stop signal or Ctrl-C; None: 20 in a Slurm job or pod, else 30.
-        stop_signals: names of the signals at which the run saves and exits; a handler of the program's own stays.
+        stop_signals: names of the signals at which the run saves and exits; a handler of your program stays.
         storage_timeout: seconds for which object storage may fail before a save counts as failed.
         log_format: `text` prints lines for people, `json` an object a line for programs; see `kdist.log`.
-        use_default_hooks: whether to add the default hooks.
+        use_default_hooks: adds the default hooks.
         hparams: hyperparameters of this run, under names of your choice: its row in TensorBoard's HParams tab.
         strategy_options: options of the strategy, as in the config group `strategy`: `placement` and
             `partition_min_bytes` (with servers), `replicas_to_aggregate`, `backup_workers`, `token_mode`,
@@ -184,10 +184,10 @@ class Trainer:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process runs the training loop, writes, and has the trained values after it.
+        """True if this process runs the training loop, writes, and has the trained values after it.
 
-        False in the other tasks of a cluster whose tasks were started one by one: there `fit` takes part until the
-        chief has finished, and the program goes on.
+        False in the other tasks of an externally started cluster: there `fit` takes part until the chief has finished,
+        and the program goes on.
         """
         return self._strategy.is_chief
 
@@ -236,12 +236,12 @@ class Trainer:
         Args:
             x: arrays (also in dicts or tuples), a `tf.data.Dataset` of batches, or a function
                 `(DataContext) -> tf.data.Dataset` of batches. Each worker reads a different part of it, repeated
-                endlessly. Or what this process reads for the workers: a `keras.utils.PyDataset`, a generator, a
+                endlessly. Or data that this process reads for the workers: a `keras.utils.PyDataset`, a generator, a
                 `torch.utils.data.DataLoader`, a SciPy sparse matrix, a dataset with Python functions.
             y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
                 part of the elements.
-            batch_size: examples per replica and step; 32 if None, or what reads arrays in `steps_per_epoch` steps. The
-                last batch of arrays has the examples that are left, as in Keras; with several workers, that of each.
+            batch_size: examples per replica and step; None: 32, or a size that reads arrays in `steps_per_epoch` steps.
+                The last batch of arrays has the remaining examples, as in Keras; with several workers, the last of each.
             epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. With one
                 worker and without `steps`, an epoch ends with the data at the latest. A resumed run continues to the
                 end of epoch `epochs`, counting from where it stopped.
@@ -299,13 +299,13 @@ class Trainer:
 
     @contextmanager
     def session(self, x: Any, y: Any = None, **arguments: Any) -> Iterator[TrainSession]:
-        """The training loop in your own hands; `fit` is this with a loop of two lines.
+        """Starts a session for your own training loop; `fit` is this with a loop of two lines.
 
             with trainer.session(x, y, steps=2000) as session:
                 while not session.should_stop():
                     session.run()
 
-        The arguments are those of `fit`, except `validation_split`. Without `steps` and `epochs`, only hooks and the
+        The arguments are as in `fit`, except `validation_split`. Without `steps` and `epochs`, only hooks and the
         caller stop the session.
 
         Yields:
@@ -388,7 +388,7 @@ class Trainer:
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
         """Shows which server would hold each variable; starts nothing.
 
-        The arguments are those of `fit`; the model is built for the shapes of the data.
+        The arguments are as in `fit`; the model is built for the shapes of the data.
 
         Raises:
             ConfigError: the cluster has no parameter servers.
@@ -415,15 +415,15 @@ class Trainer:
         """Returns loss and metrics of the present parameters, as `keras.Model.evaluate` does.
 
         Args:
-            x, y, batch_size, sample_weight, steps: as in Keras, and what `fit` takes: `x` may also be a function
+            x, y, batch_size, sample_weight, steps: as in Keras and in `fit`: `x` may also be a function
                 `(DataContext) -> tf.data.Dataset` of batches.
             verbose: as in Keras; `auto` shows Keras's progress bar on a terminal or in a notebook only.
-            callbacks: called in this process; those of the trainer are for `fit`.
-            return_dict: whether to return a dict, by name. Otherwise it is a list, in the order of the model's metrics,
+            callbacks: called in this process; the callbacks of the trainer are for `fit`.
+            return_dict: returns a dict, by name. Otherwise the result is a list, in the order of the model's metrics,
                 and a number if there is only the loss.
             on_workers: starts the cluster, which must have parameter servers, and each worker evaluates a part: for
-                much data, and the only way for a model larger than `export_max_bytes`. There is no progress bar. What
-                cannot be split is evaluated here: with `steps`, or callbacks that act on batches.
+                much data, and the only way for a model larger than `export_max_bytes`. There is no progress bar.
+                With `steps`, or callbacks that act on batches, this process evaluates.
         """
         listed, shown = checked(callbacks), _shown(verbose)
         is_split = on_workers and steps is None and not any(acts_on_any(c, TEST_BATCH_EVENTS) for c in listed)
@@ -455,7 +455,7 @@ class Trainer:
     ) -> Any:
         """Returns the outputs of the present parameters, as `keras.Model.predict` does, in the order of the data.
 
-        The arguments are those of Keras, and as in `evaluate`; `on_workers` is for arrays.
+        The arguments are as in Keras and in `evaluate`; `on_workers` is for arrays.
         """
         listed, shown = checked(callbacks), _shown(verbose)
         is_split = on_workers and steps is None and not any(acts_on_any(c, PREDICT_BATCH_EVENTS) for c in listed)

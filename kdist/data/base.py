@@ -20,8 +20,8 @@ class DataContext:
     Attributes:
         worker_index: scalar int64 tensor (the function is traced once for all workers), 0 <= index < num_workers.
         batch_size: examples per replica and step, as given to `fit`; None if it was not given.
-        first_batch: how many batches this worker has read before, in a resumed run; a scalar int64 tensor. If the
-            dataset's length is known, kdist continues there by itself.
+        first_batch: the number of batches that this worker has read before, in a resumed run; a scalar int64 tensor. If
+            the dataset's length is known, kdist continues there by itself.
     """
 
     worker_index: tf.Tensor

@@ -43,17 +43,17 @@ def arriving_files(
 
     A file counts as soon as it has its name: write it under a name that begins with `.` or `_` or ends in `.tmp`, which
     are passed over, and rename it. Training ends by `steps` or a signal, when all files are read and there is one with
-    the name `_END`, or when no file has arrived for `idle_secs`. What was read is part of each checkpoint: a resumed
-    run reads what the checkpoint's parameters were not trained on.
+    the name `_END`, or when no file has arrived for `idle_secs`. Each checkpoint holds the place in the data: a
+    resumed run continues after the records that the checkpoint's parameters were trained on.
 
     Args:
-        folder: where they arrive, at the same path on every worker; folders inside it are not looked into.
-        pattern: of their names, as `*.parquet`. It ends in `.tfrecord`, `.tfrecords`, `.csv` or `.parquet`, the first
-            three also followed by `.gz`; that is the format of all of them.
+        folder: the folder, at the same path on every worker; subfolders are ignored.
+        pattern: a pattern of names, as `*.parquet`. It ends in `.tfrecord`, `.tfrecords`, `.csv` or `.parquet`, the
+            first three also followed by `.gz`; that is the format of all of them.
         parse: makes `x`, `(x, y)` or `(x, y, sample_weight)` of the records of a batch, in operations of TensorFlow. It
             gets a string tensor `[n]` of TFRecords, or a dict of tensors `[n]` of the columns of CSV and Parquet files.
-        columns: the dtype of each column: of CSV files all of them, in the order of the files. Of Parquet files those
-            that are read; None: all columns of the first file, which must be there, and all files need its schema.
+        columns: the dtype of each column: for CSV files of all columns, in the order of the files; for Parquet files of
+            the columns to read. None: all columns of the first file, which must exist; all files need its schema.
         idle_secs: seconds to wait for a file, if all others are read.
         poll_secs: seconds between two looks into the folder.
 
@@ -90,7 +90,7 @@ def _format_of(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class ArrivingFiles(SplitSource):
-    """What `arriving_files` returns; see there."""
+    """The source that `arriving_files` returns."""
 
     folder: Path
     pattern: str

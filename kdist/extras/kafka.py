@@ -39,24 +39,24 @@ def kafka_topic(
 ) -> KafkaTopic:
     """The messages of a Kafka topic, as data for `Trainer.fit`: every message is read once, by one worker.
 
-    The chief cuts what has arrived in each partition into splits, and a worker reads a split at once, into memory. What
-    was read is part of each checkpoint: a resumed run reads what the checkpoint's parameters were not trained on.
+    The chief cuts the new messages of each partition into splits, and a worker reads a split at once, into memory. Each
+    checkpoint holds the offsets: a resumed run continues after the messages that its parameters were trained on.
     kdist neither joins a consumer group nor commits offsets to the broker. Training ends by `steps`, a signal, or when
     no message has arrived for `idle_secs`.
 
     Args:
         servers: addresses of brokers, as `host:9092,other:9092`; every worker connects to them.
-        topic: its name. Partitions may be added while training runs.
+        topic: the name of the topic. Partitions may be added while training runs.
         parse: makes `x`, `(x, y)` or `(x, y, sample_weight)` of the messages of a batch, in operations of TensorFlow.
             It gets a dict of tensors `[n]`: `value` and `key` (strings, empty if a message has none), `timestamp`
             (int64, milliseconds since 1970), `partition` and `offset` (int64).
-        start: where a new run begins: `earliest`, with the oldest message that is there, or `latest`, with the next.
+        start: the start of a new run: `earliest`, with the oldest message, or `latest`, with the next.
         split_messages: messages of a split, at most.
-        config: for the client, librdkafka, as `security.protocol`. A value that begins with `$` is the name of an
-            environment variable, which is read where the client runs: what is written here travels to the workers
-            without encryption.
+        config: settings of librdkafka, as `security.protocol`. A value that begins with `$` is the name of an
+            environment variable, which each client reads for itself; other values travel to the workers without
+            encryption.
         idle_secs: seconds to wait for a message, if all others are read; also for brokers that cannot be reached.
-        poll_secs: seconds between two questions whether there are new ones.
+        poll_secs: seconds between two requests for new messages.
 
     Raises:
         ConfigError: an argument is not allowed, or confluent-kafka is not installed.

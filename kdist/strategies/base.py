@@ -283,8 +283,8 @@ class Strategy(abc.ABC):
         Args:
             num_steps: at least 1.
             interrupted: called between calls; True ends the run early, after the steps in flight.
-            may_begin: how many steps may be started before it returns, so that workers do not idle until the next run;
-                `num_steps` if None. The first steps to finish count for this run, the others for the next ones.
+            may_begin: the number of steps that may start before it returns, so that workers do not idle until the next
+                run; `num_steps` if None. The first steps to finish count for this run, the others for the next ones.
 
         Returns:
             Logs of `num_steps` steps; if interrupted, of all steps that were started, or None if there are none.
@@ -292,11 +292,11 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def drain(self) -> int:
-        """Waits until nothing is in flight; returns how many steps have finished that no `run` has returned yet."""
+        """Waits until nothing is in flight; returns the number of finished steps that no `run` has returned yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight and every finished step has been returned by a `run`."""
+        """True if nothing is in flight and every finished step has been returned by a `run`."""
         return True
 
     @property
@@ -326,12 +326,12 @@ class Strategy(abc.ABC):
 
     @property
     def worker_losses(self) -> int:
-        """How often a worker was lost, since the strategy started."""
+        """The number of losses of workers since the strategy started."""
         return 0
 
     @property
     def worker_restarts(self) -> int:
-        """How many workers were lost and returned."""
+        """The number of workers that were lost and returned."""
         return 0
 
     @property

@@ -74,7 +74,7 @@ def load_runs(folder: str | Path) -> pandas.DataFrame | list[Row]:
 
     The columns are `run` (its path in the folder), `status` (`done`, `failed`, `preempted`, or `unfinished` without a
     result), `strategy`, `cluster` and `seed` as resolved, a column for each config key that a run overrides or in which
-    runs from Python differ, the final metrics as `train/loss` and `validation/loss`, the best ones of validation as
+    runs from Python differ, the final metrics as `train/loss` and `validation/loss`, the best validations as
     `best/loss`, `steps_per_second`, `examples_per_second`, `staleness` (its mean), `seconds`, `global_step` and
     `workers`. Of an unfinished run the metrics are the newest ones.
 
