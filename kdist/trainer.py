@@ -241,7 +241,7 @@ class Trainer:
             y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
                 part of the elements.
             batch_size: examples per replica and step; None: 32, or a size that reads arrays in `steps_per_epoch` steps.
-                The last batch of arrays has the remaining examples, as in Keras; with several workers, the last of each.
+                The last batch of arrays has the remaining examples, as in Keras; with several workers, each has one.
             epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. With one
                 worker and without `steps`, an epoch ends with the data at the latest. A resumed run continues to the
                 end of epoch `epochs`, counting from where it stopped.
