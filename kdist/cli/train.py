@@ -73,12 +73,21 @@ def _run_hydra(arguments: list[str]) -> None:
 
 
 def _show(parsed: Namespace, arguments: list[str]) -> None:
-    """Lets Hydra print what it was asked for."""
+    """Lets Hydra print a config, its help or, for a shell, completions of a command line."""
     from hydra import main as hydra_main
 
-    # Hydra completes what follows the name of the program.
-    if (line := os.environ.get("COMP_LINE")) is not None:
-        os.environ["COMP_LINE"] = re.sub(r"^((?:\S*python\S* -m )?\S*kdist) +train\b", r"\1", line)
+    from kdist.cli.main import COMMANDS
+
+    typed = re.fullmatch(r"((?:\S*python\S* -m )?\S*kdist) +(?:([a-z]+) +)?(.*)", os.environ.get("COMP_LINE", ""))
+    if typed is not None:
+        program, command, rest = typed.groups()
+        if command in COMMANDS and command != "train":
+            # The shell offers files.
+            return
+        if command is None:
+            print(*(f"{name}\n" for name in COMMANDS if name.startswith(rest)), sep="", end="")
+        # Hydra completes the words behind the name of the program.
+        os.environ["COMP_LINE"] = f"{program} {rest}"
 
     if parsed.cfg or parsed.info:
         composed(parsed)

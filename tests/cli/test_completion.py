@@ -10,7 +10,8 @@ import pytest
 
 BASH = """
 eval "$(kdist -sc install=bash)"
-COMP_LINE=$TYPED COMP_POINT=${#TYPED} COMP_WORDS=($TYPED) COMP_CWORD=1
+COMP_LINE=$TYPED COMP_POINT=${#TYPED} COMP_WORDS=($TYPED) 
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 hydra_bash_completion
 echo "${COMPREPLY[@]}"
 """
@@ -20,7 +21,13 @@ FISH = "kdist -sc install=fish | source; complete -C $TYPED"
 @pytest.mark.parametrize(("shell", "script"), [("bash", BASH), ("fish", FISH)])
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("kdist cluster=", {"cluster=NpsMw", "cluster=local"}), ("kdist recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"})],
+    [
+        ("kdist cluster=", {"cluster=NpsMw", "cluster=local"}),
+        ("kdist recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"}),
+        ("kdist train recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"}),
+        ("kdist train cluster=2ps2w optimizer.learn", {"optimizer.learning_rate="}),
+        ("kdist ex", {"export"}),
+    ],
 )
 def test_a_shell_completes(shell: str, script: str, typed: str, offered: set[str], tmp_path: Path) -> None:
     if shutil.which(shell) is None:
