@@ -73,7 +73,7 @@ def test_tasks_on_two_hosts_train_and_end(lab: Lab) -> None:
 
 def test_the_command_of_the_docs_trains(lab: Lab) -> None:
     page = (REPO / "docs/howto/machines.md").read_text()
-    (command,) = re.findall(r"^python -m kdist\.launch (.*cluster=.*)$", page, re.MULTILINE)
+    (command,) = re.findall(r"^kdist launch (.*cluster=.*)$", page, re.MULTILINE)
     words = [word.replace("h1", "host0").replace("h2", "host1") for word in shlex.split(command)]
     part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
     host = lab.network.hosts[0]
