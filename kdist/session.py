@@ -8,7 +8,7 @@ with TrainSession(make_strategy, spec, hooks, ...) as session:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,9 +22,7 @@ from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.log import warn
 from kdist.model.names import LEARNING_RATE
-from kdist.run.restarts import Restarts
-from kdist.run.run_length import RunLength
-from kdist.run.saves import Saves
+from kdist.run.save_state import SaveState
 from kdist.run.statistics import RunStatistics
 
 T = TypeVar("T")
@@ -40,6 +38,10 @@ if TYPE_CHECKING:
 _RUNS_TO_FORGET = 100
 #: Why a session ends that its caller leaves.
 _CALLER = "the caller"
+# A run takes at most this long, for hooks that act by the clock.
+_LONGEST_SECS = 1.0
+_FIRST_STEPS = 16
+_GROWTH = 4
 
 
 class TrainSession:
@@ -97,7 +99,7 @@ class TrainSession:
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
-        self._saves = Saves(checkpoints, self._has_saved)
+        self._saves = SaveState(checkpoints, self._has_saved)
         self._run_length = RunLength()
         self._went_on_since: float | None = None
         self._num_runs = 0
@@ -200,7 +202,7 @@ class TrainSession:
             ConfigError: another chief has taken over the run dir.
             NonFiniteError: a value is NaN or infinite.
         """
-        self._saves.save(self.strategy.values, keep=keep, full_every=full_every)
+        self._saves.write(self.strategy.values, keep=keep, full_every=full_every)
 
     def begin_save(self, *, full_every: int = 1) -> None:
         """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
@@ -407,3 +409,45 @@ class TrainSession:
             # All are called even if one raises; the last one first.
             for close in (self.strategy.stop, self.summaries.close, *(hook.close for hook in reversed(self.hooks))):
                 closing.callback(close)
+
+
+class Restarts:
+    """Counts them.
+
+    Args:
+        at_most: how often the run may resume.
+        may_restart_tasks: whether it also resumes after failures that did not leave the tasks running.
+
+    Attributes:
+        at_most: as given.
+        count: how often it has resumed.
+        on_new_clusters: how often of these on a new cluster.
+        of_workers: how many workers were restarted in the clusters before the current one.
+    """
+
+    def __init__(self, at_most: int, *, may_restart_tasks: bool) -> None:
+        self.at_most = at_most
+        self.count = self.on_new_clusters = self.of_workers = 0
+        self._may_restart_tasks = may_restart_tasks
+
+    def may_follow(self, error: ClusterError) -> bool:
+        """Whether the run may resume after `error`, if there is a checkpoint."""
+        return self.count < self.at_most and (isinstance(error, TornUpdateError) or self._may_restart_tasks)
+
+
+class RunLength:
+    """Lets a run be as long as the hooks allow, and not much longer than a second."""
+
+    def __init__(self) -> None:
+        self._longest = _FIRST_STEPS
+
+    def fewest(self, steps: Iterable[int | None], *, after: int = 0) -> int:
+        """The fewest steps that all hooks allow, None being any number, and at most a run's length after `after`."""
+        return min([after + self._longest, *(each for each in steps if each is not None)])
+
+    def observe(self, values: RunValues) -> None:
+        """Learns from a run how long its steps take."""
+        if not values.warming_up and values.seconds > 0:
+            in_time = max(1, int(values.num_steps / values.seconds * _LONGEST_SECS))
+            # Steps may have been done before they were requested: a single run says little.
+            self._longest = min(in_time, _GROWTH * self._longest)

@@ -47,8 +47,7 @@ from kdist.launch.in_process import InProcess, LocalFit
 from kdist.launch.reached import reached
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement.plan import PlacementPlan
-from kdist.run.origin import Origin
-from kdist.run.result import Result
+from kdist.run.result import Origin, Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
 from kdist.storage.mirror import Mirror

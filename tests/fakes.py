@@ -187,7 +187,7 @@ class FakeCheckpoints:
     def beside(self, name: str) -> Checkpoints:
         return Checkpoints(self.folder.with_name(name))
 
-    def save(self, step: int, stored: Any, *, keep: int, since: DeltaBase | None = None) -> Path:
+    def write(self, step: int, stored: Any, *, keep: int, since: DeltaBase | None = None) -> Path:
         self.saved.append(step)
         return self.folder / f"{'ckpt' if since is None else 'delta'}-{step}"
 
@@ -198,7 +198,7 @@ class FakeCheckpoints:
         self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
         wait()
-        return self.save(step, None, keep=0, since=since)
+        return self.write(step, None, keep=0, since=since)
 
     def restore(self, stored: Any) -> Path | None:
         if self.restorable is None or self.was_set_aside:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kdist.hooks import Hook
-    from kdist.run.origin import Origin
+    from kdist.run.result import Origin
     from kdist.storage.mirror import Mirror
     from kdist.strategies.base import Strategy
 

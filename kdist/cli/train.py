@@ -213,7 +213,7 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
     with nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)):
         if membership.runs_program or membership.evaluates:
             from kdist.cli.experiment import run_experiment
-            from kdist.run.origin import Origin
+            from kdist.run.result import Origin
 
             # An evaluator reads there what the chief saves.
             run_dir = config.run.dir if membership.evaluates else None
@@ -331,7 +331,7 @@ def _job(
         from kdist.config.hparams import overrides_of_job
         from kdist.config.recorded import recorded
         from kdist.console import live
-        from kdist.run.origin import Origin
+        from kdist.run.result import Origin
 
         known = recorded(config)
         known["run"]["dir"] = checked.run.dir

@@ -24,7 +24,7 @@ from kdist.evaluation.evaluate import ValidationArguments
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.source import ModelSource
-from kdist.run.best_values import BestValues
+from kdist.run.statistics import BestValues
 
 _NAME = EVALUATOR.job
 _POLL_SECS = 0.1

@@ -33,7 +33,7 @@ from kdist.model.state import (
     variables_of,
     write_to_model,
 )
-from kdist.run.checkpoint_content import differences
+from kdist.run.checkpoint import differences
 from kdist.run.model_file import MODEL_FILE
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec

@@ -68,7 +68,7 @@ class BestCheckpoint(MonitoringHook):
         # In the middle of asynchronous training there may be more steps than the hooks have seen.
         step, checkpoints = session.strategy.values.global_step(), _best(session)
         check_not_taken_over(session.run_dir)
-        path = checkpoints.save(step, session.strategy.values)
+        path = checkpoints.write(step, session.strategy.values)
         checkpoints.keep_only(step)
         record = {"global_step": step, "validation": dict(logs)}
         write_whole(session.run_dir / _FOLDER / _RECORD, json.dumps(record, indent=2) + "\n")

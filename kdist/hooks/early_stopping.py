@@ -80,7 +80,7 @@ class EarlyStopping(MonitoringHook):
         check_not_taken_over(session.run_dir)
         # In the middle of asynchronous training there may be more steps than the hooks have seen.
         step = session.strategy.values.global_step()
-        _kept(session).save(step, session.strategy.values)
+        _kept(session).write(step, session.strategy.values)
         _kept(session).keep_only(step)
         self._best = step, dict(logs)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kdist.data.splits import Passes
     from kdist.hooks.keras_callbacks import Callbacks
     from kdist.model.metrics import MetricTotals
-    from kdist.run.best_values import BestValues
+    from kdist.run.statistics import BestValues
 
 #: Why a session ends after its last pass.
 EPOCHS = "epochs"

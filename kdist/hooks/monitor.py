@@ -10,7 +10,7 @@ from typing import Any
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.progressive_validation import PREFIX, ProgressiveValidation
-from kdist.run.best_values import mode_of
+from kdist.run.statistics import mode_of
 
 _MODES = ("auto", "min", "max")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.run.metric_window import MetricWindow
+from kdist.run.statistics import MetricWindow
 
 if TYPE_CHECKING:
     from kdist.model.logs import Logs

@@ -36,8 +36,7 @@ from kdist.model.model_checks import preprocessing_of
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
 from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy
-from kdist.run.origin import Origin
-from kdist.run.result import Result, describe
+from kdist.run.result import Origin, Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec

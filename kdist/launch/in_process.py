@@ -31,8 +31,8 @@ from kdist.launch.signals import StopSignals
 from kdist.log import warn
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model
-from kdist.run.best_values import BestValues
 from kdist.run.result import Result, final_metrics
+from kdist.run.statistics import BestValues
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.on_servers import ServersStrategy

@@ -17,46 +17,41 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.errors import CheckpointError, NonFiniteError
+from kdist.errors import CheckpointError, NonFiniteError, reason
 from kdist.log import warn
-from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, FOLLOWS, SEED
+from kdist.model.names import (
+    BESIDE,
+    CHANGED_IDS,
+    DATA_STATE,
+    EPOCHS_BEGIN,
+    EVICTED,
+    FOLLOWS,
+    SEED,
+    dynamic_names,
+)
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run import checkpoint_content as content
-from kdist.run.chain import Chain, chains, replayed, way_to
 from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 from kdist.storage.tensorflow_paths import open_checkpoint
 
+if TYPE_CHECKING:
+    from kdist.strategies.base import Values
+
 _SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
 _FULL, _DELTA = "ckpt", "delta"
+#: Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
+DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
 
 
 def _is_index(name: str) -> bool:
     return name.endswith(INDEX_SUFFIX)
-
-
-class Stored(Protocol):
-    """Something with values to save and restore: a strategy."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each value, by its name in checkpoints."""
-
-    def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
-        """Writes a checkpoint, or a delta of one; raises `NonFiniteError`, or `tf.errors.OpError` or `OSError`.
-
-        Args:
-            aside: whether the values may change as soon as it returns; then the future raises the errors of writing.
-        """
-
-    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        """Reads all values from a checkpoint and then from deltas; raises `tf.errors.OpError` if one is damaged."""
 
 
 class Checkpoints:
@@ -91,13 +86,13 @@ class Checkpoints:
         steps = self.steps()
         return self._path_of(steps[-1]) if steps else None
 
-    def save(self, step: int, stored: Stored, *, keep: int | None = None, since: DeltaBase | None = None) -> Path:
+    def write(self, step: int, values: Values, *, keep: int | None = None, since: DeltaBase | None = None) -> Path:
         """Writes a checkpoint and deletes all but the newest `keep` full ones with their deltas; none if None.
 
         It is written under another name and renamed, the index last: without its index it does not exist.
 
         Args:
-            stored: what has the values.
+            values: to save.
             since: what it follows if it is a delta.
 
         Raises:
@@ -107,20 +102,20 @@ class Checkpoints:
         target = self._target(step, since)
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            stored.begin_save(self._unfinished(target), since, aside=False)
+            values.begin_save(self._unfinished(target), since, aside=False)
             self._complete(step, target, keep)
         return target
 
-    def begin_save(self, step: int, stored: Stored, *, since: DeltaBase | None = None) -> Future[None]:
-        """As `save`, but returns when the values may change; `finish_save` has to follow, and takes what it returns."""
+    def begin_save(self, step: int, values: Values, *, since: DeltaBase | None = None) -> Future[None]:
+        """As `write`, but returns when the values may change; pass what it returns to `finish_save`."""
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            return stored.begin_save(self._unfinished(self._target(step, since)), since)
+            return values.begin_save(self._unfinished(self._target(step, since)), since)
 
     def finish_save(
         self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
-        """Completes what `begin_save` has begun; see `save`.
+        """Completes what `begin_save` has begun; see `write`.
 
         Args:
             wait: waits until it is written.
@@ -164,7 +159,7 @@ class Checkpoints:
             # A full disk should not be filled by what could not be written.
             self._remove_left_behind()
             raise CheckpointError(
-                f"step {step} could not be saved to {self.place}: {content.in_a_line(error)}\n"
+                f"step {step} could not be saved to {self.place}: {in_a_line(error)}\n"
                 f"  last good checkpoint: {self.newest() or 'none was saved'}"
             ) from error
 
@@ -176,11 +171,11 @@ class Checkpoints:
                     self._delete(self.path(other))
             self._write_state([self.path(step).name])
 
-    def restore(self, stored: Stored, until: float = math.inf) -> Path | None:
+    def restore(self, values: Values, until: float = math.inf) -> Path | None:
         """Reads the newest undamaged checkpoint completely, then its deltas; warns about each damaged one.
 
         Args:
-            stored: gets the values.
+            values: to restore.
             until: the last global step that counts.
 
         Returns:
@@ -194,15 +189,15 @@ class Checkpoints:
             path = self.path(chain.full)
             self._fetch(path)
             try:
-                if differences := content.differences(content.shapes_in(path), stored.shapes):
+                if different := differences(shapes_in(path), values.shapes):
                     # If it is damaged, they mean nothing.
-                    content.check_all(path)
+                    check_all(path)
                     raise CheckpointError(
-                        f"{path} is of another model or optimizer:\n{differences}"
+                        f"{path} is of another model or optimizer:\n{different}"
                         "  use another run.dir, or run.resume=never to start anew"
                     )
-                return self._restore_chain(stored, path, self._unbroken(chain))
-            except content.DAMAGE_ERRORS as error:
+                return self._restore_chain(values, path, self._unbroken(chain))
+            except DAMAGE_ERRORS as error:
                 warn(f"{path} is damaged; skipped ({self._why(path, error)})")
         if found or self._steps_of(_DELTA, complete=False):
             raise CheckpointError(
@@ -211,13 +206,13 @@ class Checkpoints:
             )
         return None
 
-    def _restore_chain(self, stored: Stored, path: Path, deltas: list[Path]) -> Path:
+    def _restore_chain(self, values: Values, path: Path, deltas: list[Path]) -> Path:
         """Reads a checkpoint, and its deltas up to the first damaged one."""
         while True:
             try:
-                stored.restore(path, deltas)
+                values.restore(path, deltas)
                 return [path, *deltas][-1]
-            except content.DAMAGE_ERRORS:
+            except DAMAGE_ERRORS:
                 good = list(itertools.takewhile(self._is_undamaged, deltas))
                 if len(good) == len(deltas):
                     raise
@@ -232,7 +227,7 @@ class Checkpoints:
         for step in chain.deltas:
             try:
                 follows[step] = self._followed_by(step)
-            except content.DAMAGE_ERRORS as error:
+            except DAMAGE_ERRORS as error:
                 self._warn_of_delta(self.delta_path(step), error)
                 left_out.add(step)
         for step in reversed(list(follows)):
@@ -257,9 +252,9 @@ class Checkpoints:
     def _is_undamaged(self, delta: Path) -> bool:
         """Whether all of a delta can be read; warns if not."""
         try:
-            content.check_all(delta)
+            check_all(delta)
             return True
-        except content.DAMAGE_ERRORS as error:
+        except DAMAGE_ERRORS as error:
             self._warn_of_delta(delta, error)
             return False
 
@@ -277,13 +272,13 @@ class Checkpoints:
 
     def _read(self, chain: Chain, step: int) -> dict[str, np.ndarray] | None:
         self._fetch(self.path(chain.full))
-        with suppress(*content.DAMAGE_ERRORS):
-            values = content.values_of(self.path(chain.full))
+        with suppress(*DAMAGE_ERRORS):
+            values = values_of(self.path(chain.full))
             if step == chain.full:
                 return values
             way = way_to(step, {later: self._followed_by(later) for later in chain.deltas if later <= step})
             if self._followed_by(way[0]) == chain.full:
-                return reduce(replayed, map(content.values_of, map(self.delta_path, way)), values)
+                return reduce(replayed, map(values_of, map(self.delta_path, way)), values)
         return None
 
     def seed(self) -> int | None:
@@ -302,7 +297,7 @@ class Checkpoints:
             path = self._path_of(step)
             self._fetch(path)
             # `restore` warns about damaged ones.
-            with suppress(*content.DAMAGE_ERRORS):
+            with suppress(*DAMAGE_ERRORS):
                 reader = open_checkpoint(path)
                 return reader.get_tensor(name) if reader.has_tensor(name) else None
         return None
@@ -409,10 +404,10 @@ class Checkpoints:
         # A process that was killed in between has moved the data.
         if data := self._data_of(unfinished):
             for stale in self._data_of(target):
-                if content.data_part(stale).rpartition("-")[2] != content.data_part(data[0]).rpartition("-")[2]:
+                if data_part(stale).rpartition("-")[2] != data_part(data[0]).rpartition("-")[2]:
                     stale.unlink()
         for path in data:
-            path.replace(f"{target}{content.data_part(path)}")
+            path.replace(f"{target}{data_part(path)}")
         Path(f"{unfinished}{INDEX_SUFFIX}").replace(f"{target}{INDEX_SUFFIX}")
 
     def _remove_left_behind(self) -> None:
@@ -441,3 +436,104 @@ class Checkpoints:
     def _data_of(self, prefix: Path) -> list[Path]:
         """The files with the data of a checkpoint; every task that wrote one has some."""
         return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The global steps of a full checkpoint, and of the deltas from it up to the next full one, oldest first."""
+
+    full: int
+    deltas: Sequence[int]
+
+
+def chains(full: Sequence[int], deltas: Iterable[int]) -> list[Chain]:
+    """The chains of full checkpoints, oldest first; deltas before all of them belong to none."""
+    found = sorted(deltas)
+    ends = [*full[1:], float("inf")]
+    return [Chain(step, [d for d in found if step < d <= end]) for step, end in zip(full, ends)]
+
+
+def way_to(step: int, follows: Mapping[int, int]) -> list[int]:
+    """The delta of a step after those that it follows, oldest first, as far as they are there.
+
+    Args:
+        follows: the step that each delta follows.
+    """
+    way = [step]
+    while follows[way[0]] in follows:
+        way.insert(0, follows[way[0]])
+    return way
+
+
+def replayed(values: Mapping[str, np.ndarray], delta: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The values of a checkpoint, and then of a delta of it, by name."""
+    new = {name: value for name, value in delta.items() if not name.startswith((CHANGED_IDS, EVICTED, FOLLOWS))}
+    for name, ids in delta.items():
+        if name.startswith(CHANGED_IDS):
+            table = name.removeprefix(CHANGED_IDS)
+            fixed = dynamic_names(table, ["vectors", "ids", "counts", "last_steps"])
+            own = [n for n in delta if n in fixed.values() or n.rpartition("/")[0] == f"slots/{table}"]
+            gone = delta.get(f"{EVICTED}{table}")
+            if gone is None:
+                new |= {n: _with_rows(values[n], ids, delta[n]) for n in own}
+            else:
+                old_ids = values[fixed["ids"]]
+                stays = ~np.isin(old_ids, np.concatenate([gone, ids]))
+                new |= {n: np.concatenate([values[n][stays], delta[n]]) for n in own}
+                new[fixed["ids"]] = np.concatenate([old_ids[stays], ids])
+    return {**values, **new}
+
+
+def _with_rows(value: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarray:
+    changed = value.copy()
+    changed[rows] = new
+    return changed
+
+
+def values_of(path: Path) -> dict[str, np.ndarray]:
+    """All values of a model in a checkpoint, and what else a delta has."""
+    reader = open_checkpoint(path)
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name not in BESIDE}
+
+
+def check_all(path: Path) -> None:
+    """Reads everything in a checkpoint, one tensor after the other; raises one of `DAMAGE_ERRORS` if it is damaged."""
+    reader = open_checkpoint(path)
+    for name in reader.get_variable_to_shape_map():
+        reader.get_tensor(name)
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all values of a model in a checkpoint, by name."""
+    shapes = open_checkpoint(path).get_variable_to_shape_map()
+    return {name: tuple(shape) for name, shape in shapes.items() if name not in BESIDE}
+
+
+def differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Lines that say how the values of a checkpoint differ from those of the model; empty if they do not."""
+    differences = {
+        "missing": sorted(shapes.keys() - saved.keys()),
+        "unexpected": sorted(saved.keys() - shapes.keys()),
+        "of another shape": [
+            f"{name} {saved[name]} (the model has {shapes[name]})"
+            for name in sorted(shapes.keys() & saved.keys())
+            if not _fits(saved[name], shapes[name])
+        ],
+    }
+    return "".join(f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names)
+
+
+def _fits(saved: Sequence[int], shape: Sequence[int | None]) -> bool:
+    """Whether a saved value has a shape, in which None stands for any number."""
+    return len(saved) == len(shape) and all(wanted in (None, size) for size, wanted in zip(saved, shape))
+
+
+def in_a_line(error: tf.errors.OpError | OSError) -> str:
+    """Why something could not be written."""
+    text = error.strerror if isinstance(error, OSError) else reason(error)
+    return " ".join(str(text).split())
+
+
+def data_part(path: Path) -> str:
+    """The suffix of a file with data: `.data-00000-of-00002`."""
+    return path.name[path.name.index(".data-") :]

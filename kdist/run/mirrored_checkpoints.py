@@ -9,10 +9,11 @@ from pathlib import Path
 from kdist.errors import CheckpointError
 from kdist.log import warn
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run.checkpoint import Checkpoints, Stored
+from kdist.run.checkpoint import Checkpoints
 from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX
 from kdist.storage.mirror import Mirror
 from kdist.storage.object_storage import StorageError
+from kdist.strategies.base import Values
 from kdist.threads import in_thread
 
 
@@ -73,8 +74,8 @@ class MirroredCheckpoints(Checkpoints):
         except StorageError as error:
             raise CheckpointError(f"{self.place}/{index.stem} cannot be downloaded: {error}") from None
 
-    def begin_save(self, step: int, stored: Stored, *, since: DeltaBase | None = None) -> Future[None]:
-        written = super().begin_save(step, stored, since=since)
+    def begin_save(self, step: int, values: Values, *, since: DeltaBase | None = None) -> Future[None]:
+        written = super().begin_save(step, values, since=since)
 
         def upload() -> None:
             written.result()

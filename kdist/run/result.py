@@ -1,14 +1,18 @@
-"""`result.json`: the exact record of a run, written atomically at its end, however it ends."""
+"""`result.json`: the exact record of a run, and where it came from; written atomically at its end, however it ends."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,11 +22,67 @@ import numpy as np
 from kdist.errors import ConfigError
 from kdist.log import plain_text
 from kdist.model.logs import Logs, scalars
-from kdist.run.origin import now
 from kdist.strategies.gradient_counts import GradientCounts
 
 #: Grows when readers of an earlier version would misread the file. A file without it is of format 1.
 FORMAT = 1
+#: Seconds that Git may take, on a slow file system.
+_GIT_SECS = 3.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The beginning of a run, as `result.json` records it.
+
+    Attributes:
+        config: the config; None if there is none but the arguments of a `Trainer`.
+        overrides: `key=value`, of the command line.
+        git: `commit` and `dirty` (None if unknown) of the working directory; None outside of a repository.
+        host: the name of the machine.
+        started: the time of the start; ISO 8601, UTC.
+    """
+
+    config: Mapping[str, Any] | None
+    overrides: Sequence[str]
+    git: Mapping[str, Any] | None
+    host: str
+    started: str
+
+    @classmethod
+    def here_and_now(cls, config: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> Origin:
+        """The origin of a run that begins in this process."""
+        return cls(config, list(overrides), git_state(), socket.gethostname(), now())
+
+
+def now() -> str:
+    """The time, in ISO 8601 and UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the working directory, and whether files that belong to it have changed since."""
+    if (commit := _git("rev-parse", "HEAD")) is None:
+        return None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of Git; None without Git, without a commit, or if it takes too long."""
+    # A repository may name a program as its monitor; and nothing is written to it.
+    command = ["git", "-c", "core.fsmonitor=false", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            timeout=_GIT_SECS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace").strip()
 
 
 def versions() -> dict[str, str]:
@@ -93,7 +153,7 @@ class Result:
             Without the command line, the plain arguments of the `Trainer` under the same keys.
         overrides: `key=value`, of the command line.
         seed: the start of shuffling and random states; None if the run failed before it had one.
-        git, host, started: see `kdist.run.origin.Origin`.
+        git, host, started: see `Origin`.
         ended: the time of the end; ISO 8601, UTC.
         versions: of kdist, TensorFlow, Keras and others, and of Python.
     """

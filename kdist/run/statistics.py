@@ -1,11 +1,14 @@
-"""What the runs of a session add up to: exact counts of steps, examples and gradients, and steady rates."""
+"""Figures of a session: exact counts and steady rates of its runs, metrics of the last examples, best values."""
 
 from __future__ import annotations
 
+import math
+import operator
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +16,12 @@ from kdist.run.result import Gradients
 from kdist.strategies.gradient_counts import GradientCounts, add_counts
 
 if TYPE_CHECKING:
-    from kdist.model.metrics import MetricTotals
+    import keras
+
+    from kdist.model.metrics import MetricRows, MetricTotals
     from kdist.strategies.calls import StepLogs
+
+_NUM_PARTS = 20
 
 
 @dataclass(frozen=True)
@@ -108,3 +115,125 @@ class RunStatistics:
     def examples_per_second(self) -> float | None:
         """As `steps_per_second`."""
         return self._steady_examples / self._steady_seconds if self._steady_seconds else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive steps: which part they are, how many examples they had, and the sums of their metrics."""
+
+    number: int
+    num_examples: int
+    totals: MetricTotals
+
+    def __add__(self, later: _Part) -> _Part:
+        return _Part(self.number, self.num_examples + later.num_examples, self.totals + later.totals)
+
+
+class MetricWindow:
+    """The metrics of the newest steps, summed in parts, of which the oldest is dropped as a whole.
+
+    The window covers at most `size` examples and, once there were so many, at least 95 % of them less those of a step.
+    A step with more examples than that is a window of its own.
+
+    Args:
+        size: examples; at least 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._num_seen = 0
+        self._parts: deque[_Part] = deque()
+
+    def add(self, num_examples: np.ndarray, metrics: MetricRows) -> None:
+        """Adds steps.
+
+        Args:
+            num_examples: int array `[num_steps]`.
+            metrics: of the same steps.
+        """
+        ends = self._num_seen + np.cumsum(num_examples)
+        numbers = (ends - num_examples) * _NUM_PARTS // self._size
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for first, last in zip(firsts, [*firsts[1:], len(numbers)]):
+            part = _Part(int(numbers[first]), int(num_examples[first:last].sum()), metrics[first:last].total())
+            is_new = not self._parts or self._parts[-1].number != part.number
+            self._parts.append(part if is_new else self._parts.pop() + part)
+        self._num_seen += int(num_examples.sum())
+        while len(self._parts) > 1 and self.num_examples > self._size:
+            self._parts.popleft()
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples it covers."""
+        return sum(part.num_examples for part in self._parts)
+
+    @property
+    def totals(self) -> MetricTotals | None:
+        """Their loss and metrics; None without any."""
+        return reduce(operator.add, self._parts).totals if self._parts else None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of a metric.
+
+    Attributes:
+        value: the best one so far; the last one if it is not known which values are better.
+        step: the global step of the value.
+        mode: `min` or `max`: which values are better; None if it is not known.
+    """
+
+    value: float
+    step: int
+    mode: str | None
+
+
+class BestValues:
+    """Keeps the best value of each metric.
+
+    Args:
+        model: its metrics know which values are better.
+        earlier: those of the run that is resumed, as in `result.json`.
+    """
+
+    def __init__(self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._model = model
+        self.by_name = {name: Best(**best) for name, best in (earlier or {}).items() if best["value"] is not None}
+
+    def forget_after(self, step: int) -> None:
+        """Forgets the values of steps after `step`, where the run is resumed: they will be repeated."""
+        self.by_name = {name: best for name, best in self.by_name.items() if best.step <= step}
+
+    def add(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Adds the validation values of a step, by name; an array has no best value."""
+        for name, value in logs.items():
+            if isinstance(value, np.ndarray):
+                continue
+            mode, best = mode_of(self._model, name), self.by_name.get(name)
+            if best is None or mode is None or is_better(value, best.value, mode):
+                self.by_name[name] = Best(value, step, mode)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The form of `result.json`."""
+        return {name: asdict(best) for name, best in self.by_name.items()}
+
+
+def is_better(value: float, than: float, mode: str) -> bool:
+    """Whether a value is better than another one; any number is better than NaN."""
+    if math.isnan(value) or math.isnan(than):
+        return math.isnan(than) and not math.isnan(value)
+    return value > than if mode == "max" else value < than
+
+
+def mode_of(model: keras.Model, name: str) -> str | None:
+    """Which values of a metric are better, `min` or `max`; None if neither Keras nor the metric tells."""
+    # Not above: hooks, which --help lists, import this module, and need no Keras for it.
+    from kdist._compat.keras import better_is
+
+    if name == "loss" or name.endswith("_loss"):
+        return "min"
+    for metric in getattr(model, "metrics", []):
+        for each in getattr(metric, "metrics", None) or [metric]:
+            if each.name == name and (direction := better_is(each)) is not None:
+                return "max" if direction == "up" else "min"
+    return None

@@ -39,10 +39,10 @@ class FailingStrategy(CountingStrategy):
 class SavedCheckpoints(FakeCheckpoints):
     """Restores what was saved last."""
 
-    def save(self, step: int, stored: Any, *, keep: int, since: Any = None) -> Any:
+    def write(self, step: int, stored: Any, *, keep: int, since: Any = None) -> Any:
         stored.begin_save(self.folder, aside=False)
         self.restorable = step
-        return super().save(step, stored, keep=keep)
+        return super().write(step, stored, keep=keep)
 
 
 def session_that_fails(

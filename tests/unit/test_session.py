@@ -114,10 +114,10 @@ class Chained(FakeCheckpoints):
         self.names: list[str] = []
         self._failing = list(failing)
 
-    def save(self, step: int, stored: Any, *, keep: int, since: Any = None) -> Path:
+    def write(self, step: int, stored: Any, *, keep: int, since: Any = None) -> Path:
         if step in self._failing:
             raise CheckpointError(f"step {step} could not be saved")
-        path = super().save(step, stored, keep=keep, since=since)
+        path = super().write(step, stored, keep=keep, since=since)
         self.names.append(path.name if since is None else f"{path.name} after {since.step}")
         return path
 
@@ -218,10 +218,10 @@ class FullDisk(FakeCheckpoints):
         super().__init__()
         self._steps = steps
 
-    def save(self, step: int, values: Mapping[str, Any], *, keep: int, since: Any = None) -> Path:
+    def write(self, step: int, values: Mapping[str, Any], *, keep: int, since: Any = None) -> Path:
         if step in self._steps:
             raise CheckpointError(f"step {step} could not be saved to D: no space\n  last good checkpoint: ckpt-1")
-        return super().save(step, values, keep=keep)
+        return super().write(step, values, keep=keep)
 
 
 def test_a_failed_save_is_one_warning_and_the_next_is_tried_when_it_is_due() -> None:

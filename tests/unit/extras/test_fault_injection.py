@@ -60,8 +60,8 @@ def test_a_large_file_system_is_not_filled(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     values = {"global_step": np.array(5), "parameters/kernel": np.ones((100, 100), np.float32)}
-    checkpoints.save(4, ValuesHere(values), keep=2)
-    checkpoints.save(5, ValuesHere(values), keep=2)
+    checkpoints.write(4, ValuesHere(values), keep=2)
+    checkpoints.write(5, ValuesHere(values), keep=2)
     DamageCheckpoint(1).inject(SimpleNamespace(checkpoints=checkpoints, global_step=5))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="ckpt-5 is damaged"):
         restored = checkpoints.restore(ValuesHere(values))

@@ -14,7 +14,7 @@ import kdist
 from kdist.hooks import CheckpointSaver, LoggingTensor, StopAtStep
 from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.run.metrics_file import MetricsFile, read_rows
-from kdist.run.origin import now
+from kdist.run.result import now
 
 X, Y = toy_data()
 #: 256 examples in batches of 32.

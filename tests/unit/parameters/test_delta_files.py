@@ -93,7 +93,7 @@ class Servers:
     def save(self, *, full: bool = False) -> Path:
         step, since = self.store.counters.global_step(), None if full else self.since
         ended = self.store.files.next_interval(None if since is None else since.interval)
-        path = self.checkpoints.save(step, stored_by(self), since=since)
+        path = self.checkpoints.write(step, stored_by(self), since=since)
         self.since = None if ended is None else DeltaBase(step, ended)
         return path
 

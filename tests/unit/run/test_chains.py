@@ -16,9 +16,7 @@ from helpers import in_short
 
 from kdist.errors import CheckpointError
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run.chain import replayed
-from kdist.run.checkpoint import Checkpoints
-from kdist.run.checkpoint_content import values_of
+from kdist.run.checkpoint import Checkpoints, replayed, values_of
 
 TABLE, IDS = "parameters/table", "delta/ids/table"
 
@@ -74,7 +72,7 @@ def save(checkpoints: Checkpoints, *names: str, keep: int | None = None) -> None
     for name in names:
         step = int(name.rpartition("-")[2])
         since = DeltaBase(before, 0) if name.startswith("delta") else None
-        assert checkpoints.save(step, at(step), keep=keep, since=since).name == name  # type: ignore[arg-type]
+        assert checkpoints.write(step, at(step), keep=keep, since=since).name == name  # type: ignore[arg-type]
         before = step
 
 
@@ -170,8 +168,8 @@ def test_a_hole_ends_the_chain_with_a_warning_that_names_the_delta(checkpoints: 
 def test_a_delta_that_another_one_has_caught_up_with_is_not_needed(checkpoints: Checkpoints) -> None:
     """As when it could not be uploaded: it is here, and counts as failed."""
     save(checkpoints, "ckpt-2", "delta-3")
-    checkpoints.save(5, at(5), since=DeltaBase(2, 0))  # type: ignore[arg-type]
-    checkpoints.save(7, at(7), since=DeltaBase(5, 0))  # type: ignore[arg-type]
+    checkpoints.write(5, at(5), since=DeltaBase(2, 0))  # type: ignore[arg-type]
+    checkpoints.write(7, at(7), since=DeltaBase(5, 0))  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert restored(checkpoints) == "delta-7"
@@ -283,9 +281,9 @@ def test_whatever_is_damaged_the_newest_state_that_loads_survives_every_save(
 def test_a_delta_counts_until_the_full_checkpoint_of_its_step_has_loaded(checkpoints: Checkpoints) -> None:
     """A machine that goes down in the middle of a save may lose what was written last."""
     save(checkpoints, *CHAINS[:3])
-    checkpoints.save(5, at(5), keep=3)  # type: ignore[arg-type]
+    checkpoints.write(5, at(5), keep=3)  # type: ignore[arg-type]
     assert names_in(checkpoints) == {"ckpt-2", "delta-3", "ckpt-5"}
-    checkpoints.save(5, at(5), since=DeltaBase(3, 0))  # type: ignore[arg-type]
+    checkpoints.write(5, at(5), since=DeltaBase(3, 0))  # type: ignore[arg-type]
     os.truncate(checkpoints.folder / "ckpt-5.data-00000-of-00001", 0)
     checkpoints.tidy()
     with pytest.warns(UserWarning, match="ckpt-5 is damaged"):

@@ -39,7 +39,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 
 def test_what_is_saved_is_restored(checkpoints: Checkpoints) -> None:
-    checkpoints.save(5, ValuesHere(VALUES), keep=3)
+    checkpoints.write(5, ValuesHere(VALUES), keep=3)
     restored = zeros()
     path = checkpoints.restore(restored)
     assert path is not None
@@ -54,9 +54,9 @@ def test_any_name_of_a_folder_is_taken_as_it_is(tmp_path: Path, name: str, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # What the name would match as a pattern.
     for neighbour in ("lr=1", "ab"):
-        Checkpoints(tmp_path / neighbour / "checkpoints").save(9, ValuesHere(VALUES))
+        Checkpoints(tmp_path / neighbour / "checkpoints").write(9, ValuesHere(VALUES))
     checkpoints = Checkpoints(tmp_path / name / "checkpoints")
-    checkpoints.save(5, ValuesHere({**VALUES, "seed": np.array(7, np.int64)}), keep=3)
+    checkpoints.write(5, ValuesHere({**VALUES, "seed": np.array(7, np.int64)}), keep=3)
     restored = zeros()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -78,11 +78,11 @@ def test_a_folder_whose_name_needs_a_link_that_cannot_be_made_is_one_error(
     with pytest.raises(
         ConfigError, match=r"\[x\]/checkpoints: TensorFlow takes .* choose another run\.dir, or set XDG"
     ):
-        checkpoints.save(5, ValuesHere({**VALUES, "global_step": np.array(5)}))
+        checkpoints.write(5, ValuesHere({**VALUES, "global_step": np.array(5)}))
 
 
 def test_tensorflow_reads_it_without_kdist(checkpoints: Checkpoints) -> None:
-    checkpoints.save(5, ValuesHere(VALUES), keep=3)
+    checkpoints.write(5, ValuesHere(VALUES), keep=3)
     newest = tf.train.latest_checkpoint(str(checkpoints.folder))
     kernel = tf.train.load_checkpoint(newest).get_tensor("parameters/dense/kernel")
     np.testing.assert_array_equal(kernel, VALUES["parameters/dense/kernel"])
@@ -90,7 +90,7 @@ def test_tensorflow_reads_it_without_kdist(checkpoints: Checkpoints) -> None:
 
 def test_only_the_newest_are_kept_and_nothing_else_is_left(checkpoints: Checkpoints) -> None:
     for step in (1, 2, 10, 9):
-        checkpoints.save(step, ValuesHere(VALUES), keep=2)
+        checkpoints.write(step, ValuesHere(VALUES), keep=2)
     assert checkpoints.steps() == [9, 10]
     names = {path.name for path in checkpoints.folder.iterdir()}
     kept = {path.name for step in (9, 10) for path in files_of(checkpoints, step)}
@@ -115,7 +115,7 @@ def with_two(checkpoints: Checkpoints) -> Checkpoints:
     """Checkpoints of steps 1 and 2, whose kernels differ."""
     for step in (1, 2):
         values = {**VALUES, "parameters/dense/kernel": np.full((2, 3), step, np.float32)}
-        checkpoints.save(step, ValuesHere(values), keep=3)
+        checkpoints.write(step, ValuesHere(values), keep=3)
     return checkpoints
 
 
@@ -184,7 +184,7 @@ def test_whatever_byte_is_wrong_no_wrong_value_is_restored(checkpoints: Checkpoi
 def test_each_damaged_checkpoint_is_said_and_the_newest_good_one_taken(checkpoints: Checkpoints) -> None:
     with_two(checkpoints)
     for step in (3, 4):
-        checkpoints.save(step, ValuesHere(VALUES), keep=9)
+        checkpoints.write(step, ValuesHere(VALUES), keep=9)
         cut(file_of(checkpoints, step, DATA), 0.5)
     with pytest.warns(UserWarning, match="damaged") as warned:
         assert restored_kernel(checkpoints) == 2
@@ -217,7 +217,7 @@ def test_all_damaged_is_an_error_and_never_step_0(checkpoints: Checkpoints, suff
 
 
 def test_a_save_that_did_not_end_is_no_checkpoint_and_removed(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, ValuesHere(VALUES), keep=3)
+    checkpoints.write(1, ValuesHere(VALUES), keep=3)
     before = set(checkpoints.folder.iterdir())
     data = "unfinished-2.data-00000-of-00001"
     for name in (data, f"{data}.tempstate123", ".checkpoint", "ckpt-2_temp-7"):
@@ -244,14 +244,14 @@ def test_what_a_task_wrote_after_its_save_had_failed_is_removed_by_the_next(chec
     late = checkpoints.folder / "unfinished-1-0a1b2c3d"
     late.mkdir(parents=True)
     (late / "0-1.data-00000-of-00001").write_bytes(b"late")
-    checkpoints.save(2, ValuesHere({"value": np.array(2.0)}))
+    checkpoints.write(2, ValuesHere({"value": np.array(2.0)}))
     assert not late.exists()
     assert checkpoints.steps() == [2]
 
 
 def test_what_a_deletion_left_is_removed_and_what_lost_its_index_is_damaged(checkpoints: Checkpoints) -> None:
     with_two(checkpoints)
-    checkpoints.save(3, ValuesHere(VALUES), keep=9)
+    checkpoints.write(3, ValuesHere(VALUES), keep=9)
     for step in (1, 3):
         Path(f"{checkpoints.path(step)}{INDEX}").unlink()
     checkpoints.tidy()
@@ -262,7 +262,7 @@ def test_what_a_deletion_left_is_removed_and_what_lost_its_index_is_damaged(chec
 
 
 def test_what_lost_its_index_is_set_aside_as_well(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, ValuesHere(VALUES), keep=3)
+    checkpoints.write(1, ValuesHere(VALUES), keep=3)
     Path(f"{checkpoints.path(1)}{INDEX}").unlink()
     checkpoints.set_aside()
     assert checkpoints.restore(zeros()) is None
@@ -271,17 +271,17 @@ def test_what_lost_its_index_is_set_aside_as_well(checkpoints: Checkpoints) -> N
 
 def test_the_seed_is_that_of_the_newest_readable_checkpoint(checkpoints: Checkpoints) -> None:
     assert checkpoints.seed() is None
-    checkpoints.save(1, ValuesHere(VALUES), keep=3)
+    checkpoints.write(1, ValuesHere(VALUES), keep=3)
     assert checkpoints.seed() is None
     for step, seed in ((2, 20), (3, 2**32 - 1)):
-        checkpoints.save(step, ValuesHere({**VALUES, "seed": np.array(seed, np.int64)}), keep=3)
+        checkpoints.write(step, ValuesHere({**VALUES, "seed": np.array(seed, np.int64)}), keep=3)
     assert checkpoints.seed() == 2**32 - 1
     cut(Path(f"{checkpoints.path(3)}{INDEX}"), 0.5)
     assert checkpoints.seed() == 20
 
 
 def test_another_model_is_refused_with_the_names(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, ValuesHere(VALUES), keep=3)
+    checkpoints.write(1, ValuesHere(VALUES), keep=3)
     shapes = {"global_step": (), "parameters/dense/kernel": (2, 4), "parameters/other/bias": (3,)}
     with pytest.raises(CheckpointError) as error:
         checkpoints.restore(ValuesHere({name: np.zeros(shape) for name, shape in shapes.items()}))
@@ -291,22 +291,22 @@ def test_another_model_is_refused_with_the_names(checkpoints: Checkpoints) -> No
 
 
 def test_not_finite_is_never_saved(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, ValuesHere(VALUES), keep=1)
+    checkpoints.write(1, ValuesHere(VALUES), keep=1)
     with pytest.raises(NonFiniteError, match=r"(?s)parameters/dense/kernel.*ckpt-1"):
-        checkpoints.save(2, ValuesHere({**VALUES, "parameters/dense/kernel": np.array([np.nan], np.float32)}), keep=1)
+        checkpoints.write(2, ValuesHere({**VALUES, "parameters/dense/kernel": np.array([np.nan], np.float32)}), keep=1)
     assert checkpoints.steps() == [1]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"step 1 could not be saved to .*: Not a directory\n.*none was saved"):
-        Checkpoints(tmp_path / "file" / "checkpoints").save(1, ValuesHere(VALUES), keep=1)
+        Checkpoints(tmp_path / "file" / "checkpoints").write(1, ValuesHere(VALUES), keep=1)
 
 
 def test_a_failed_save_leaves_what_was_there_and_nothing_of_its_own(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints.save(1, ValuesHere(VALUES), keep=3)
+    checkpoints.write(1, ValuesHere(VALUES), keep=3)
     before = {path: path.read_bytes() for path in checkpoints.folder.iterdir()}
 
     def full(*, prefix: str, **_: object) -> None:
@@ -316,12 +316,12 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_of_its_own(
 
     monkeypatch.setattr(tf.raw_ops, "SaveV2", full)
     with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device\n  last good checkpoint: .*ckpt-1"):
-        checkpoints.save(2, ValuesHere(VALUES), keep=3)
+        checkpoints.write(2, ValuesHere(VALUES), keep=3)
     assert {path: path.read_bytes() for path in checkpoints.folder.iterdir()} == before
 
 
 def test_set_aside_keeps_what_was_there(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, ValuesHere(VALUES), keep=1)
+    checkpoints.write(1, ValuesHere(VALUES), keep=1)
     checkpoints.set_aside()
     assert checkpoints.newest() is None
     assert (checkpoints.folder.with_name("checkpoints-before-1") / "ckpt-1.index").exists()

@@ -112,7 +112,7 @@ def checkpoints_of(of: Mirror, folder: str = "checkpoints") -> MirroredCheckpoin
 
 def save(of: Mirror, *steps: int, keep: int = 5) -> None:
     for step in steps:
-        checkpoints_of(of).save(step, Values(step), keep=keep)
+        checkpoints_of(of).write(step, Values(step), keep=keep)
 
 
 def objects() -> dict[str, str]:
@@ -357,7 +357,7 @@ def test_whatever_operation_is_the_last_one_every_checkpoint_is_complete_or_abse
                 saved.append(step)
             # A step that is saved again is absent meanwhile.
             saved.pop()
-            checkpoints_of(entered).save(30, Values(31), keep=2)
+            checkpoints_of(entered).write(30, Values(31), keep=2)
             saved.append(30)
             checkpoints_of(entered).set_aside()
             save(entered, 20)
@@ -432,7 +432,7 @@ def test_deltas_are_uploaded_fetched_and_deleted_as_checkpoints_are(
     with mirror() as entered:
         checkpoints = checkpoints_of(entered)
         save(entered, 10)
-        checkpoints.save(20, Values(20), since=DeltaBase(10, 1))
+        checkpoints.write(20, Values(20), since=DeltaBase(10, 1))
         written = checkpoints.begin_save(30, Values(30), since=DeltaBase(20, 2))
         written.result()
         assert names() == {"ckpt-10.index", "delta-20.index", "delta-30.index"}
@@ -510,7 +510,7 @@ def test_what_an_earlier_run_left_on_this_machine_never_wins(
     move_to_another_machine(monkeypatch, tmp_path)
     with mirror() as elsewhere:
         checkpoints_of(elsewhere).set_aside()
-        checkpoints_of(elsewhere).save(20, Values(21), keep=1)
+        checkpoints_of(elsewhere).write(20, Values(21), keep=1)
         (elsewhere.folder / "result.json").write_text("elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with mirror() as here:

@@ -1,4 +1,4 @@
-"""`Saves`: which step of a session has a checkpoint, and which one is being written."""
+"""`SaveState`: which step of a session has a checkpoint, and which one is being written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Begun:
     written: Future[None] = field(default_factory=Future)
 
 
-class Saves:
+class SaveState:
     """Saves the present step, at once or in the background, and knows what is saved.
 
     Args:
@@ -69,7 +69,7 @@ class Saves:
         has_step = self.newest == values.global_step() and not (in_full and self._num_deltas)
         return self.diverged or has_step
 
-    def save(self, values: Values, *, keep: int, full_every: int = 1) -> None:
+    def write(self, values: Values, *, keep: int, full_every: int = 1) -> None:
         """Saves the present step, unless it is saved.
 
         Args:
@@ -78,7 +78,7 @@ class Saves:
         self.finish(keep=keep)
         if not self.is_saved(values, in_full=full_every == 1):
             begun = self._begin(values, full_every)
-            self._complete(begun, self._checkpoints.save(begun.step, values, keep=keep, since=begun.since))
+            self._complete(begun, self._checkpoints.write(begun.step, values, keep=keep, since=begun.since))
 
     def begin(self, values: Values, *, full_every: int = 1) -> None:
         """Copies the values of the present step; they are written while training continues."""

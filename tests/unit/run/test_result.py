@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kdist.run import origin
-from kdist.run.origin import Origin, git_state
+from kdist.run import result
+from kdist.run.result import Origin, git_state
 
 
 def git(*arguments: str) -> str:
@@ -58,7 +58,7 @@ def test_git_has_seconds_and_runs_no_program_of_the_repository(folder: Path, mon
     (slow / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (slow / "git").chmod(0o700)
     monkeypatch.setenv("PATH", str(slow), prepend=":")
-    monkeypatch.setattr(origin, "_GIT_SECS", 0.2)
+    monkeypatch.setattr(result, "_GIT_SECS", 0.2)
     began = time.monotonic()
     assert git_state() is None
     assert time.monotonic() - began < 10
