@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kdist.cluster.network.names import host_and_port, is_ip, look_up, plain
 from kdist.errors import ConfigError
@@ -19,7 +20,7 @@ def is_private(address: str) -> bool:
 
 
 def check_private(
-    addresses: Mapping[str, str], lookup: Callable[[frozenset[str]], Mapping[str, tuple[str, ...]]] = look_up
+    addresses: Mapping[Any, str], lookup: Callable[[frozenset[str]], Mapping[str, tuple[str, ...]]] = look_up
 ) -> None:
     """Refuses tasks at public addresses, or at names that resolve to them.
 

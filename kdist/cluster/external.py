@@ -1,4 +1,4 @@
-"""`ExternalCluster`: a cluster whose tasks others start, on any machines; the chief's side of it."""
+"""`ExternalCluster`: the chief's side of a cluster of externally started tasks, on any machines."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdist._compat import op_libraries
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
-from kdist.cluster.network.sockets import HeldPorts, bound_to
+from kdist.cluster.network.sockets import HeldPorts, bind_to
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.server import ServerOptions
-from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.spec import Cluster, ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.log import warn
 
 if TYPE_CHECKING:
-    from kdist.config.schema import DevicesConfig
+    from kdist.config.schema import ClusterConfig
 
 _STOP_SECS = 5.0
 _POLL_SECS = 0.2
 
 
-class ExternalCluster:
+class ExternalCluster(Cluster):
     """Waits for the tasks of `spec`, and releases them at the end.
 
     The chief's own server (that of worker 0, if the chief is worker 0 as well) is a child process.
@@ -36,35 +35,20 @@ class ExternalCluster:
     Args:
         spec: addresses of all tasks.
         log_dir: folder for the log of the chief's own server.
-        start_timeout: seconds within which every task must serve.
-        patience: seconds of silence after which a task counts as lost.
-        chief_port: at which tasks reach the chief's process; None for any free port.
-        devices: which GPUs tasks may use.
+        config: timeouts, the port of the chief's process, devices and the network interface.
         fingerprint: of this process; None compares nothing.
     """
 
     def __init__(
-        self,
-        spec: ClusterSpec,
-        log_dir: Path,
-        *,
-        start_timeout: float,
-        patience: float,
-        chief_port: int | None = None,
-        devices: DevicesConfig | None = None,
-        fingerprint: TaskFingerprint | None = None,
+        self, spec: ClusterSpec, log_dir: Path, config: ClusterConfig, fingerprint: TaskFingerprint | None = None
     ) -> None:
         self.spec = spec
-        self.chief_address = ""
-        self.any_chief_port = chief_port is None
+        self.any_chief_port = config.chief_port is None
+        self._config = config
         self._fingerprint = fingerprint
         self._version_check: VersionCheck | None = None
-        self._chief_port = chief_port
         self._own_port = HeldPorts(0)
         self._log_dir = log_dir
-        self._start_timeout = start_timeout
-        self._patience = patience
-        self._devices = devices
         self._own: Child | None = None
         self._probes: PortProbes | None = None
         self._tcp_timeouts: TcpTimeouts | None = None
@@ -72,38 +56,29 @@ class ExternalCluster:
 
     def launch(self) -> None:
         """Starts the chief's own server and returns at once."""
+        config = self._config
+        bind_to(config.bind)
         address, task = chief_server(self.spec)
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
         self._own_port.release()
-        self._own_port = HeldPorts(0 if self._chief_port else 1)
-        port = self._chief_port or self._own_port.numbers[0]
+        self._own_port = HeldPorts(0 if config.chief_port else 1)
+        port = config.chief_port or self._own_port.numbers[0]
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
-        options = ServerOptions(
-            jobs,
-            task.job,
-            task.index,
-            0,
-            0,
-            patience=self._patience,
-            bind=bound_to(),
-            op_libraries=op_libraries.loaded_by(),
-            path=sys.path,
-        )
+        options = ServerOptions(jobs, task.job, task.index, patience=config.patience)
         log = self._log_dir / f"{task.job}-{task.index}-server.log"
         log.unlink(missing_ok=True)
         self._own = start_child(
             [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
             log,
-            start_timeout=self._start_timeout,
+            start_timeout=config.start_timeout,
             stdout=subprocess.DEVNULL,
-            env=task_environment(task, self._devices),
+            env=task_environment(task, config.devices),
         )
-        addresses = self._addresses()
-        self._probes = PortProbes(addresses, self._patience)
-        self._tcp_timeouts = TcpTimeouts(addresses.values(), [port], self._patience)
+        self._probes = PortProbes(self.spec.addresses, config.patience)
+        self._tcp_timeouts = TcpTimeouts(self.spec.addresses.values(), [port], config.patience)
         self._tcp_timeouts.start()
 
     def wait(self) -> None:
@@ -113,24 +88,23 @@ class ExternalCluster:
             ClusterError: names those that do not serve in time.
             ConfigError: names those that differ, and in what.
         """
-        addresses = self._addresses()
         while missing := self._missing():
             assert self._own is not None
             if self._own.poll() is not None:
                 own = chief_server(self.spec)[1]
                 raise ClusterError(f"{own} exited while starting ({self._own.how_it_ended()}){self._own.log_tail()}")
             if self._own.is_late:
-                late = {task: address for task, address in addresses.items() if task in missing}
+                late = {task: address for task, address in self.spec.addresses.items() if task in missing}
                 silent = dict.fromkeys(
                     self._running().listening(), "it listens, but has not compared itself with the chief"
                 )
-                raise not_met(late, self._running().found() | silent, self._start_timeout)
+                raise not_met(late, self._running().found() | silent, self._config.start_timeout)
             time.sleep(_POLL_SECS)
         self._all_there = True
 
     def _missing(self) -> set[Task]:
         """The tasks that do not serve, or have not compared themselves with this process."""
-        addresses, own = self._addresses(), chief_server(self.spec)[1]
+        addresses, own = self.spec.addresses, chief_server(self.spec)[1]
         listening = self._running().listening()
         missing = addresses.keys() - listening
         if self._fingerprint is None:
@@ -167,29 +141,16 @@ class ExternalCluster:
             self._own.kill()
         return False
 
-    @property
-    def pids(self) -> dict[Task, int]:
-        """Empty: others have started the tasks."""
-        return {}
-
-    def restart(self, task: Task) -> bool:
-        """False: others start the tasks; a task that they restart is admitted again."""
-        return False
-
-    def starting_tasks(self) -> set[Task]:
-        """Empty: tasks that do not serve yet count as lost."""
-        return set()
-
     def stop(self, *, will_resume: bool = False) -> None:
-        """Tells the tasks that the chief has finished, and stops the chief's own server. May be called repeatedly."""
+        """Tells the tasks that the chief has finished, and stops the chief's own server."""
         if self._own is None or self._probes is None or self._tcp_timeouts is None:
             return
         if self._own.poll() is None:
-            others = self._addresses().keys() - self._probes.lost() - {chief_server(self.spec)[1]}
+            others = self.spec.addresses.keys() - self._probes.lost() - {chief_server(self.spec)[1]}
             if self._version_check is not None:
                 others = {task for task in others if str(task) not in self._version_check.mismatches}
             # A task that returns in time should learn that the chief has finished, not find that it has disappeared.
-            timeout = max(_STOP_SECS, self._patience) if self._probes.silent() else _STOP_SECS
+            timeout = max(_STOP_SECS, self._config.patience) if self._probes.silent() else _STOP_SECS
             if missing := tell_tasks(self.spec, others, timeout, will_resume=will_resume):
                 warn(f"{', '.join(sorted(missing))} did not acknowledge that training has finished")
         self._probes.stop()
@@ -202,9 +163,3 @@ class ExternalCluster:
         if self._probes is None:
             raise RuntimeError("used before launch()")
         return self._probes
-
-    def _addresses(self) -> dict[Task, str]:
-        addresses = {task: self.spec.address(task) for task in self.spec.shape.tasks}
-        if self.spec.chief:
-            addresses[Task("chief", 0)] = self.spec.chief
-        return addresses

@@ -13,26 +13,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from kdist._compat import op_libraries
-from kdist.cluster.network.sockets import HeldPorts, bound_to
+from kdist.cluster.network.sockets import HeldPorts, bind_to
 from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
 from kdist.cluster.processes.server import READY, ServerOptions
 from kdist.cluster.processes.task_processes import TaskProcesses
-from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
-from kdist.config.schema import ClusterConfig, DevicesConfig
+from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
+from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
 
 _START_ATTEMPTS = 3
 _STOP_SECS = 2.0
 # The chief finds most stopped tasks itself, within 10 s after `cluster.step_timeout` at most, and says so.
 _GUARD_EXTRA_SECS = 20.0
-
-
-def available_cores() -> int:
-    """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_budget(job: str, shape: ClusterShape, cores: int) -> tuple[int, int]:
@@ -51,14 +45,16 @@ def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int]
     A step passes through dozens of threads, most of which wait for the previous one. If there is at most one core per
     worker, waking a thread on another core costs more than the work of the thread.
     """
-    if len(cores) > shape.num_workers:
-        return None
-    return [cores[task.index % len(cores)]]
+    return None if len(cores) > shape.num_workers else [cores[task.index % len(cores)]]
 
 
-def own_cores_of(task: Task, shape: ClusterShape) -> list[int] | None:
-    """`cores_of`, of those that this process may use; None where the system cannot bind a process."""
-    return cores_of(task, shape, sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
+def share_of_machine(task: Task, shape: ClusterShape) -> tuple[int, int, list[int] | None]:
+    """The `thread_budget` and `cores_of` a task, of the cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        # The system cannot bind a process.
+        return (*thread_budget(task.job, shape, os.cpu_count() or 1), None)
+    cores = sorted(os.sched_getaffinity(0))
+    return (*thread_budget(task.job, shape, len(cores)), cores_of(task, shape, cores))
 
 
 def log_path(log_dir: Path, task: Task) -> Path:
@@ -66,54 +62,41 @@ def log_path(log_dir: Path, task: Task) -> Path:
     return log_dir / f"{task.job}-{task.index}.log"
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """Starts the tasks of `shape` on free ports of this machine; they end with this process.
 
     Each task's output goes to `<log_dir>/<job>-<index>.log`. A task ends when its standard input closes, so it cannot
     outlive this process (see `kdist.cluster.processes.server`). Use as a context manager, or `start` and `stop`.
 
     Args:
-        shape: how many parameter servers and workers.
+        shape: the number of parameter servers and workers.
         log_dir: folder for the logs; made if missing.
-        start_timeout: seconds within which every task must serve.
-        step_timeout: seconds for which a task may be stopped (SIGSTOP) before it is killed, a few seconds later; the
-            chief may be waiting for it where it cannot watch it.
-        devices: which GPUs tasks may use.
+        config: timeouts, devices and the network interface. A task that is stopped (SIGSTOP) for longer than
+            `step_timeout` is killed, a few seconds later: the chief may be waiting for it where it cannot watch it.
 
     Raises:
         ClusterError: on `start`; names the task that died or did not respond, with the end of its log.
     """
 
-    def __init__(
-        self,
-        shape: ClusterShape,
-        log_dir: Path,
-        *,
-        start_timeout: float = ClusterConfig.start_timeout,
-        step_timeout: float = ClusterConfig.step_timeout,
-        devices: DevicesConfig | None = None,
-    ) -> None:
+    def __init__(self, shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = None) -> None:
         self.shape = shape
-        self._devices = devices
         self.log_dir = log_dir
-        self._start_timeout = start_timeout
-        self._guard_secs = step_timeout + _GUARD_EXTRA_SECS
+        self._config = config or ClusterConfig()
+        self._guard_secs = self._config.step_timeout + _GUARD_EXTRA_SECS
         self._guard: Child | None = None
         #: Process ids of tasks that were killed because they were stopped.
         self._were_stopped: set[int] = set()
         self._children: dict[Task, Child] = {}
         # Messages from before the first task is forked are in its log.
-        self._task_processes = TaskProcesses(self._log_path(shape.tasks[0]))
+        self._task_processes = TaskProcesses(log_path(log_dir, shape.tasks[0]))
         self._ready: set[Task] = set()
         #: Tasks that were restarted and do not serve yet.
         self._starting: set[Task] = set()
         self._ports = HeldPorts(0)
         self.spec = ClusterSpec((), ())
-        self.chief_address = ""
-        self.any_chief_port = True
 
     def launch(self) -> None:
-        """Starts the processes and returns at once; `wait` waits until they serve."""
+        bind_to(self._config.bind)
         self._ready.clear()
         self._ports.release()
         self._ports = HeldPorts(len(self.shape.tasks) + 1)
@@ -124,7 +107,7 @@ class LocalCluster:
         self._children = {task: self._launch(task) for task in self.shape.tasks}
 
     def wait(self) -> None:
-        """Waits until every task serves; starts all of them again if a port was taken in the meantime."""
+        # A port may have been taken in the meantime.
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._wait_until_ready()
@@ -143,7 +126,6 @@ class LocalCluster:
         return self
 
     def stop(self, *, will_resume: bool = False) -> None:
-        """Stops every task and waits for it, at most a few seconds. May be called repeatedly."""
         end_children(self._children.values(), _STOP_SECS)
         self._children.clear()
         self._starting.clear()
@@ -154,32 +136,20 @@ class LocalCluster:
         self._ports.release()
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
-        """Kills tasks, all if None, and waits until they have exited; `stop` has to be called all the same."""
         for task in self._children if tasks is None else tasks:
             self._children[task].kill()
             self._children[task].wait()
         return True
 
     def restart(self, task: Task) -> bool:
-        """Restarts a task that has exited, at its old address, and returns at once."""
         end_children([self._children[task]], _STOP_SECS)
         self._children[task] = self._launch(task)
         self._ready.discard(task)
         self._starting.add(task)
         return True
 
-    def silent_tasks(self) -> set[Task]:
-        """None: a process of this machine runs, or has exited."""
-        return set()
-
-    def disconnect(self, task: Task) -> None:
-        """Does nothing: the system closes the connections of a process that has exited."""
-
-    def reconnect(self, task: Task) -> None:
-        """Nothing."""
-
     def starting_tasks(self) -> set[Task]:
-        """The tasks that were restarted and do not serve yet; one that takes too long is killed."""
+        """The tasks that were restarted and do not serve yet. Kills one that takes too long."""
         for task in list(self._starting):
             child = self._children[task]
             if child.poll() is None and child.is_late:
@@ -203,11 +173,9 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[Task, int]:
-        """The process id of each task."""
         return {task: child.pid for task, child in self._children.items()}
 
     def lost_tasks(self) -> dict[Task, str]:
-        """The tasks that have exited, and how."""
         ended = {task: child for task, child in self._children.items() if child.poll() is not None}
         lost = {task: f"died ({child.how_it_ended()})" for task, child in ended.items()}
         if lost and self._guard is not None and _can_read(self._guard.stdout):
@@ -230,28 +198,15 @@ class LocalCluster:
             self._guard.stdin.write("".join(f"{self._children[task].pid}\n" for task in tasks).encode())
             self._guard.stdin.flush()
 
-    def _log_path(self, task: Task) -> Path:
-        return log_path(self.log_dir, task)
-
-    def _options(self, task: Task) -> ServerOptions:
-        intra_op, inter_op = thread_budget(task.job, self.shape, available_cores())
-        own_cores = own_cores_of(task, self.shape)
-        return ServerOptions(
-            self.spec.jobs,
-            task.job,
-            task.index,
-            intra_op,
-            inter_op,
-            own_cores,
-            bind=bound_to(),
-            op_libraries=op_libraries.loaded_by(),
-            path=sys.path,
-        )
-
     def _launch(self, task: Task) -> Child:
-        options, environment, log = self._options(task), task_environment(task, self._devices), self._log_path(task)
-        program = TaskProgram("kdist.cluster.processes.server", options.to_json(), environment, log)
-        return self._task_processes.start(program, self._start_timeout)
+        options = ServerOptions(self.spec.jobs, task.job, task.index, *share_of_machine(task, self.shape))
+        program = TaskProgram(
+            "kdist.cluster.processes.server",
+            options.to_json(),
+            task_environment(task, self._config.devices),
+            log_path(self.log_dir, task),
+        )
+        return self._task_processes.start(program, self._config.start_timeout)
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -263,10 +218,11 @@ class LocalCluster:
             while waiting:
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:
-                    names = ", ".join(sorted(map(str, waiting)))
+                    late = sorted(waiting, key=str)
+                    names, secs = ", ".join(map(str, late)), self._config.start_timeout
                     raise ClusterError(
-                        f"{names} did not respond within {self._start_timeout:g} s (cluster.start_timeout)"
-                        + self._children[min(waiting, key=str)].log_tail()
+                        f"{names} did not respond within {secs:g} s (cluster.start_timeout)"
+                        + self._children[late[0]].log_tail()
                     )
                 for key, _ in events:
                     task = key.data

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kdist.errors import ConfigError
 
@@ -119,10 +119,10 @@ class ClusterSpec:
         return {job: list(hosts) for job, hosts in (("ps", self.ps), ("worker", self.worker)) if hosts}
 
     @property
-    def addresses(self) -> dict[str, str]:
+    def addresses(self) -> dict[Task, str]:
         """Every address by its task."""
-        chief = {str(CHIEF): self.chief} if self.chief else {}
-        return chief | {str(task): self.address(task) for task in self.shape.tasks}
+        chief = {CHIEF: self.chief} if self.chief else {}
+        return chief | {task: self.address(task) for task in self.shape.tasks}
 
     def port(self, task: Task) -> int:
         """The port of `task`; see `address`."""
@@ -171,49 +171,62 @@ class Membership:
         return self.task.job == EVALUATOR.job
 
 
-class Cluster(Protocol):
-    """Where the tasks are: started by this process, or by others."""
+class Cluster(abc.ABC):
+    """The tasks of a cluster, which this process or others start.
+
+    Attributes:
+        spec: addresses of the tasks; known when they are launched.
+        chief_address: `host:port` at which the tasks reach this process; known then.
+        any_chief_port: whether they reach it at any other port as well.
+    """
 
     spec: ClusterSpec
-    #: `host:port` at which the tasks reach this process; known when it is launched.
-    chief_address: str
-    #: Whether they reach it at any other port as well.
-    any_chief_port: bool
+    chief_address = ""
+    any_chief_port = True
 
+    @abc.abstractmethod
     def launch(self) -> None:
         """Starts the tasks that this process has to start, and returns at once."""
 
+    @abc.abstractmethod
     def wait(self) -> None:
-        """Waits until every task serves, at most for its `start_timeout`."""
+        """Waits until every task serves, at most for `cluster.start_timeout`."""
 
+    @abc.abstractmethod
     def lost_tasks(self) -> dict[Task, str]:
-        """The tasks that are lost, each with a predicate that says how: `died (exit code 1)`."""
+        """The lost tasks, each with a predicate for messages: `died (exit code 1)`."""
 
-    def silent_tasks(self) -> set[Task]:
-        """The tasks that do not respond, and do not count as lost yet."""
-
-    def starting_tasks(self) -> set[Task]:
-        """The tasks that were restarted and do not serve yet."""
-
-    def disconnect(self, task: Task) -> None:
-        """Closes the connections with a task that is lost, if it may be silent, so that nothing waits for it."""
-
-    def reconnect(self, task: Task) -> None:
-        """Undoes `disconnect`: the task has returned."""
-
-    def restart(self, task: Task) -> bool:
-        """Restarts a lost task at its address and returns at once; False if this process may not."""
-
+    @abc.abstractmethod
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
-        """Kills tasks, all if None; False if others started some of them."""
+        """Kills tasks, all if None, and waits until they have exited; False if others started some of them."""
 
-    @property
-    def pids(self) -> Mapping[Task, int]:
-        """Process ids of the tasks that this process started."""
-
+    @abc.abstractmethod
     def stop(self, *, will_resume: bool = False) -> None:
-        """Stops the cluster; may be called repeatedly.
+        """Stops the cluster, within a few seconds; may be called repeatedly.
 
         Args:
             will_resume: whether the run is not at its end, so that another chief will resume it.
         """
+
+    def silent_tasks(self) -> set[Task]:
+        """The tasks that do not respond, and do not count as lost yet; none on this machine."""
+        return set()
+
+    def starting_tasks(self) -> set[Task]:
+        """The tasks that were restarted and do not serve yet."""
+        return set()
+
+    def disconnect(self, task: Task) -> None:  # noqa: B027 - this machine does so for its own processes
+        """Closes the connections with a task that is lost, if it may be silent, so that nothing waits for it."""
+
+    def reconnect(self, task: Task) -> None:  # noqa: B027
+        """Undoes `disconnect`: the task has returned."""
+
+    def restart(self, task: Task) -> bool:
+        """Restarts a task that has exited, at its address, and returns at once; False if others start the tasks."""
+        return False
+
+    @property
+    def pids(self) -> Mapping[Task, int]:
+        """Process ids of the tasks that this process started."""
+        return {}

@@ -12,6 +12,7 @@ from kdist.log import Line
 from kdist.version import __version__
 
 if TYPE_CHECKING:
+    from kdist.cluster.spec import Task
     from kdist.strategies.gradient_counts import GradientCounts
 
 _MAX_ITEMS = 5
@@ -126,13 +127,14 @@ def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[Line]:
     ]
 
 
-def member_lines(addresses: Mapping[str, str], chief: str) -> list[Line]:
-    """`task  | worker:0 | host3:2222 | also the chief`, a line per task that others have started."""
-    width = max(map(len, addresses))
+def member_lines(addresses: Mapping[Task, str], chief: str) -> list[Line]:
+    """`task  | worker:0 | host3:2222 | also the chief`, a line per externally started task."""
+    named = {str(task): address for task, address in addresses.items()}
+    width = max(map(len, named))
     also = {chief: ["also the chief"]} if chief != "chief" else {}
     return [
         _line("task", f"{task:<{width}}", address, *also.get(task, []), values={"task": task, "address": address})
-        for task, address in addresses.items()
+        for task, address in named.items()
     ]
 
 

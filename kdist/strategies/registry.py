@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist.cluster.network import sockets
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.schema import ClusterConfig, StrategyConfig
 from kdist.config.strategy_options import OPTIONS_OF, foreign_options, options_of
@@ -131,28 +130,13 @@ def _cluster_on_servers(
     log_dir: Path,
 ) -> Cluster:
     """The cluster that a strategy with parameter servers starts, or waits for."""
-    sockets.bind_to(config.bind)
     if membership is not None:
         from kdist.cluster.external import ExternalCluster
 
-        return ExternalCluster(
-            membership.spec,
-            log_dir,
-            start_timeout=config.start_timeout,
-            patience=config.patience,
-            chief_port=config.chief_port,
-            devices=config.devices,
-            fingerprint=description,
-        )
+        return ExternalCluster(membership.spec, log_dir, config, description)
     from kdist.cluster.local import LocalCluster
 
-    return LocalCluster(
-        shape,
-        log_dir,
-        start_timeout=config.start_timeout,
-        step_timeout=config.step_timeout,
-        devices=config.devices,
-    )
+    return LocalCluster(shape, log_dir, config)
 
 
 def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membership | None) -> int | None:

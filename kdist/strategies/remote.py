@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from kdist import forks
 from kdist._compat import op_libraries
-from kdist.cluster.local import available_cores, log_path, own_cores_of, thread_budget
+from kdist.cluster.local import log_path, share_of_machine
 from kdist.cluster.network.sockets import HeldPorts
 from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
@@ -287,7 +287,6 @@ class Processes:
     def _launch(self, request: Path) -> None:
         ports = self._at_end.enter_context(HeldPorts(self._number if self._number > 1 else 0))
         shape = ClusterShape(0, self._number)
-        intra_op, inter_op = thread_budget("worker", shape, available_cores())
         tasks = TaskProcesses(self._logs[0], train=True)
         self._at_end.callback(tasks.close)
         self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
@@ -297,6 +296,7 @@ class Processes:
             with there:
                 self._pipes.append(self._at_end.enter_context(here))
                 forks.keep_from_children(here)
+                intra_op, inter_op, cores = share_of_machine(Task("worker", index), shape)
                 options = RemoteOptions(
                     index,
                     [f"127.0.0.1:{port}" for port in ports.numbers],
@@ -309,7 +309,7 @@ class Processes:
                     self._cluster.bind,
                     self._cluster.start_timeout,
                     # One process with several devices uses all of them.
-                    own_cores_of(Task("worker", index), shape) if self._number > 1 else None,
+                    cores if self._number > 1 else None,
                     op_libraries.loaded_by(),
                 )
                 program = TaskProgram(

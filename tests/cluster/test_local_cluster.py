@@ -16,6 +16,7 @@ from kdist.cluster.local import LocalCluster, cores_of
 from kdist.cluster.processes import task_processes
 from kdist.cluster.processes.task_processes import prepared
 from kdist.cluster.spec import ClusterShape, Task
+from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
 
 pytestmark = pytest.mark.cluster
@@ -151,7 +152,7 @@ def test_nothing_is_left_when_all_processes_were_stopped_and_the_chief_is_killed
 
 
 def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(ClusterShape(1, 1), tmp_path, start_timeout=0.01)
+    cluster = LocalCluster(ClusterShape(1, 1), tmp_path, ClusterConfig(start_timeout=0.01))
     with pytest.raises(
         ClusterError, match=r"ps:0, worker:0 did not respond within 0\.01 s \(cluster\.start_timeout\)"
     ) as error:
@@ -241,7 +242,7 @@ def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, mon
 
 def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
-    with LocalCluster(ClusterShape(1, 1), tmp_path, step_timeout=0.5) as cluster:
+    with LocalCluster(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
         os.kill(cluster.pids[Task("ps", 0)], signal.SIGSTOP)
         wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
         assert cluster.lost_tasks() == {Task("ps", 0): "was stopped for 1 s and killed"}
@@ -250,7 +251,7 @@ def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, mon
 def test_a_task_that_was_restarted_is_watched_like_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
     worker = Task("worker", 0)
-    with LocalCluster(ClusterShape(1, 1), tmp_path, step_timeout=0.5) as cluster:
+    with LocalCluster(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
         cluster.kill([worker])
         cluster.restart(worker)
         wait_until(lambda: not cluster.starting_tasks(), 60, "it serves again")

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from kdist._compat import op_libraries
 from kdist._compat.quick_import import quick_import
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network import sockets
+from kdist.cluster.network.names import host_and_port
 from kdist.cluster.processes.child import end_with_parent, name_process, visible_devices
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
@@ -35,14 +36,14 @@ _servers: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of one server task.
+    """The options of one server task; the last three are by default those of the process that makes them.
 
     Attributes:
         jobs: addresses (`host:port`) of every task by job.
         job: this task's job, `ps` or `worker`.
         index: this task's index in its job.
         intra_op_threads: threads inside one op; 0 lets TensorFlow choose.
-        inter_op_threads: threads for ops side by side; never 1, a single one can wait for itself.
+        inter_op_threads: threads for ops side by side, also 0; never 1, a single one can wait for itself.
         cores: the CPU cores that the task is bound to; None for any.
         patience: seconds for which a task on another host may be silent; None if all are on this host.
         bind: the network interface at which it listens, see `kdist.cluster.network.sockets`; None for all.
@@ -53,13 +54,13 @@ class ServerOptions:
     jobs: dict[str, list[str]]
     job: str
     index: int
-    intra_op_threads: int
-    inter_op_threads: int
+    intra_op_threads: int = 0
+    inter_op_threads: int = 0
     cores: list[int] | None = None
     patience: float | None = None
-    bind: str | None = None
-    op_libraries: list[str] = field(default_factory=list)
-    path: list[str] = field(default_factory=list)
+    bind: str | None = field(default_factory=sockets.bound_to)
+    op_libraries: list[str] = field(default_factory=op_libraries.loaded_by)
+    path: list[str] = field(default_factory=lambda: list(sys.path))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -92,24 +93,13 @@ def serve(options: ServerOptions) -> NoReturn:
     # A thread that looks for work for a while before it sleeps takes the core away from the other tasks of this
     # machine.
     config.experimental.disable_thread_spinning = options.cores is not None
-    server = tf.distribute.Server(
-        tf.train.ClusterSpec(options.jobs),
-        job_name=options.job,
-        task_index=options.index,
-        protocol="grpc",
-        config=config,
-        # Nobody is answered before the port is bound.
-        start=False,
-    )
     sockets.bind_to(options.bind)
-    own = options.jobs[options.job][options.index]
-    sockets.bind_port(int(own.rpartition(":")[2]))
-    server.start()
+    server, port = _start_server(options.jobs, Task(options.job, options.index), config)
     if options.patience is not None:
         from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 
         addresses = [address for hosts in options.jobs.values() for address in hosts]
-        TcpTimeouts(addresses, [int(own.rpartition(":")[2])], options.patience).start()
+        TcpTimeouts(addresses, [port], options.patience).start()
     os.write(1, READY)
     os.dup2(2, 1)
     print(f"{log.now()} {options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
@@ -150,7 +140,7 @@ def serve_until_done(
     offer_readers()
     address = spec.address(task)
     if address not in _servers:
-        _servers[address] = _started_server(spec, task, config, log_device_placement)
+        _servers[address] = _server_of(spec, task, config, log_device_placement)
     chief = Chief(spec, task, config.patience)
     log.say(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}")
     timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
@@ -170,7 +160,7 @@ def serve_until_done(
     log.say(f"done  | {task} | the chief has finished")
 
 
-def _started_server(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_placement: bool) -> Any:
+def _server_of(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_placement: bool) -> Any:
     import tensorflow as tf
 
     from kdist.cluster.network.port_probe import accepts_connections
@@ -178,21 +168,30 @@ def _started_server(spec: ClusterSpec, task: Task, config: ClusterConfig, log_de
     address = spec.address(task)
     if accepts_connections(address):
         raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
+    sockets.bind_to(config.bind)
     try:
-        server = tf.distribute.Server(
-            tf.train.ClusterSpec(spec.jobs),
-            job_name=task.job,
-            task_index=task.index,
-            protocol="grpc",
-            config=tf.compat.v1.ConfigProto(log_device_placement=log_device_placement),
-            start=False,
-        )
+        return _start_server(spec.jobs, task, tf.compat.v1.ConfigProto(log_device_placement=log_device_placement))[0]
     except tf.errors.OpError as error:
         raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
-    sockets.bind_to(config.bind)
-    sockets.bind_port(spec.port(task))
+
+
+def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:
+    """Starts the TensorFlow server of a task; returns it and its port."""
+    import tensorflow as tf
+
+    port = host_and_port(jobs[task.job][task.index])[1]
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(jobs),
+        job_name=task.job,
+        task_index=task.index,
+        protocol="grpc",
+        config=config,
+        # Nobody is answered before the port is bound.
+        start=False,
+    )
+    sockets.bind_port(port)
     server.start()
-    return server
+    return server, port
 
 
 def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:
