@@ -430,11 +430,6 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> keras.Varia
     return variable if isinstance(variable, keras.Variable) else None
 
 
-def clip(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Clips as `apply` would; only a worker can, since a global norm needs all gradients."""
-    return optimizer._clip_gradients(list(gradients))
-
-
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Whether weight decay applies to a variable; the exclusions cannot be read otherwise."""
     # Keras's TensorFlow optimizer looks up exclusions by the underlying tf.Variable.

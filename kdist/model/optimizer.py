@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
 
 from kdist._compat.keras import (
-    clip,
     is_multi_optimizer,
     learning_rate_variable,
     own_variables,
@@ -18,6 +18,12 @@ from kdist._compat.keras import (
     step_counter,
 )
 from kdist.errors import ConfigError
+
+K = TypeVar("K", bound=Hashable)
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
+
+#: The dtypes that squares are added up in, other than float32.
+_WIDE = {tf.float64: tf.float64}
 
 # They compute each element of a variable separately, so that rows can be updated independently.
 _ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"))
@@ -141,19 +147,48 @@ def _divided(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) 
 
 
 def clip_gradients(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
-) -> list[tf.Tensor | tf.IndexedSlices | None]:
-    """Clips as the optimizer would. Only a worker can: a global norm needs the gradients of all servers.
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Mapping[K, Gradient],
+    variable_of: Callable[[K], Hashable] = lambda key: key,
+    device_of: Callable[[K], str] = lambda _: "",
+) -> dict[K, Gradient]:
+    """Clips gradients of variables, or of parts of them, as Keras would clip the whole ones; only norms travel.
 
     Args:
-        gradients: None stays None; the norm of a sparse one is that of its slices, as in Keras.
+        gradients: the norm of a sparse one is that of its slices, as in Keras.
+        variable_of: key -> its variable, whose parts have one norm.
+        device_of: key -> the device of its gradient; empty for the caller's.
     """
     if optimizer.gradient_accumulation_steps:
         # Their mean is clipped, where it is accumulated.
-        return list(gradients)
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    clipped = iter(clip(optimizer, values))
-    return [
-        None if g is None else tf.IndexedSlices(next(clipped), g.indices) if hasattr(g, "indices") else next(clipped)
-        for g in gradients
-    ]
+        return dict(gradients)
+    limit, scale_of = optimizer.clipvalue, dict[Hashable, tf.Tensor]()
+    if norm := optimizer.clipnorm or optimizer.global_clipnorm:
+        squares = defaultdict[Hashable, list[tf.Tensor]](list)
+        for key, gradient in gradients.items():
+            with _on(device_of(key)):
+                values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+                square = tf.reduce_sum(tf.square(tf.cast(values, _WIDE.get(values.dtype, tf.float32))))
+            squares[variable_of(key) if optimizer.clipnorm else None].append(tf.identity(square))
+        for of, parts in squares.items():
+            scale_of[of] = norm / tf.maximum(tf.sqrt(tf.add_n(parts)), norm)
+    elif not limit:
+        return dict(gradients)
+
+    def clip(key: K, values: tf.Tensor) -> tf.Tensor:
+        if not norm:
+            return tf.clip_by_value(values, -limit, limit)
+        return values * tf.cast(scale_of[variable_of(key) if optimizer.clipnorm else None], values.dtype)
+
+    clipped: dict[K, Gradient] = {}
+    for key, gradient in gradients.items():
+        with _on(device_of(key)):
+            if isinstance(gradient, tf.IndexedSlices):
+                clipped[key] = tf.IndexedSlices(clip(key, gradient.values), gradient.indices)
+            else:
+                clipped[key] = clip(key, gradient)
+    return clipped
+
+
+def _on(device: str) -> AbstractContextManager[object]:
+    return tf.device(device) if device else nullcontext()

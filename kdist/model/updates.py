@@ -173,18 +173,12 @@ class StepUpdates:
         num_variables = 1 + max((i for group in self.groups for i in group.variables), default=-1)
         return [merged.get(i) for i in range(num_variables)]
 
-    def clips(self, phase: int) -> bool:
-        """Whether an optimizer clips gradients of a phase."""
-        optimizers = [self.groups[update.group].optimizer for update in self.in_phase(phase)]
-        return any(o.clipnorm or o.global_clipnorm or o.clipvalue for o in optimizers)
-
     def clip(self, gradients: Sequence[Any], phase: int) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """Clips the gradients of a phase, one per variable or None, as the optimizers would."""
         clipped = list(gradients)
         for update in self.in_phase(phase):
-            own = sorted(update.variables)
-            found = clip_gradients(self.groups[update.group].optimizer, [gradients[i] for i in own])
-            for i, gradient in zip(own, found):
+            own = {i: gradients[i] for i in sorted(update.variables) if gradients[i] is not None}
+            for i, gradient in clip_gradients(self.groups[update.group].optimizer, own).items():
                 clipped[i] = gradient
         return clipped
 

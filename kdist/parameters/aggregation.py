@@ -7,24 +7,30 @@ chief's decision, and there is nothing that a worker could wait for.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
-import keras
 import tensorflow as tf
 
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import LossWeights
+from kdist.model.optimizer import Gradient, clip_gradients
 from kdist.model.updates import ReplicaOutput, scaled
-from kdist.parameters.placement.messages import Assigned, BlockUpdates, Layout, Overflow, Pulled, Weight, Wire
+from kdist.parameters.placement.messages import (
+    Assigned,
+    BlockUpdates,
+    Layout,
+    Overflow,
+    Pulled,
+    UpdateKey,
+    Weight,
+    Wire,
+)
 from kdist.parameters.store import ParameterStore
 
 #: The tensors of one gradient, on the servers.
 Contribution: TypeAlias = "list[tf.Tensor]"
-Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
 
 class GradientAggregator:
@@ -36,18 +42,18 @@ class GradientAggregator:
         self._layouts: dict[int, list[Layout]] = {}
 
     def bring(self, output: ReplicaOutput, pulled: Pulled) -> Contribution:
-        """Moves what `ParameterStore.push` takes to the servers, not clipped; traced in a worker's call."""
+        """Moves a gradient, not clipped, to the servers; takes the same as `ParameterStore.push`; traced in a call."""
         return self.deliver(self.pack(output, pulled), output.phase)
 
     def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
-        """What `deliver` moves, on the worker."""
+        """The tensors on the worker that `deliver` moves."""
         all_fused = self._store.fuse(weighted(self._store, output, pulled))
         self._layouts[output.phase] = [fused.layout for fused in all_fused]
         return [fused.tensor for fused in all_fused]
 
     def deliver(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
-        """Moves what was packed in a phase to the servers."""
-        devices = [self._store.device_of(layout) for layout in self._layouts[phase]]
+        """Moves the packed tensors of a phase to the servers."""
+        devices = [self._store.device_of(layout.any_key) for layout in self._layouts[phase]]
         tensors = []
         for tensor, device in zip(packed, devices):
             with tf.device(device):
@@ -55,92 +61,57 @@ class GradientAggregator:
         return tensors
 
     def apply_mean(self, contributions: Sequence[Contribution], phase: int = 0) -> tf.Tensor:
-        """The updates of a phase by the mean of `contributions`, traced in the chief; returns what a push does."""
+        """Applies the mean of `contributions` to a phase, traced in the chief; returns the same as a push."""
         means: BlockUpdates = {}
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
-            with tf.device(self._store.device_of(layout)):
+            with tf.device(self._store.device_of(layout.any_key)):
                 if self._has_one_mean(layout):
                     # One operation for all variables of a server, however many workers there are.
-                    means |= layout.split(_mean_of([Wire.unpack(tensor, layout.dtype) for tensor in tensors]))
+                    total = tf.add_n([Wire.unpack(tensor, layout.dtype) for tensor in tensors])
+                    means |= layout.split(of_total("mean", total, len(tensors)))
                     continue
                 of_each = [layout.split(tensor) for tensor in tensors]
                 for key in of_each[0]:
-                    means[key] = self._mean(key, [changes[key] for changes in of_each])
-        means = unweighted(self._store, means, len(contributions))
-        clipped: dict[int, Gradient] = {}
-        for update in self._store.updates.in_phase(phase):
-            own = {block: mean for block, mean in means.items() if block in self._store.blocks_in(update)}
-            clipped |= self._clipped(own, self._store.updates.groups[update.group].optimizer)
-        return self._store.apply(means | clipped, phase)
+                    means[key] = self._joined(key, [changes[key] for changes in of_each])
+        return self._store.apply(finished(self._store, means, len(contributions), phase), phase)
 
-    def _mean(self, key: int | Assigned | Overflow | Weight, changes: Sequence[Gradient]) -> Gradient:
+    def _joined(self, key: UpdateKey, changes: Sequence[Gradient]) -> Gradient:
         if isinstance(key, Overflow):
             # What has overflowed in one of them does so in the mean.
             return tf.reduce_max(changes)
-        if not isinstance(changes[0], tf.IndexedSlices):
-            return _together(self._aggregation(key), changes)
-        values = tf.concat([change.values for change in changes], 0) / len(changes)
-        rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
-        return sum_duplicates(rows) if self._store.blocks[key].is_row_wise else rows
-
-    def _clipped(self, gradients: dict[int, Gradient], optimizer: keras.optimizers.Optimizer) -> dict[int, Gradient]:
-        """Clips as the optimizer would clip the whole gradients: norms are summed up over servers, on the chief."""
-        scale: Callable[[tf.Tensor], tf.Tensor]
-        if optimizer.clipnorm:
-            return self._clipped_each(gradients, optimizer.clipnorm)
-        if optimizer.global_clipnorm:
-            squares = [self._square(block, gradient) for block, gradient in gradients.items()]
-            scale = _scaling(squares, optimizer.global_clipnorm)
-        elif optimizer.clipvalue:
-            limit = optimizer.clipvalue
-            scale = partial(tf.clip_by_value, clip_value_min=-limit, clip_value_max=limit)
-        else:
-            return {}
-        clipped: dict[int, Gradient] = {}
-        for block, gradient in gradients.items():
-            with tf.device(self._device(block)):
-                clipped[block] = _map_values(scale, gradient)
-        return clipped
-
-    def _clipped_each(self, gradients: dict[int, Gradient], limit: float) -> dict[int, Gradient]:
-        """Clips the gradient of each variable by its own norm, whichever servers have parts of it."""
-        blocks, shards = self._store.blocks, self._store.shards
-        by_shard: dict[int, Gradient] = {}
-        squares: dict[int, list[tf.Tensor]] = defaultdict(list)
-        for block, gradient in gradients.items():
-            with tf.device(self._device(block)):
-                by_shard |= blocks.split(block, gradient)
-            for shard in blocks[block].shards:
-                squares[shards[shard].variable].append(self._square(block, by_shard[shard]))
-        scale = {variable: _scaling(parts, limit) for variable, parts in squares.items()}
-        clipped: dict[int, Gradient] = {}
-        for block in gradients:
-            with tf.device(self._device(block)):
-                scaled = {i: _map_values(scale[shards[i].variable], by_shard[i]) for i in blocks[block].shards}
-                clipped[block] = blocks.join(block, scaled)
-        return clipped
-
-    def _square(self, block: int, gradient: Gradient) -> tf.Tensor:
-        """The sum of squares of a block's gradient, or of a part of it, on the caller."""
-        with tf.device(self._device(block)):
-            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            square = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
-        return tf.identity(square)
+        if isinstance(changes[0], tf.IndexedSlices):
+            values = tf.concat([change.values for change in changes], 0) / len(changes)
+            rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
+            return sum_duplicates(rows) if self._store.blocks[key].is_row_wise else rows
+        rule = rule_of(self._store, key, changes[0].dtype)
+        return changes[0] if rule == "first" else of_total(rule, tf.add_n(list(changes)), len(changes))
 
     def _has_one_mean(self, layout: Layout) -> bool:
-        """Whether a fused tensor can be averaged without unpacking it."""
-        has_others = any(isinstance(key, Overflow) or self._aggregation(key) != "mean" for key in layout.shapes)
-        return layout.dtype.is_floating and not layout.row_shapes and not has_others
+        """Tells whether a fused tensor can be averaged without unpacking it."""
+        if not layout.dtype.is_floating or layout.row_shapes:
+            return False
+        others = [key for key in layout.shapes if isinstance(key, Overflow)]
+        return not others and {rule_of(self._store, key, layout.dtype) for key in layout.shapes} == {"mean"}
 
-    def _aggregation(self, key: int | Assigned | Weight) -> str:
-        return "mean" if isinstance(key, (Assigned, Weight)) else self._store.blocks[key].aggregation
 
-    def _device(self, block: int) -> str:
-        return self._store.devices[self._store.blocks[block].server]
+def rule_of(store: ParameterStore, key: UpdateKey, dtype: tf.DType) -> str:
+    """The rule by which the changes of several replicas become one: `mean`, `sum` or `first`."""
+    if isinstance(key, (Assigned, Weight)):
+        return "mean"
+    return "first" if dtype == tf.bool else store.blocks[key].aggregation
+
+
+def of_total(rule: str, total: tf.Tensor, num_replicas: int) -> tf.Tensor:
+    """The change that replicas apply, from the sum of theirs; a mean of whole numbers is rounded to the nearest."""
+    if rule != "mean":
+        return total
+    if total.dtype.is_floating:
+        return total / num_replicas
+    return tf.cast(tf.round(tf.cast(total, tf.float64) / num_replicas), total.dtype)
 
 
 def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
-    """As `ParameterStore.updates_of`, times the weights that a replica's part has in the mean of all, with these."""
+    """As `ParameterStore.updates_of`, times the weight of the replica in the mean of all; with that weight."""
     gradients, state = _arriving(store.wire, output.weight), _arriving(store.wire, output.state_weight)
     if output.weight is not None and store.updates.weights is LossWeights.EXAMPLES:
         state = gradients
@@ -154,8 +125,31 @@ def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Bl
     return changes
 
 
-def unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -> BlockUpdates:
-    """What replicas apply together, from the means of what `weighted` makes of each."""
+def finished(store: ParameterStore, means: BlockUpdates, num_replicas: int, phase: int) -> BlockUpdates:
+    """The changes that replicas apply together in a phase, clipped, from the means of those of `weighted`."""
+    changes = _unweighted(store, means, num_replicas)
+    blocks, clipped = store.blocks, dict[int, Gradient]()
+    for update in store.updates.in_phase(phase):
+        optimizer, in_update = store.updates.groups[update.group].optimizer, store.blocks_in(update)
+        own = {b: changes[b] for b in changes if b in in_update}
+        if not optimizer.clipnorm:
+            clipped |= clip_gradients(optimizer, own, device_of=store.device_of)
+            continue
+        # Each variable has a norm, whichever servers have parts of it.
+        by_shard: dict[int, Gradient] = {}
+        for b, gradient in own.items():
+            with tf.device(store.device_of(b) or None):
+                by_shard |= blocks.split(b, gradient)
+        parts = clip_gradients(
+            optimizer, by_shard, blocks.variable_of_shard, lambda shard: store.device_of(blocks.of_shard[shard])
+        )
+        for b in own:
+            with tf.device(store.device_of(b) or None):
+                clipped[b] = blocks.join(b, parts)
+    return changes | clipped
+
+
+def _unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -> BlockUpdates:
     weights = {key: means[key] for key in means if isinstance(key, Weight)}
     changes = {key: mean for key, mean in means.items() if key not in weights}
     for server, device in enumerate(store.devices):
@@ -177,7 +171,7 @@ def unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) ->
 
 
 def _arriving(wire: Wire, weight: tf.Tensor | None) -> tf.Tensor | None:
-    """A weight as it is when it has travelled."""
+    """A weight after its way to the servers."""
     return None if weight is None else wire.unpack(wire.pack(weight), weight.dtype)
 
 
@@ -186,34 +180,8 @@ def _block(key: int | Assigned) -> int:
 
 
 def _is_mean_of_state(store: ParameterStore, key: Any, change: Any) -> bool:
-    """Whether replicas apply the mean of what each has done to state, or has assigned to parameters."""
+    """True for changes of state, and of assigned parameters, of which replicas apply the mean."""
     if isinstance(key, Assigned):
         return True
     is_state = isinstance(key, int) and not store.blocks[key].is_parameter
     return is_state and store.blocks[key].aggregation == "mean" and change.dtype.is_floating
-
-
-def _scaling(squares: Sequence[tf.Tensor], limit: float) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Scales values so that the norm whose `squares` these are is at most `limit`."""
-    factor = limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
-    return lambda values: values * tf.cast(factor, values.dtype)
-
-
-def _map_values(change: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(change(gradient.values), gradient.indices)
-    return change(gradient)
-
-
-def _together(aggregation: str, changes: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The mean, the sum or the first of changes, as `Block.aggregation` says."""
-    if aggregation == "first" or changes[0].dtype == tf.bool:
-        return changes[0]
-    return tf.add_n(list(changes)) if aggregation == "sum" else _mean_of(changes)
-
-
-def _mean_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The mean of tensors of one shape; of whole numbers the nearest one."""
-    if tensors[0].dtype.is_floating:
-        return tf.add_n(list(tensors)) / len(tensors)
-    return tf.cast(tf.round(tf.add_n([tf.cast(t, tf.float64) for t in tensors]) / len(tensors)), tensors[0].dtype)

@@ -29,9 +29,9 @@ from kdist.parameters.placement.messages import (
     Change,
     Fused,
     Gathered,
-    Layout,
     Overflow,
     Pulled,
+    UpdateKey,
     Weight,
     Wire,
     fuse_by,
@@ -116,7 +116,7 @@ class ParameterStore:
             self.blocks,
             [variable.value for variable in self._variables],
             tables,
-            self._device,
+            self.device_of,
             lambda block: self.counters.begun[self.blocks[block].server].read_value(),
             self.wire,
         )
@@ -238,7 +238,7 @@ class ParameterStore:
         whole = {b: self._variables[b].value for b in sorted(wanted)}
         if not self.is_remote:
             return Gathered({b: variable.read_value() for b, variable in whole.items()}, [], step)
-        fused = fuse_by(whole, self._device, lambda variable: variable.read_value(), wire=self.wire)
+        fused = fuse_by(whole, self.device_of, lambda variable: variable.read_value(), wire=self.wire)
         return Gathered({}, fused, step)
 
     def pull(self, gathered: Gathered | None = None, *, trains: bool = True) -> Pulled:
@@ -278,7 +278,7 @@ class ParameterStore:
             return self.apply(changes, output.phase)
         arrived: BlockUpdates = {}
         for fused in self.fuse(changes):
-            with tf.device(self.device_of(fused.layout)):
+            with tf.device(self.device_of(fused.layout.any_key)):
                 arrived |= fused.split()
         return self.apply(arrived, output.phase)
 
@@ -325,11 +325,14 @@ class ParameterStore:
 
     def fuse(self, changes: BlockUpdates) -> list[Fused]:
         """Changes by block, fused by server and dtype on the worker."""
-        return fuse_by(changes, self._device, on_source=False, wire=self.wire)
+        return fuse_by(changes, self.device_of, on_source=False, wire=self.wire)
 
-    def device_of(self, layout: Layout) -> str:
-        """The server of fused changes."""
-        return self._device(next(iter([*layout.row_shapes, *layout.shapes])))
+    def device_of(self, key: UpdateKey) -> str:
+        """The server of a block, or of another key of updates."""
+        if isinstance(key, (Overflow, Weight)):
+            return self.devices[key.server]
+        block = key.block if isinstance(key, Assigned) else key
+        return self.devices[self.blocks[block].server]
 
     def apply(self, arrived: BlockUpdates, phase: int = 0) -> tf.Tensor:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
@@ -395,12 +398,6 @@ class ParameterStore:
             return None
         new = tf.cast(new, old.dtype)
         return new - old if self._adds(self.blocks.of_shard[self._shards_of[index][0]]) else new
-
-    def _device(self, key: int | Assigned | Overflow | Weight) -> str:
-        if isinstance(key, (Overflow, Weight)):
-            return self.devices[key.server]
-        block = key.block if isinstance(key, Assigned) else key
-        return self.devices[self.blocks[block].server]
 
 
 class UpdateCounters:

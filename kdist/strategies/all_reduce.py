@@ -1,4 +1,4 @@
-"""What `mirrored` and `multi_worker_mirrored` share: every replica holds all parameters and applies the same gradient.
+"""The base of `mirrored` and `multi_worker_mirrored`: every replica holds all parameters and applies the same gradient.
 
 Each device has a store of its own. Between the pull from it and the push to it, the replicas exchange their gradients
 by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since all push the same, the stores stay equal.
@@ -19,9 +19,8 @@ from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.aggregation import unweighted, weighted
+from kdist.parameters.aggregation import finished, of_total, rule_of, weighted
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
-from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import CallLogs, Replica, StepLogs, one_step, run_steps
 from kdist.strategies.on_store import StoreStrategy, no_batch
@@ -114,7 +113,7 @@ class AllReduce(StoreStrategy):
         return self._functions[num_steps]
 
     def _exchange(self, outputs: list[ReplicaOutput], pulled: list[Pulled]) -> list[BlockUpdates]:
-        """The mean over all replicas of gradients, clipped, and of state; for each replica of this process."""
+        """Joins gradients and changes of state over all replicas; returns those for each replica of this process."""
         overflow = self._overflow(outputs)
         each: list[BlockUpdates] = []
         for store, output, values, overflows in zip(self._stores, outputs, pulled, overflow):
@@ -122,19 +121,16 @@ class AllReduce(StoreStrategy):
                 each.append(weighted(store, replace(output, overflow=overflows), values))
         first = each[0]
         sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
-        own = [key for key in first if isinstance(key, Overflow)]
-        taken = [key for key in first if key not in sparse + own and self._is_of_first(key, first[key].dtype)]
-        dense = [key for key in first if key not in sparse + own + taken]
+        dense = [key for key in first if key not in sparse and not isinstance(key, Overflow)]
+        rules = {key: rule_of(self._store, key, first[key].dtype) for key in dense}
         for keys in _by_dtype(dense, first):
             # All at once, so that TensorFlow packs them into one message.
-            means = self._in_each_replica(partial(_mean_of, [[changes[key] for key in keys] for changes in each]))
-            for changes, reduced in zip(each, means):
-                for key, mean in zip(keys, reduced):
-                    changes[key] = tf.ensure_shape(self._added(key, mean), changes[key].shape)
-        for keys in _by_dtype(taken, first):
-            firsts = self._in_each_replica(partial(_first_of, [[changes[key] for key in keys] for changes in each]))
-            for changes, of_first in zip(each, firsts):
-                changes |= {key: tf.cast(value, changes[key].dtype) for key, value in zip(keys, of_first)}
+            own = [[changes[key] for key in keys] for changes in each]
+            totals = self._in_each_replica(partial(_totals, own, [rules[key] for key in keys]))
+            for changes, of_replica in zip(each, totals):
+                for key, total in zip(keys, of_replica):
+                    joined = of_total(rules[key], total, self.num_replicas)
+                    changes[key] = tf.ensure_shape(tf.cast(joined, changes[key].dtype), changes[key].shape)
         for b in sparse:
             shape = tf.constant(self._store.blocks.shape_of_block(b), tf.int64)
             slices = [tf.IndexedSlices(changes[b].values, changes[b].indices, shape) for changes in each]
@@ -144,17 +140,8 @@ class AllReduce(StoreStrategy):
         exchanged = []
         for store, changes, output in zip(self._stores, each, outputs):
             with tf.device(store.devices[0]):
-                exchanged.append(clipped(store, unweighted(store, changes, self.num_replicas), output.phase))
+                exchanged.append(finished(store, changes, self.num_replicas, output.phase))
         return exchanged
-
-    def _is_of_first(self, key: Any, dtype: tf.DType) -> bool:
-        """Whether a change is that of the first replica: of state that does not add up."""
-        return isinstance(key, int) and (self._store.blocks[key].aggregation == "first" or not dtype.is_floating)
-
-    def _added(self, key: Any, mean: tf.Tensor) -> tf.Tensor:
-        """What is applied of a mean."""
-        is_sum = isinstance(key, int) and self._store.blocks[key].aggregation == "sum"
-        return mean * self.num_replicas if is_sum else mean
 
     def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:
         """The overflow of all replicas together, for each of this process; None if the loss is not scaled."""
@@ -183,19 +170,6 @@ class AllReduce(StoreStrategy):
         ]
 
 
-def clipped(store: ParameterStore, changes: BlockUpdates, phase: int) -> BlockUpdates:
-    """Changes by block, whose gradients are clipped as the optimizers would."""
-    blocks = store.blocks
-    gradients = {b: changes[b] for b, block in enumerate(blocks) if block.is_parameter and b in changes}
-    if store.updates.clips(phase):
-        parts = [blocks.split(b, gradient) for b, gradient in gradients.items()]
-        by_shard = {shard: part for of_block in parts for shard, part in of_block.items()}
-        # Here each variable is one shard, in the order of the variables.
-        clipped_parts = store.updates.clip([by_shard.get(shard) for shard in range(len(store.shards))], phase)
-        gradients = {b: blocks.join(b, dict(enumerate(clipped_parts))) for b in gradients}
-    return changes | gradients
-
-
 def _by_dtype(keys: Sequence[Any], changes: BlockUpdates) -> list[list[Any]]:
     """The keys of changes in groups of one dtype: only these are packed into one message."""
     groups: dict[tf.DType, list[Any]] = {}
@@ -204,16 +178,21 @@ def _by_dtype(keys: Sequence[Any], changes: BlockUpdates) -> list[list[Any]]:
     return list(groups.values())
 
 
-def _mean_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:
-    return context.all_reduce(tf.distribute.ReduceOp.MEAN, here(values[local]))
-
-
-def _first_of(values: Sequence[Any], context: tf.distribute.ReplicaContext, local: int) -> Any:
-    """Those of the first replica: the sum of its own and of zeros. Truth values are whole numbers on the way."""
+def _totals(
+    values: Sequence[Sequence[tf.Tensor]], rules: Sequence[str], context: tf.distribute.ReplicaContext, local: int
+) -> Any:
+    """The sums over all replicas; by the rule `first`, those of one and of zeros. Truth values travel as numbers."""
     is_first = context.replica_id_in_sync_group == 0
-    numbers = [tf.cast(v, tf.int32) if v.dtype == tf.bool else v for v in values[local]]
-    own = [tf.where(is_first, number, tf.zeros_like(number)) for number in numbers]
+    numbers = [tf.cast(value, tf.int32) if value.dtype == tf.bool else value for value in values[local]]
+    own = [
+        tf.where(is_first, number, tf.zeros_like(number)) if rule == "first" else number
+        for number, rule in zip(numbers, rules)
+    ]
     return context.all_reduce(tf.distribute.ReduceOp.SUM, here(own))
+
+
+def _mean_of(slices: Sequence[tf.IndexedSlices], context: tf.distribute.ReplicaContext, local: int) -> Any:
+    return context.all_reduce(tf.distribute.ReduceOp.MEAN, here(slices[local]))
 
 
 def _all_rows(rows: Sequence[tf.Tensor], context: tf.distribute.ReplicaContext, local: int) -> tf.Tensor:

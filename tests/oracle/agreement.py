@@ -37,6 +37,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         "adam": lambda: o.Adam(0.01, global_clipnorm=0.5),
         "adagrad": lambda: o.Adagrad(0.1, clipnorm=0.05),
         "rmsprop": lambda: o.RMSprop(0.01, clipvalue=0.01),
+        "accumulating": lambda: o.SGD(decay, gradient_accumulation_steps=2, clipnorm=0.05),
         "ftrl": lambda: o.Ftrl(0.1),
         "adamw": lambda: o.AdamW(0.01, weight_decay=0.1),
         OWN_STEP: lambda: o.Adam(0.01),

@@ -64,6 +64,11 @@ class Layout:
     shapes: dict[Any, tf.TensorShape]
     dtype: tf.DType
 
+    @property
+    def any_key(self) -> Any:
+        """One of the keys; all tensors are of one device."""
+        return next(iter([*self.row_shapes, *self.shapes]))
+
     def split(self, packed: tf.Tensor) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
         """The tensors by their keys, on the device of the caller."""
         if not self.row_shapes:
@@ -188,6 +193,8 @@ class Weight:
     server: int
     of_state: bool = False
 
+
+UpdateKey: TypeAlias = "int | Assigned | Overflow | Weight"
 
 #: Changes by shard, or by block, `Assigned`, `Overflow` or `Weight`; those without one are missing.
 BlockUpdates: TypeAlias = "dict[Any, tf.Tensor | tf.IndexedSlices]"

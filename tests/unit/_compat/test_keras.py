@@ -127,11 +127,6 @@ def test_the_step_counter_is_what_schedules_follow() -> None:
     assert float(variable.numpy()) == 0.25
 
 
-def test_gradients_are_clipped_as_apply_does() -> None:
-    clipped = compat.clip(keras.optimizers.SGD(global_clipnorm=1.0), [tf.constant([3.0]), tf.constant([4.0])])
-    assert np.allclose([float(g[0]) for g in clipped], [0.6, 0.8])
-
-
 def test_exclusions_from_weight_decay_are_read_and_copied() -> None:
     made = built_model(weight_decay=0.1)
     kernel, bias = made.trainable_variables[:2]

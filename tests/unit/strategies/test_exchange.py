@@ -11,8 +11,8 @@ from helpers import toy_data
 
 import kdist
 from kdist.launch.fit_arguments import FitArguments
+from kdist.parameters.aggregation import finished
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.all_reduce import clipped
 from kdist.strategies.prepared_training import prepare
 
 
@@ -41,7 +41,7 @@ def test_mean_gradients_are_clipped_as_by_keras(clipping: dict[str, float], run_
     shapes = [store.blocks.shape_of(shard) for shard in range(len(store.shards))]
     gradients = [tf.constant(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
     changes = {0: store.blocks.join(0, dict(enumerate(gradients)))}
-    found = store.blocks.split(0, clipped(store, changes, phase=0)[0])
+    found = store.blocks.split(0, finished(store, changes, 2, phase=0)[0])
     expected = optimizer._clip_gradients(gradients)
     for shard, gradient in enumerate(expected):
         np.testing.assert_allclose(found[shard], gradient, rtol=1e-6)
