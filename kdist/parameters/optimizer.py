@@ -18,7 +18,6 @@ from kdist._compat.keras import (
     missing_variables,
     open_rows,
     set_path,
-    set_value,
     step_counter,
     unbuilt_copy,
 )
@@ -30,10 +29,8 @@ from kdist.model.updates import OptimizerGroup, StepUpdates, Update
 from kdist.parameters.optimizer_kernels import BY_KERNEL, add_to_rows, only_adds
 from kdist.parameters.placement.blocks import Blocks, StoredShard
 from kdist.parameters.placement.messages import BlockUpdates
-from kdist.parameters.tables.changed_rows import ChangedRows
-from kdist.parameters.tables.dynamic_table import DynamicTable
-from kdist.parameters.tables.resizable_variable import set_rows
-from kdist.parameters.tables.row_lock import RowLock
+from kdist.parameters.tables.rows import RowLock, set_rows
+from kdist.parameters.tables.table import Table
 
 
 class ServerOptimizer:
@@ -44,11 +41,11 @@ class ServerOptimizer:
 
     Args:
         optimizer: the optimizer of the model.
+        owner: the attribute of the model that holds it; empty for that which the model was compiled with.
         originals: the model's trainable variables of this server.
         variables: the server's variables for them, or for some of their rows, in the same order.
-        row_wise: for each, whether a sparse gradient updates only its own rows, whatever Keras does with the others.
-        dynamic: those that have the rows of dynamic tables, by index; their gradients are of keys.
-        marks: those of which the rows that change are marked, by index.
+        tables: by index the variables of which a sparse gradient updates only its rows, whatever Keras does with the
+            others; these gradients are by key.
         device: the device of the server.
         is_shared: whether several workers make updates at the same time.
     """
@@ -56,21 +53,19 @@ class ServerOptimizer:
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
+        owner: str,
         originals: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
-        row_wise: Sequence[bool],
-        dynamic: Mapping[int, DynamicTable],
-        marks: Mapping[int, ChangedRows],
+        tables: Mapping[int, Table],
         device: str,
         *,
         is_shared: bool,
     ) -> None:
-        self._variables = list(variables)
+        self._variables, self._owner = list(variables), owner
         with tf.device(device):
             self._by_rows = {
-                i: RowOptimizer(optimizer, originals[i], variable, dynamic.get(i), marks.get(i), is_shared=is_shared)
-                for i, (variable, is_row_wise) in enumerate(zip(self._variables, row_wise))
-                if is_row_wise
+                i: RowOptimizer(optimizer, owner, originals[i], self._variables[i], table)
+                for i, table in tables.items()
             }
             self._dense = [i for i in range(len(self._variables)) if i not in self._by_rows]
             self._optimizer = _copy_for(
@@ -78,23 +73,22 @@ class ServerOptimizer:
             )
             self._lock = RowLock(is_shared=is_shared)
 
-    def state(self, names: Sequence[str], owner: str) -> list[tuple[str, keras.Variable]]:
+    def state(self, names: Sequence[str]) -> list[tuple[str, keras.Variable]]:
         """The optimizer's variables, named as by `optimizer_state`; the learning rate once for each copy of it."""
         parts = [(self._optimizer, self._dense), *((rows.optimizer, [i]) for i, rows in self._by_rows.items())]
         return [
             item
             for copy, own in parts
-            for item in optimizer_state(copy, [self._variables[i] for i in own], [names[i] for i in own], owner).items()
+            for item in optimizer_state(
+                copy, [self._variables[i] for i in own], [names[i] for i in own], self._owner
+            ).items()
         ]
 
     def use_averages(self) -> None:
         """Sets the variables to their moving averages, if the optimizer keeps any."""
         self._optimizer.finalize_variable_values([self._variables[i] for i in self._dense])
-        for i, rows in self._by_rows.items():
-            if rows.table is not None:
-                rows.table.use_averages()
-            else:
-                rows.optimizer.finalize_variable_values([self._variables[i]])
+        for rows in self._by_rows.values():
+            rows.table.use_averages()
 
     def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate after `step` updates, scalar int64: a scalar."""
@@ -166,8 +160,7 @@ class RowOptimizer:
     The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
     the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
 
-    Args: those of `ServerOptimizer`, for one variable; `table` if it has the rows of a dynamic one, which marks them
-        itself; `marks` if changed rows are marked.
+    Args: those of `ServerOptimizer`, for one variable and its table.
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
@@ -177,16 +170,12 @@ class RowOptimizer:
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
+        owner: str,
         original: keras.Variable,
         variable: keras.Variable,
-        table: DynamicTable | None,
-        marks: ChangedRows | None = None,
-        *,
-        is_shared: bool,
+        table: Table,
     ) -> None:
         self.table = table
-        self._marks = marks
-        self._lock = RowLock(is_shared=is_shared) if table is None else table.lock
         self.optimizer = _copy_for(optimizer, [original], [variable])
         pure: Any = type(type(optimizer).__name__, (PureUpdates, type(optimizer)), {})
         self._pure = unbuilt_copy(self.optimizer, pure)
@@ -196,19 +185,16 @@ class RowOptimizer:
             if not decays(optimizer, original):
                 self._pure.exclude_from_weight_decay(var_list=[self._stand_in])
             self._pure.build([self._stand_in])
-        stand_ins = optimizer_state(self._pure, [self._stand_in], ["it"])
-        slots = optimizer_state(self.optimizer, [variable], ["it"])
+        slots = optimizer_state(self.optimizer, [variable], ["it"], owner)
         self._pairs = [(self._stand_in, variable)]
-        self._pairs += [(stand_in, slots[name]) for name, stand_in in stand_ins.items() if name.startswith("slots/")]
-        if table is not None:
-            for name, stand_in in stand_ins.items():
-                if name.startswith("slots/"):
-                    slot = table.add_slot(name.removeprefix("slots/it/"), stand_in.numpy()[0], stand_in.value.dtype)
-                    set_value(slots[name], slot)
+        for name, stand_in in optimizer_state(self._pure, [self._stand_in], ["it"], owner).items():
+            if name.startswith("slots/"):
+                table.add_slot(name.removeprefix("slots/it/"), slots[name], stand_in.numpy()[0])
+                self._pairs.append((stand_in, slots[name]))
         for stand_in, _ in self._pairs:
             open_rows(stand_in)
         # Plain SGD adds to a row what does not depend on its value.
-        self._only_adds = table is None and variable.constraint is None and leaves_other_rows_alone(optimizer)
+        self._only_adds = not table.rows_move and variable.constraint is None and leaves_other_rows_alone(optimizer)
 
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
@@ -222,15 +208,11 @@ class RowOptimizer:
         variable = self._pairs[0][1].value
         rate = tf.cast(_learning_rate(self.optimizer, step), variable.dtype)
         add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
-        if self._marks is not None:
-            self._marks.mark(gradient.indices)
+        self.table.begin_update(gradient, step, [])
 
     def _replace(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
-        with self._lock.held([gradient.values, gradient.indices, step]) as updates:
-            if self.table is not None:
-                gradient = self.table.updated(gradient, step, updates)
-            if self._marks is not None:
-                updates.append(self._marks.mark(gradient.indices))
+        with self.table.lock.held([gradient.values, gradient.indices, step]) as updates:
+            gradient = self.table.begin_update(gradient, step, updates)
             rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
             with keras.StatelessScope([(step_counter(self._pure), step)]) as scope:
                 scope.state_mapping |= {id(stand_in): row for (stand_in, _), row in zip(self._pairs, rows)}
@@ -302,8 +284,7 @@ class ServerOptimizers:
         updates: of the parameters.
         blocks: of all servers.
         variables: of each block.
-        tables: the rows of dynamic tables, by block.
-        marks: of the rows of other tables that change, by block, if they are marked.
+        tables: by block.
         names: of the parameters.
         devices: of the servers.
         is_shared: whether several workers make updates at the same time.
@@ -319,8 +300,7 @@ class ServerOptimizers:
         updates: StepUpdates,
         blocks: Blocks,
         variables: Sequence[keras.Variable],
-        tables: Mapping[int, DynamicTable],
-        marks: Mapping[int, ChangedRows],
+        tables: Mapping[int, Table],
         names: Sequence[str],
         devices: Sequence[str],
         *,
@@ -340,15 +320,14 @@ class ServerOptimizers:
                     continue
                 self._optimizers[server, g] = ServerOptimizer(
                     group.optimizer,
+                    group.name,
                     [blocks.original(b) for b in own],
                     [variables[b] for b in own],
-                    [blocks[b].is_row_wise for b in own],
-                    {i: tables[b] for i, b in enumerate(own) if b in tables},
-                    {i: marks[b] for i, b in enumerate(own) if b in marks},
+                    {i: tables[b] for i, b in enumerate(own) if blocks[b].is_row_wise},
                     device,
                     is_shared=is_shared,
                 )
-                self._name_variables(self._optimizers[server, g], own, group.name, names, slots)
+                self._name_variables(self._optimizers[server, g], own, names, slots)
             self.parts |= {name: [by_shard[i] for i in sorted(by_shard)] for name, by_shard in slots.items()}
 
     def learning_rate(self, step: tf.Tensor, group: int) -> tf.Tensor:
@@ -388,12 +367,11 @@ class ServerOptimizers:
         self,
         optimizer: ServerOptimizer,
         own: Sequence[int],
-        group: str,
         names: Sequence[str],
         slots: dict[str, dict[int, StoredShard]],
     ) -> None:
         """Adds the variables of an optimizer to `parts` and `copies`, and its slots, by shard, to `slots`."""
-        for key, variable in optimizer.state([str(b) for b in own], group):
+        for key, variable in optimizer.state([str(b) for b in own]):
             kind, _, rest = key.partition("/")
             if kind != "slots":
                 self.copies[key].append(variable.value)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import set_value, step_counter
+from kdist._compat.keras import step_counter
 from kdist.model.names import (
     DROPPED_STEPS,
     DYNAMIC_SCALE,
@@ -38,8 +38,9 @@ from kdist.parameters.placement.messages import (
 )
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import SaveIntervals
+from kdist.parameters.tables.dynamic_table import DynamicTable
 from kdist.parameters.tables.lookup import TableRows
-from kdist.parameters.tables.table import dynamic_tables, fixed_tables, make_dynamic, make_marks
+from kdist.parameters.tables.table import make_tables, row_wise_groups
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.initial_values import set_initial_values
 from kdist.parameters.values.named_values import NamedValues
@@ -105,18 +106,15 @@ class ParameterStore:
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
         intervals = SaveIntervals(self.devices) if marks_changes else None
-        tables = make_dynamic(self.blocks, self.devices, intervals)
-        marks = make_marks(self.blocks, self.devices, intervals)
-        for b, table in tables.items():
-            set_value(self._variables[b], table.vectors)
-        self._evicting = [table for table in tables.values() if table.evicts]
+        tables = make_tables(
+            self.blocks, self.shards, self._variables, self.devices, intervals, is_shared=self.is_remote
+        )
+        self._evicting = [table for table in tables.values() if isinstance(table, DynamicTable) and table.evicts]
         self._table_rows = TableRows(
             model_variables.table_groups,
             self.shards,
             self.blocks,
-            [variable.value for variable in self._variables],
             tables,
-            self.device_of,
             lambda block: self.counters.begun[self.blocks[block].server].read_value(),
             self.wire,
         )
@@ -133,7 +131,7 @@ class ParameterStore:
             ]
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._optimizers = ServerOptimizers(
-            updates, self.blocks, self._variables, tables, marks, names, self.devices, is_shared=self.is_remote
+            updates, self.blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
         )
         parts |= self._optimizers.parts
         copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
@@ -151,8 +149,8 @@ class ParameterStore:
             for of_group in updates.groups
             for name, variable in of_group.state(model_variables.parameters, names).items()
         }
-        dynamic = dynamic_tables(model_variables.table_groups, names, self.shards, self.blocks, tables)
-        self.dynamic = DynamicValues(dynamic)
+        groups = row_wise_groups(self.blocks, names, tables)
+        self.dynamic = DynamicValues(groups)
         initial = {name: variable for name, variable in initial.items() if name not in self.dynamic.shapes}
         for name, variable in initial.items():
             if name not in parts:
@@ -160,8 +158,7 @@ class ParameterStore:
                 with tf.device(self.devices[0]):
                     parts[name] = [StoredShard.whole(tf.Variable(variable.value, trainable=False))]
         self.values = NamedValues(parts, copies)
-        fixed = fixed_tables(model_variables.table_groups, names, self.shards, self.blocks, self.devices, parts, marks)
-        self.files = ValueFiles(self.values, self.dynamic, fixed, intervals)
+        self.files = ValueFiles(self.values, self.dynamic, groups, intervals)
         self._stored_names, self._initial = stored_names, initial
 
     def fill(self) -> None:

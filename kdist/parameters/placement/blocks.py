@@ -241,6 +241,11 @@ class Blocks(Sequence[Block]):
         assert group is not None
         return group
 
+    def of_group(self, group: int) -> list[int]:
+        """The blocks that have rows of a group of tables, server by server."""
+        own = [b for b, block in enumerate(self) if block.is_table and self.table_group(b) == group]
+        return sorted(own, key=lambda b: self._blocks[b].server)
+
     def variable_of_shard(self, shard: int) -> int:
         """The index of its variable."""
         return self._shards[shard].variable

@@ -6,23 +6,23 @@ when the server sweeps. What takes or gives a row, and every update, holds one l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.keras import set_value
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
 from kdist.model.names import AVERAGE
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.tables.admission import CountMinSketch, EvictionChoice
-from kdist.parameters.tables.changed_rows import EvictedRows
-from kdist.parameters.tables.resizable_variable import resizable_variable, resize, set_rows
-from kdist.parameters.tables.row_lock import RowLock
+from kdist.parameters.tables.rows import RowLock, replace_rows, resizable_variable, resize, set_rows
 
 #: The size of the other columns of a row, in bytes.
 _BESIDE_BYTES = 32
@@ -64,7 +64,8 @@ class DynamicTable:
         evicted: ids that have lost their rows.
     """
 
-    #: What the rows of all groups on a server have room for at first, in bytes; they take memory when they are written.
+    rows_move: ClassVar[bool] = True
+    #: The room for the rows of all groups on a server at first, in bytes; they take memory when they are written.
     #: Rows that outgrow it move, and TensorFlow keeps the old place for later; more would count as used at once.
     reserved_bytes: ClassVar[int] = 1 << 30
     #: Rows that a sweep looks at while it holds the lock.
@@ -140,28 +141,26 @@ class DynamicTable:
     def num_tables(self) -> int:
         return len(self.layers)
 
-    def add_slot(self, name: str, initial: np.ndarray, dtype: tf.DType) -> tf.Variable:
-        """Gives each row a slot of an optimizer; returns the variable, which has the values of all rows.
-
-        Args:
-            initial: of a row, `row_shape`.
-        """
+    def add_slot(self, name: str, slot: keras.Variable, initial: np.ndarray) -> None:
+        """Gives each row a slot of an optimizer: `slot` gets a variable with the values of all rows."""
         with tf.device(self.device):
-            variable = self._growing(tuple(initial.shape), dtype)
-        self.columns[name] = Column(variable, initial)
-        return variable
+            variable = self._growing(tuple(initial.shape), tf.as_dtype(slot.dtype))
+        set_value(slot, variable)
+        # Without the owner of the optimizer, as in checkpoints.
+        self.columns[name.rpartition(".")[2]] = Column(variable, initial)
 
-    def read(self, request: tf.Tensor, step: tf.Tensor, *, inserts: bool) -> tf.Tensor:
+    def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
         """The vectors of keys, zeros for those without a row; traced, on the device of the server.
 
         Args:
             request: int64: how many keys are of each table, then the keys.
-            step: the global step.
+            step_of: returns the global step.
             inserts: whether new keys get a row.
         """
         counts, keys = request[: self.num_tables], request[self.num_tables :]
         rows = self._find(keys)
         if inserts:
+            step = step_of()
             rows = tf.cond(
                 tf.reduce_any(rows < 0),
                 lambda: self._insert(keys, tf.repeat(tf.range(self.num_tables), counts), step),
@@ -170,8 +169,10 @@ class DynamicTable:
         vectors = self.vectors.sparse_read(tf.maximum(rows, 0))
         return tf.where(rows[:, tf.newaxis] < 0, tf.zeros([], vectors.dtype), vectors)
 
-    def updated(self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]) -> tf.IndexedSlices:
-        """The gradient of rows, from that of keys; those that have no row are dropped. Called with the lock held.
+    def begin_update(
+        self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]
+    ) -> tf.IndexedSlices:
+        """Converts a gradient by key to one by row; drops keys without a row. Called with the lock held.
 
         Args:
             step: the global step.
@@ -407,6 +408,71 @@ class DynamicTable:
     def _marks(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The column that says that rows have changed, if there is one."""
         return {} if self._interval is None else {CHANGED: tf.fill(tf.shape(rows), self._interval.read_value())}
+
+
+class EvictedRows:
+    """The ids of a dynamic table that have lost their rows, with the interval; restored, they lose them again.
+
+    Args:
+        table: of the rows.
+        interval: the present one, on the server; None if nobody asks for what is evicted.
+        rows_at_once: how many are moved at once when there is no room for more.
+    """
+
+    def __init__(self, table: DynamicTable, interval: tf.Variable | None, rows_at_once: int) -> None:
+        self.device, self._table = table.device, table
+        self._interval, self._rows_at_once = interval, rows_at_once
+        self.stored: dict[str, tf.Variable] = {}
+        if interval is None:
+            return
+        with tf.device(self.device):
+            self._num_rows, self._capacity = (tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2))
+            self.stored = {"ids": resizable_variable((), tf.int64), "tables": resizable_variable((), tf.int32)}
+            self._intervals = resizable_variable((), tf.int32)
+
+    def add(self, ids: tf.Tensor, tables: tf.Tensor, updates: list[tf.Operation]) -> None:
+        """Adds ids, int64 `[n]`, and the positions of their tables, int32 `[n]`; traced, with the rows locked."""
+        start, capacity = self._num_rows.read_value(), self._capacity.read_value()
+        end = start + tf.size(ids, tf.int64)
+        with tf.control_dependencies([tf.cond(end > capacity, lambda: self._grow(start, end), lambda: capacity)]):
+            places = tf.range(start, end)
+            assert self._interval is not None
+            intervals = tf.fill(tf.shape(tables), self._interval.read_value())
+            updates.append(set_rows(self.stored["ids"], places, ids))
+            updates.append(set_rows(self.stored["tables"], places, tables))
+            updates.append(set_rows(self._intervals, places, intervals))
+            updates.append(self._num_rows.assign(end).op)
+
+    def chosen(self, since: tf.Tensor) -> tf.Tensor:
+        """The ids that have lost their rows after an interval, by their places, int64 `[n]`; traced."""
+        return tf.where(self._intervals.sparse_read(tf.range(self._num_rows.read_value())) > since)[:, 0]
+
+    def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {}
+
+    def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        return self._table.keys_here(ids, table)
+
+    def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        self._table.remove(values["ids"], table)
+
+    def forget(self, up_to: tf.Tensor) -> None:
+        """Forgets the ids of an interval and of all before; traced. No row may be evicted meanwhile."""
+        with tf.device(self.device):
+            kept = self.chosen(up_to)
+            variables = [*self.stored.values(), self._intervals]
+            values = [variable.sparse_read(kept) for variable in variables]
+            with tf.control_dependencies(values):
+                for variable, value in zip(variables, values):
+                    replace_rows(variable, value)
+                for count in (self._num_rows, self._capacity):
+                    count.assign(tf.size(kept, tf.int64))
+
+    def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
+        capacity = tf.maximum(2 * self._capacity.read_value(), needed)
+        for variable in [*self.stored.values(), self._intervals]:
+            resize(variable, used, capacity, self._rows_at_once)
+        return self._capacity.assign(capacity)
 
 
 def key_shifts(group: TableGroup) -> np.ndarray:

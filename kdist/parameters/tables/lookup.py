@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -15,7 +16,8 @@ from kdist.model.table_groups import TableGroup
 from kdist.parameters.placement.blocks import Blocks
 from kdist.parameters.placement.messages import Wire, fuse
 from kdist.parameters.placement.plan import Shard
-from kdist.parameters.tables.dynamic_table import DynamicTable, key_shifts, split_by_server
+from kdist.parameters.tables.dynamic_table import key_shifts, split_by_server
+from kdist.parameters.tables.table import Table
 
 
 class _Places:
@@ -24,13 +26,12 @@ class _Places:
     Rows are numbered block by block, so that the block of a row follows from its number without a search.
 
     Attributes:
-        blocks: those that hold its rows.
+        blocks: with its rows.
     """
 
-    def __init__(self, group: TableGroup, shards: Sequence[Shard], blocks: Blocks) -> None:
+    def __init__(self, group: TableGroup, own: Sequence[int], shards: Sequence[Shard], blocks: Blocks) -> None:
         of_tables = [[i for i, shard in enumerate(shards) if shard.variable == table] for table in group.tables]
-        holders = [blocks.of_shard[i] for of_table in of_tables for i in of_table]
-        self.blocks = sorted(set(holders))
+        self.blocks = own
         lengths = [sum(shards[i].stop - shards[i].start for i in blocks[block].shards) for block in self.blocks]
         first = dict(zip(self.blocks, accumulate(lengths, initial=0)))
         self._firsts = list(first.values())
@@ -72,11 +73,11 @@ class _DynamicPlaces:
     """Where the rows of a group of dynamic tables are: the number of a row is its key, which tells the server.
 
     Attributes:
-        blocks: those that hold its rows, in the order of the servers.
+        blocks: with its rows, in the order of the servers.
     """
 
-    def __init__(self, group: TableGroup, blocks: Sequence[int]) -> None:
-        self.blocks = list(blocks)
+    def __init__(self, group: TableGroup, own: Sequence[int], shards: Sequence[Shard], blocks: Blocks) -> None:
+        self.blocks = own
         self._num_tables = len(group.tables)
         self._shifts = key_shifts(group)
 
@@ -101,10 +102,8 @@ class TableRows:
 
     Args:
         groups: of the tables.
-        shards, blocks: where they are.
-        variables: of each block.
-        dynamic: the rows of dynamic tables, by block.
-        device_of: block -> its server; empty for this process.
+        shards, blocks: their places.
+        tables: by block.
         step_on: block -> the global step, on its server.
         wire: how rows travel.
         inserts: whether new ids of dynamic tables get a row.
@@ -115,26 +114,18 @@ class TableRows:
         groups: Sequence[TableGroup],
         shards: Sequence[Shard],
         blocks: Blocks,
-        variables: Sequence[tf.Variable],
-        dynamic: Mapping[int, DynamicTable],
-        device_of: Callable[[int], str],
+        tables: Mapping[int, Table],
         step_on: Callable[[int], tf.Tensor],
         wire: Wire,
         *,
         inserts: bool = True,
     ) -> None:
         self._groups = groups
-        self._places: list[_Places | _DynamicPlaces] = []
-        for group in groups:
-            if not group.dynamic:
-                self._places.append(_Places(group, shards, blocks))
-            else:
-                of_group = [i for i, shard in enumerate(shards) if shard.variable == group.tables[0]]
-                holders = [blocks.of_shard[i] for i in sorted(of_group, key=lambda i: shards[i].server)]
-                self._places.append(_DynamicPlaces(group, holders))
-        self._variables = variables
-        self._dynamic = dynamic
-        self._device_of = device_of
+        self._places = [
+            (_DynamicPlaces if group.dynamic else _Places)(group, blocks.of_group(g), shards, blocks)
+            for g, group in enumerate(groups)
+        ]
+        self._tables = tables
         self._step_on = step_on
         self._wire = wire
         self._inserts = inserts
@@ -155,7 +146,7 @@ class TableRows:
         which: dict[int, tf.Tensor] = {}
         for g, of_group in wanted.items():
             for block, (asked, which[block]) in zip(self._places[g].blocks, self._places[g].requests(of_group)):
-                by_server[self._device_of(block)][block] = asked
+                by_server[self._tables[block].device][block] = asked
         found: dict[int, tf.Tensor] = {}
         for device, asked in by_server.items():
             found |= self._request(device, asked, which) if device else self._read(asked)
@@ -177,14 +168,10 @@ class TableRows:
         return changes
 
     def _read(self, asked: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        found = {}
-        for block, of_block in asked.items():
-            if block in self._dynamic:
-                step = self._step_on(block)
-                found[block] = self._dynamic[block].read(of_block, step, inserts=self._inserts)
-            else:
-                found[block] = self._variables[block].sparse_read(of_block)
-        return found
+        return {
+            block: self._tables[block].read(of_block, partial(self._step_on, block), inserts=self._inserts)
+            for block, of_block in asked.items()
+        }
 
     def _request(
         self, device: str, asked: Mapping[int, tf.Tensor], which: Mapping[int, tf.Tensor]
@@ -195,7 +182,7 @@ class TableRows:
         request = next(iter(asked.values())) if is_one else tf.concat([counts, *asked.values()], 0)
         by_dtype: dict[tf.DType, list[int]] = defaultdict(list)
         for block in asked:
-            by_dtype[self._variables[block].dtype].append(block)
+            by_dtype[self._tables[block].vectors.dtype].append(block)
         with tf.device(device):
             arrived = tf.identity(request)
             parts = [arrived]
@@ -207,7 +194,7 @@ class TableRows:
         here: dict[int, tf.Tensor] = {}
         for (dtype, own), tensor in zip(by_dtype.items(), packed):
             values = self._wire.unpack(tf.identity(tensor), dtype)
-            shapes = [self._variables[block].shape[1:] for block in own]
+            shapes = [self._tables[block].vectors.shape[1:] for block in own]
             sizes = [tf.size(which[block]) * shape.num_elements() for block, shape in zip(own, shapes)]
             of_blocks = [values] if len(own) == 1 else tf.split(values, sizes)
             here |= {b: tf.reshape(part, [-1, *shape]) for b, part, shape in zip(own, of_blocks, shapes)}

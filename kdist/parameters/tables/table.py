@@ -1,33 +1,69 @@
-"""The tables of servers: one contract, for those with a length and those without.
+"""The tables of servers: one contract, for tables with a length and without.
 
 A table has some rows of a group of embedding tables, on one server; a row is known by its table and its id.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from kdist.model.table_groups import TableGroup
-from kdist.parameters.placement.blocks import Blocks, StoredShard
+from kdist._compat.keras import set_value
+from kdist.model.names import AVERAGE
+from kdist.parameters.placement.blocks import Blocks
 from kdist.parameters.placement.plan import Shard
-from kdist.parameters.tables.changed_rows import ChangedRows, SaveIntervals
-from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
-from kdist.parameters.tables.resizable_variable import set_rows
+from kdist.parameters.tables.changed_rows import SaveIntervals
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
+from kdist.parameters.tables.rows import RowLock, set_rows
 
 
 class Table(Protocol):
-    """The rows of a group on one server; all methods are called while a function is traced."""
+    """The rows of a group on one server. Methods are called while a function is traced, but for the last two.
+
+    Attributes:
+        rows_move: whether a key may get another row, so that every update has to hold the lock.
+        lock: of all rows.
+        evicted: keys that have lost their rows; None if none ever does.
+    """
 
     device: str
+    rows_move: ClassVar[bool]
+    lock: RowLock
+
+    @property
+    def vectors(self) -> tf.Variable:
+        """The rows, `[capacity, ...]`."""
 
     @property
     def stored(self) -> Mapping[str, tf.Variable]:
-        """Variables by column, each `[capacity, ...]`."""
+        """Variables by column, each `[capacity, ...]`: `vectors`, slots, and more."""
+
+    @property
+    def evicted(self) -> EvictedRows | None: ...
+
+    def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
+        """The vectors of keys, on the device of the server.
+
+        Args:
+            request: int64 `[n]`, as the places of the group make it, see `kdist.parameters.tables.lookup`.
+            step_of: returns the global step.
+            inserts: whether new keys get a row.
+        """
+
+    def begin_update(
+        self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]
+    ) -> tf.IndexedSlices:
+        """Converts a gradient by key to one by row, and marks these rows as changed.
+
+        Args:
+            step: the global step.
+            updates: operations that mark are added.
+        """
 
     def chosen(self, since: tf.Tensor) -> tf.Tensor:
         """The rows that have changed after an interval between saves, int64 `[n]`; all rows if it is -1."""
@@ -36,10 +72,16 @@ class Table(Protocol):
         """Columns that are not stored: `ids`, int64 `[n]`, and `tables`, the position in the group, int32 `[n]`."""
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-        """Which ids of a table, int64 `[n]`, belong here: bool `[n]`."""
+        """True for ids of a table, int64 `[n]`, that belong here: bool `[n]`."""
 
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        """Takes rows of a table, by column, in the place of those that their ids have."""
+        """Takes rows of a table, by column, in the place of the rows that their ids have."""
+
+    def add_slot(self, name: str, slot: keras.Variable, initial: np.ndarray) -> None:
+        """Adds a column: the slot of an optimizer; `initial` is its value in a new row."""
+
+    def use_averages(self) -> None:
+        """Sets the vectors to their moving averages, if the optimizer keeps any; nothing may update them meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -59,35 +101,56 @@ class TableShard:
 
 
 class FixedTable:
-    """The rows of tables with a length that a block stores.
+    """The rows of tables with a length that a block stores: a key is a row.
 
     Args:
         device: of the block.
-        stored: `vectors` and slots, variables of the shape of the block.
-        ranges: what is in it, in the order of its rows.
-        changed_rows: of the block; None if nobody asks what changes.
+        vectors: its variable.
+        shards: its content, in the order of its rows.
+        interval: on its server, scalar int32: the present interval between saves, if rows are marked that change in it.
+        is_shared: whether several workers update rows at the same time.
     """
+
+    rows_move: ClassVar[bool] = False
+    evicted: None = None
 
     def __init__(
         self,
         device: str,
-        stored: Mapping[str, tf.Variable],
-        ranges: Sequence[TableShard],
-        changed_rows: ChangedRows | None,
+        vectors: tf.Variable,
+        shards: Sequence[TableShard],
+        interval: tf.Variable | None = None,
+        *,
+        is_shared: bool,
     ) -> None:
-        self.device, self.stored = device, stored
-        self._ranges = ranges
-        self._changed_rows = changed_rows
+        self.device, self.vectors = device, vectors
+        self.stored: dict[str, tf.Variable] = {"vectors": vectors}
+        self._shards, self._interval = shards, interval
+        with tf.device(device):
+            self.lock = RowLock(is_shared=is_shared)
+            if interval is not None:
+                #: For each row, in which interval it has changed last; 0 if it never did.
+                self._marks = tf.Variable(tf.zeros([vectors.shape[0]], tf.int32), trainable=False)
+
+    def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
+        return self.vectors.sparse_read(request)
+
+    def begin_update(
+        self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]
+    ) -> tf.IndexedSlices:
+        if self._interval is not None:
+            rows = gradient.indices
+            updates.append(set_rows(self._marks, rows, tf.fill(tf.shape(rows), self._interval.read_value())))
+        return gradient
 
     def chosen(self, since: tf.Tensor) -> tf.Tensor:
-        assert self._changed_rows is not None
-        return self._changed_rows.changed(since)
+        return tf.where(self._marks.read_value() > since)[:, 0]
 
     def placed(self, rows: tf.Tensor) -> Mapping[str, tf.Tensor]:
-        firsts, starts = ([getattr(r, name) for r in self._ranges] for name in ("first", "start"))
-        number = tf.searchsorted(tf.constant(firsts, tf.int64), rows, side="right") - 1
-        shifts = tf.constant([start - first for start, first in zip(starts, firsts)], tf.int64)
-        tables = tf.constant([r.table for r in self._ranges], tf.int32)
+        firsts = tf.constant([shard.first for shard in self._shards], tf.int64)
+        number = tf.searchsorted(firsts, rows, side="right") - 1
+        shifts = tf.constant([shard.start - shard.first for shard in self._shards], tf.int64)
+        tables = tf.constant([shard.table for shard in self._shards], tf.int32)
         return {IDS: rows + tf.gather(shifts, number), TABLES: tf.gather(tables, number)}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
@@ -98,103 +161,67 @@ class FixedTable:
         for name, column in self.stored.items():
             set_rows(column, rows, values[name])
 
+    def add_slot(self, name: str, slot: keras.Variable, initial: np.ndarray) -> None:
+        self.stored[name] = slot.value
+
+    def use_averages(self) -> None:
+        if AVERAGE in self.stored:
+            with tf.device(self.device):
+                self.vectors.assign(self.stored[AVERAGE])
+
     def _rows(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-        """The rows of the block, int64 `[n]`; -1 for those that are elsewhere."""
+        """The rows of the block, int64 `[n]`; -1 for ids that are elsewhere."""
         rows = tf.fill(tf.shape(ids), tf.constant(-1, tf.int64))
-        for r in self._ranges:
-            is_here = tf.equal(table, r.table) & (ids >= r.start) & (ids < r.stop)
-            rows = tf.where(is_here, ids + (r.first - r.start), rows)
+        for shard in self._shards:
+            is_here = tf.equal(table, shard.table) & (ids >= shard.start) & (ids < shard.stop)
+            rows = tf.where(is_here, ids + (shard.first - shard.start), rows)
         return rows
 
 
-def make_dynamic(blocks: Blocks, devices: Sequence[str], intervals: SaveIntervals | None) -> dict[int, DynamicTable]:
-    """The rows of the blocks of dynamic tables, none at first.
+def make_tables(
+    blocks: Blocks,
+    shards: Sequence[Shard],
+    variables: Sequence[keras.Variable],
+    devices: Sequence[str],
+    intervals: SaveIntervals | None,
+    *,
+    is_shared: bool,
+) -> dict[int, Table]:
+    """The tables of all blocks that are looked up by rows; dynamic ones have no rows at first.
 
     Args:
-        intervals: in which their changes are marked, if they are.
+        shards: of all blocks.
+        variables: of each block; one of a dynamic table gets the rows of the table.
+        devices: of the servers.
+        intervals: in which rows are marked that change, if they are.
+        is_shared: whether several workers update rows at the same time.
     """
     num_dynamic = sum(bool(group.dynamic) for group in blocks.table_groups)
-    found = {}
+    tables: dict[int, Table] = {}
     for b, block in enumerate(blocks):
+        if not block.is_table:
+            continue
+        group, device = blocks.table_groups[blocks.table_group(b)], devices[block.server]
+        interval = None if intervals is None or not block.is_row_wise else intervals.of_servers[block.server]
         if block.is_dynamic:
-            group = blocks.table_groups[blocks.table_group(b)]
-            device = devices[block.server]
-            interval = None if intervals is None else intervals.of_servers[block.server]
-            found[b] = DynamicTable(group, device, block.server, len(devices), num_dynamic, interval)
-    return found
+            tables[b] = DynamicTable(group, device, block.server, len(devices), num_dynamic, interval)
+            set_value(variables[b], tables[b].vectors)
+            continue
+        of_block = [(shards[i], blocks.first_row(i)) for i in block.shards]
+        rows = [TableShard(group.tables.index(s.variable), s.start, s.stop, first) for s, first in of_block]
+        is_locked = is_shared and block.is_row_wise
+        tables[b] = FixedTable(device, variables[b].value, rows, interval, is_shared=is_locked)
+    return tables
 
 
-def make_marks(blocks: Blocks, devices: Sequence[str], intervals: SaveIntervals | None) -> dict[int, ChangedRows]:
-    """The marks of the rows of other tables that are updated by rows; none without intervals."""
-    found: dict[int, ChangedRows] = {}
-    for b, block in enumerate(blocks):
-        if intervals is not None and block.is_row_wise and not block.is_dynamic:
-            with tf.device(devices[block.server]):
-                num_rows = sum(blocks.shape_of(i)[0] for i in block.shards)
-                found[b] = ChangedRows(num_rows, intervals.of_servers[block.server])
-    return found
-
-
-def dynamic_tables(
-    groups: Sequence[TableGroup],
-    names: Sequence[str],
-    shards: Sequence[Shard],
-    blocks: Blocks,
-    tables: Mapping[int, DynamicTable],
-) -> list[tuple[list[str], list[DynamicTable]]]:
-    """For each group of dynamic tables, the names of its tables, and its rows on the servers.
+def row_wise_groups(
+    blocks: Blocks, names: Sequence[str], tables: Mapping[int, Table]
+) -> list[tuple[list[str], list[Table]]]:
+    """For each group that is updated by rows, the names of its tables and their rows, server by server.
 
     Args:
         names: of all parameters.
         tables: by block.
     """
-    found = []
-    for group in groups:
-        if group.dynamic:
-            holders = [blocks.of_shard[i] for i in _shards_of(group.tables[0], shards)]
-            of_servers = sorted((tables[b] for b in holders), key=lambda table: table.server)
-            found.append(([names[table] for table in group.tables], of_servers))
-    return found
-
-
-def fixed_tables(
-    groups: Sequence[TableGroup],
-    names: Sequence[str],
-    shards: Sequence[Shard],
-    blocks: Blocks,
-    devices: Sequence[str],
-    parts: Mapping[str, Sequence[StoredShard]],
-    marks: Mapping[int, ChangedRows],
-) -> list[tuple[list[str], list[FixedTable]]]:
-    """For each group that is updated by rows and has a length, the names of its tables, and its blocks.
-
-    Args:
-        names: of all parameters.
-        devices: of the servers.
-        parts: of all values, by their names in checkpoints.
-        marks: of the rows that change, by block.
-    """
-    found = []
-    for group in groups:
-        if group.dynamic or not group.is_row_wise:
-            continue
-        ranges: dict[int, list[TableShard]] = defaultdict(list)
-        columns: dict[int, dict[str, tf.Variable]] = defaultdict(dict)
-        for position, table in enumerate(group.tables):
-            of_table = {"vectors": parts[f"parameters/{names[table]}"]}
-            slots = [name for name in parts if name.rpartition("/")[0] == f"slots/{names[table]}"]
-            of_table |= {slot.rpartition("/")[2]: parts[slot] for slot in slots}
-            for number, i in enumerate(_shards_of(table, shards)):
-                b = blocks.of_shard[i]
-                ranges[b].append(TableShard(position, shards[i].start, shards[i].stop, blocks.first_row(i)))
-                columns[b] |= {column: of_shards[number].variable for column, of_shards in of_table.items()}
-        of_group = [
-            FixedTable(devices[blocks[b].server], columns[b], sorted(own, key=lambda rows: rows.first), marks.get(b))
-            for b, own in ranges.items()
-        ]
-        found.append(([names[table] for table in group.tables], of_group))
-    return found
-
-
-def _shards_of(variable: int, shards: Sequence[Shard]) -> list[int]:
-    return [i for i, shard in enumerate(shards) if shard.variable == variable]
+    groups = [(g, group) for g, group in enumerate(blocks.table_groups) if group.is_row_wise]
+    return [([names[i] for i in group.tables], [tables[b] for b in blocks.of_group(g)]) for g, group in groups]

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from kdist.model.names import dynamic_names
 from kdist.parameters.tables.dynamic_table import TABLES, DynamicTable
-from kdist.parameters.tables.resizable_variable import open_shape
+from kdist.parameters.tables.rows import open_shape
+from kdist.parameters.tables.table import Table
 from kdist.parameters.values.initial_values import on_servers
 from kdist.parameters.values.slices import ChosenSlices, Rows
 
@@ -104,16 +105,16 @@ class DynamicValues:
     """The rows of all dynamic tables.
 
     Args:
-        groups: for each group the names of its vectors, without `parameters/`, and its tables on the servers.
+        groups: for each group the names of its vectors, without `parameters/`, and its tables on the servers; tables
+            with a length are ignored.
 
     Attributes:
-        groups: as given.
         shapes: of the columns of all tables, by their names in checkpoints; None for the number of rows.
     """
 
-    def __init__(self, groups: Sequence[tuple[Sequence[str], Sequence[DynamicTable]]]) -> None:
-        self.groups = groups
-        self._groups = [_Group(names, tables) for names, tables in groups]
+    def __init__(self, groups: Sequence[tuple[Sequence[str], Sequence[Table]]]) -> None:
+        dynamic = [(names, [t for t in tables if isinstance(t, DynamicTable)]) for names, tables in groups]
+        self._groups = [_Group(names, tables) for names, tables in dynamic if tables]
         self.shapes = {name: shape for group in self._groups for name, shape in group.shapes.items()}
 
     def __bool__(self) -> bool:

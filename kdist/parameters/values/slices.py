@@ -23,8 +23,8 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 from kdist.errors import NonFiniteError
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.tables.dynamic_table import IDS, TABLES
-from kdist.parameters.tables.resizable_variable import resizable_variable, set_value
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, EvictedRows
+from kdist.parameters.tables.rows import replace_rows, resizable_variable
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.named_values import Slice, assign_rows
 from kdist.storage.tensorflow_paths import open_checkpoint
@@ -286,7 +286,9 @@ class ChosenSlices(Slices):
         chunk: how many rows a server writes or reads at once.
     """
 
-    def __init__(self, names: Sequence[Mapping[str, str]], tables: Sequence[Table], rows: Sequence[Rows] = ()) -> None:
+    def __init__(
+        self, names: Sequence[Mapping[str, str]], tables: Sequence[Table | EvictedRows], rows: Sequence[Rows] = ()
+    ) -> None:
         super().__init__()
         self._names, self._tables, self._rows = names, tables, rows
         specs = {name: tf.TensorSpec([None, *of.shape[1:]], of.dtype) for name, of in tables[0].stored.items()}
@@ -359,14 +361,14 @@ class ChosenSlices(Slices):
                     chosen = table.chosen(since)
                     values = {name: column.sparse_read(chosen) for name, column in table.stored.items()}
                     for name, value in {**values, **table.placed(chosen)}.items():
-                        set_value(copy.columns[name], value)
+                        replace_rows(copy.columns[name], value)
                     copy.num_rows.assign(tf.size(chosen, tf.int64))
 
         def release() -> None:
             for copy in copies:
                 with tf.device(copy.device):
                     for column in copy.columns.values():
-                        set_value(column, tf.zeros([0, *column.shape[1:]], column.dtype))
+                        replace_rows(column, tf.zeros([0, *column.shape[1:]], column.dtype))
 
         other = ChosenSlices(self._names, self._tables, copies)
         other.through_chief = self.through_chief
@@ -473,7 +475,7 @@ class ChosenSlices(Slices):
                 )
                 ids = tf.ensure_shape(ids, [None])
 
-            def load(holder: Table = holder, ids: tf.Tensor = ids) -> tf.Tensor:
+            def load(holder: Table | EvictedRows = holder, ids: tf.Tensor = ids) -> tf.Tensor:
                 with tf.device(self._writer_of(holder.device)):
                     read = tf.raw_ops.RestoreV2(
                         prefix=path,

@@ -17,9 +17,9 @@ from kdist.errors import NonFiniteError
 from kdist.log import warn
 from kdist.model.names import CHANGED_IDS, EVICTED, FOLLOWS, dynamic_names
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.tables.changed_rows import DeltaBase, EvictedRows, SaveIntervals
-from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
-from kdist.parameters.tables.table import FixedTable
+from kdist.parameters.tables.changed_rows import DeltaBase, SaveIntervals
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, EvictedRows
+from kdist.parameters.tables.table import Table
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, chief_device, is_finite, refuse
@@ -44,7 +44,7 @@ class ValueFiles:
     Args:
         values: what is saved.
         dynamic: rows that are saved, too.
-        fixed: for each group of tables with a length, the names of its tables without `parameters/`, and its tables on
+        groups: for each group that is updated by rows, the names of its tables without `parameters/`, and its tables on
             the servers.
         intervals: between saves; None if deltas are only read.
 
@@ -56,7 +56,7 @@ class ValueFiles:
         self,
         values: NamedValues,
         dynamic: DynamicValues | None = None,
-        fixed: Sequence[tuple[Sequence[str], Sequence[FixedTable]]] = (),
+        groups: Sequence[tuple[Sequence[str], Sequence[Table]]] = (),
         intervals: SaveIntervals | None = None,
     ) -> None:
         self._values, self._intervals = values, intervals
@@ -66,21 +66,16 @@ class ValueFiles:
         names_by_rows = set[str]()
         self._evicted: list[EvictedRows] = []
 
-        def add(names: Sequence[str], tables: Sequence[FixedTable] | Sequence[DynamicTable]) -> None:
+        for names, tables in groups:
+            # First: an id that was evicted may have come again.
+            if evicted := [table.evicted for table in tables if table.evicted is not None]:
+                self._evicted += evicted
+                changed.append(ChosenSlices([{IDS: f"{EVICTED}{name}"} for name in names], evicted))
             columns = [name for name in tables[0].stored if name not in (IDS, TABLES)]
             # As in a checkpoint, but with changed rows only, and their ids.
             by_column = [{IDS: f"{CHANGED_IDS}{name}", **dynamic_names(name, columns)} for name in names]
             names_by_rows.update(name for of_table in by_column for name in of_table.values())
             changed.append(ChosenSlices(by_column, tables))
-
-        for names, tables in fixed:
-            add(names, tables)
-        for names, dynamic_tables in self._dynamic.groups:
-            evicted = [table.evicted for table in dynamic_tables]
-            self._evicted += evicted
-            # First: an id that was evicted may have come again.
-            changed.append(ChosenSlices([{IDS: f"{EVICTED}{name}"} for name in names], evicted))
-            add(names, dynamic_tables)
         self.by_rows = frozenset(names_by_rows)
         slices = list(values.slices())
         #: What a checkpoint has, and what a delta has. What several variables hold is written to all by the chief.

@@ -254,6 +254,6 @@ def test_nothing_is_marked_if_nobody_asks(tmp_path: Path) -> None:
     servers = Servers(tmp_path, full_every=1)
     assert servers.store.files.next_interval(None) is None
     assert not any("changed" in table.columns for table in servers.store._evicting)
-    marks = [rows._marks for o in servers.store._optimizers._optimizers.values() for rows in o._by_rows.values()]
-    assert marks
-    assert not any(marks)
+    tables = [rows.table for o in servers.store._optimizers._optimizers.values() for rows in o._by_rows.values()]
+    assert tables
+    assert not any("_marks" in vars(table) for table in tables)

@@ -16,7 +16,7 @@ from kdist.layers.initial_rows import RowInitializer
 from kdist.model.table_groups import TableGroup
 from kdist.parameters.tables.admission import CountMinSketch
 from kdist.parameters.tables.dynamic_table import DynamicTable, key_shifts, server_of
-from kdist.parameters.tables.resizable_variable import set_rows
+from kdist.parameters.tables.rows import set_rows
 
 DIM = 3
 
@@ -38,9 +38,11 @@ class Server:
         group = TableGroup(tuple(range(num_tables)), (0,) * num_tables, (DIM,), "float32", True, self.layers)
         self.shifts = key_shifts(group)
         self.table = DynamicTable(group, "/CPU:0", server, num_servers)
-        self.slot = self.table.add_slot("accumulator", np.full(DIM, 0.5, np.float32), tf.float32)
-        self._read = self._function(lambda request, step: self.table.read(request, step, inserts=True))
-        self._look = self._function(lambda request, step: self.table.read(request, step, inserts=False))
+        slot = keras.Variable(np.zeros([1, DIM], np.float32))
+        self.table.add_slot("accumulator", slot, np.full(DIM, 0.5, np.float32))
+        self.slot = slot.value
+        self._read = self._function(lambda request, step: self.table.read(request, lambda: step, inserts=True))
+        self._look = self._function(lambda request, step: self.table.read(request, lambda: step, inserts=False))
         self._sweep = tf.function(self.table.sweep, autograph=False)
         self._update = tf.function(self._add, autograph=False, reduce_retracing=True)
 
@@ -66,7 +68,7 @@ class Server:
     def _add(self, keys: tf.Tensor, by: tf.Tensor, step: tf.Tensor) -> None:
         with self.table.lock.held([keys, by, step]) as updates:
             gradient = tf.IndexedSlices(tf.fill([tf.size(keys), DIM], by), keys)
-            rows = self.table.updated(gradient, step, updates)
+            rows = self.table.begin_update(gradient, step, updates)
             present = self.table.vectors.sparse_read(rows.indices)
             updates.append(set_rows(self.table.vectors, rows.indices, present + rows.values))
 

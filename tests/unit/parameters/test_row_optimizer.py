@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from kdist.parameters.optimizer import RowOptimizer
-from kdist.parameters.tables.changed_rows import ChangedRows, SaveIntervals
+from kdist.parameters.tables.changed_rows import SaveIntervals
+from kdist.parameters.tables.table import FixedTable, TableShard
 
 ROWS, DIM, TIMES = 20_000, 64, 40
 
@@ -19,7 +20,12 @@ ROWS, DIM, TIMES = 20_000, 64, 40
 def row_optimizer(variable: keras.Variable, optimizer: keras.optimizers.Optimizer | None = None) -> RowOptimizer:
     optimizer = optimizer or keras.optimizers.SGD(1.0)
     optimizer.build([variable])
-    return RowOptimizer(optimizer, variable, variable, None, is_shared=True)
+    return RowOptimizer(optimizer, "", variable, variable, table_of(variable))
+
+
+def table_of(variable: keras.Variable, interval: tf.Variable | None = None) -> FixedTable:
+    num_rows = variable.shape[0]
+    return FixedTable("", variable.value, [TableShard(0, 0, num_rows, 0)], interval, is_shared=True)
 
 
 # The first adds to rows, the second replaces them.
@@ -69,11 +75,10 @@ def test_rows_that_are_added_to_are_marked() -> None:
     variable = keras.Variable(np.zeros((4, 2), np.float32))
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([variable])
-    intervals = SaveIntervals([""])
-    marks = ChangedRows(4, intervals.of_servers[0])
-    rows = RowOptimizer(optimizer, variable, variable, None, marks, is_shared=True)
+    table = table_of(variable, SaveIntervals([""]).of_servers[0])
+    rows = RowOptimizer(optimizer, "", variable, variable, table)
     rows.apply(tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 3], tf.int64)), tf.constant(0, tf.int64))
-    np.testing.assert_array_equal(marks.changed(tf.constant(0)), [1, 3])
+    np.testing.assert_array_equal(table.chosen(tf.constant(0)), [1, 3])
 
 
 def test_an_update_that_fails_leaves_the_rows_to_the_next_one() -> None:

@@ -1,8 +1,10 @@
-"""Variables whose first dimension may change, on any task."""
+"""Rows of variables on any task: variables whose first dimension may change, and a lock of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import tensorflow as tf
 
@@ -19,14 +21,14 @@ def resizable_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int 
     def reserve(capacity: tf.Tensor) -> None:
         with tf.device(variable.device):
             shape = tf.stack([capacity, *row_shape])
-            set_value(variable, tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
+            replace_rows(variable, tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
 
     tf.function(reserve, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))(tf.constant(capacity))
     return variable
 
 
-def set_value(variable: tf.Variable, value: tf.Tensor) -> tf.Operation:
-    """Gives a growing variable other rows, without a copy; traced."""
+def replace_rows(variable: tf.Variable, value: tf.Tensor) -> tf.Operation:
+    """Gives a resizable variable other rows, without a copy; traced."""
     # In this mode, TensorFlow would copy.
     may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
     with tf.control_dependencies([may_share]):
@@ -71,4 +73,32 @@ def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_
         parallel_iterations=1,
     )
     with tf.control_dependencies([moved]):
-        set_value(variable, moved)
+        replace_rows(variable, moved)
+
+
+class RowLock:
+    """Lets the updates of several workers read and write rows one after the other, so that none undoes another one.
+
+    It is on the server of the rows, where it is made, and nothing waits for another task while it is held. A call that
+    ends early releases it.
+
+    Args:
+        is_shared: whether several workers make updates; otherwise nothing is locked.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._mutex = tf.raw_ops.MutexV2(shared_name=f"kdist_{uuid.uuid4().hex}") if is_shared else None
+
+    @contextmanager
+    def held(self, arrived: Sequence[tf.Tensor]) -> Iterator[list[tf.Operation]]:
+        """Locked from when `arrived` is there until the operations have run that are added to the list; traced."""
+        updates: list[tf.Operation] = []
+        if self._mutex is None:
+            yield updates
+            return
+        with tf.control_dependencies(arrived):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        with tf.control_dependencies([lock]):
+            yield updates
+        with tf.control_dependencies(updates):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
