@@ -115,7 +115,7 @@ def sweep(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig]
 
 @contextmanager
 def _hydra(config: DictConfig, loader: CheckedLoader) -> Iterator[HydraContext]:
-    """While entered, Hydra is initialized for this config, and its own logging is on."""
+    """Initializes Hydra for this config, and its own logging."""
     GlobalHydra.instance().initialize(Hydra(config.hydra.job.name, loader))
     try:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)

@@ -29,12 +29,12 @@ def global_seed() -> keras.Variable:
 
 
 def acts_on(callback: keras.callbacks.Callback, event: str) -> bool:
-    """Whether a callback does anything at an event: only then does a batch have to return to the chief."""
+    """Tells whether a callback does anything at an event: only then does a batch have to return to the chief."""
     return not is_default(getattr(callback, event)) and not _idles_at(callback, event)
 
 
 def _idles_at(callback: keras.callbacks.Callback, event: str) -> bool:
-    """Whether a callback's arguments tell the class that made the method to do nothing in it."""
+    """Tells whether a callback's arguments let the method of its class do nothing."""
     owner = next((c for c in type(callback).__mro__ if event in vars(c)), None)
     if event in vars(callback):
         return False
@@ -64,14 +64,14 @@ def track_loss(model: keras.Model, loss: tf.Tensor, num_examples: Any) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a loss made one number of the values of a batch.
+    """The reduction of the values of a batch to one number, by a loss.
 
     Attributes:
         index: of the loss among those that the model was compiled with.
         value: the number, or the values if they are not reduced.
         is_number: whether the loss was one before, so that only its function knows how.
         is_sum: whether the gradient is that of the sum of the values.
-        divisor: what it divided their sum by, if that depends on more than the shape of the batch.
+        divisor: of their sum, if it depends on more than the shape of the batch.
     """
 
     index: int
@@ -82,7 +82,7 @@ class Reduction:
 
 
 @contextmanager
-def recorded_reductions(
+def record_reductions(
     model: keras.Model,
     factors: Sequence[float] = (),
     added_factors: Sequence[float] = (),
@@ -92,8 +92,8 @@ def recorded_reductions(
 
     Args:
         model: whose losses they are.
-        factors: what each compiled loss is multiplied with; none for 1.
-        added_factors: what each loss of `model.losses` is multiplied with; none for 1.
+        factors: of each compiled loss; none for 1.
+        added_factors: of each loss of `model.losses`; none for 1.
         count: the weight with which the metric of each compiled loss counts a batch, from Keras's own; None for that.
     """
     original, found = loss_module.reduce_weighted_values, list[Reduction]()
@@ -162,7 +162,7 @@ def num_compiled_losses(model: keras.Model) -> int:
 
 
 def has_own_compute_loss(model: keras.Model) -> bool:
-    """Whether a model computes its loss in its own way."""
+    """Tells whether a model overrides `compute_loss`."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
@@ -177,13 +177,13 @@ def stored_dtype(variable: keras.Variable) -> str:
 
 
 def is_being_built(layer: keras.layers.Layer, variable: keras.Variable) -> bool:
-    """Whether a variable is one of its own that a layer has made in a `build` that has not ended."""
+    """Tells whether a layer has made a variable in a `build` that has not ended."""
     own = () if layer.built else (*layer._trainable_variables, *layer._non_trainable_variables)
     return any(variable is one for one in own)
 
 
 def finds_shapes() -> bool:
-    """Whether a model is called only to find the shapes of what it computes, which may build it."""
+    """Tells whether a model is called only to find the shapes of its outputs, which may build it."""
     return in_symbolic_scope()
 
 
@@ -200,7 +200,7 @@ def outside_of_scopes() -> Iterator[None]:
 
 
 @contextmanager
-def variables_made_at_once() -> Iterator[dict[int, keras.Variable]]:
+def make_variables_at_once() -> Iterator[dict[int, keras.Variable]]:
     """In this context, a new variable gets its values when it is made, also while a function is traced; by their `id`.
 
     Keras would wait for the end of the outermost scope, and TensorFlow would trace the function twice.
@@ -225,24 +225,24 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
-    """That metric; its variables are the total and the count."""
+    """The metric that `fit` shows as `loss`; its variables are the total and the count."""
     return model._loss_tracker
 
 
 def metrics_are_built(model: keras.Model) -> bool:
-    """Whether the model was compiled and its compiled metrics have their variables."""
+    """Tells whether the model was compiled and its compiled metrics have their variables."""
     metrics = model._compile_metrics
     return model._loss_tracker is not None and (metrics is None or metrics.built)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """What the model was compiled with, as objects; `get_compile_config` gives serialized copies."""
+    """The arguments of `compile`, as objects; `get_compile_config` gives serialized copies."""
     config = getattr(model, "_compile_config", None)
     return dict(config.config) if model.compiled and config is not None else {}
 
 
 def better_is(metric: Any) -> str | None:
-    """Whether larger values of a metric are better, `up` or `down`; None if the metric does not say."""
+    """The direction in which a metric improves, `up` or `down`; None if the metric does not say."""
     return getattr(metric, "_direction", None)
 
 
@@ -272,7 +272,7 @@ class ModelDetails:
         return cls(layers, [variable.path for variable in model.variables])
 
     def fit(self, copy: keras.Model) -> bool:
-        """Whether a copy has as many layers and, unless it is not built, as many variables as the model."""
+        """Tells whether a copy has as many layers and, unless it is not built, as many variables as the model."""
         return len(layers_of(copy)) == len(self.layers) and len(copy.variables) in (len(self.paths), 0)
 
     def give_to(self, copy: keras.Model) -> None:
@@ -293,13 +293,13 @@ class ModelDetails:
 
 
 def _slot_prefix(path: str) -> str:
-    """How the names of the slots of a variable begin."""
+    """The beginning of the names of a variable's slots."""
     return path.replace("/", "_") + "_"
 
 
 def layer_settings(layer: keras.layers.Layer) -> dict[str, Any]:
-    """Whether a layer is trained, and the plain values among its attributes that are arguments of its class: a rate of
-    Dropout, a rank of LoRA."""
+    """`trainable`, and the plain attributes of a layer that are arguments of its class: a rate of Dropout, a rank of
+    LoRA."""
     names = inspect.signature(type(layer).__init__).parameters.keys() & vars(layer).keys()
     values = {name: vars(layer)[name] for name in names}
     plain = {name: value for name, value in values.items() if value is None or isinstance(value, (int, float, str))}
@@ -317,7 +317,7 @@ def custom_objects_of(model: keras.Model) -> dict[str, Any]:
 
 
 @contextmanager
-def functions_named_apart(model: keras.Model) -> Iterator[dict[str, Any]]:
+def name_functions_apart(model: keras.Model) -> Iterator[dict[str, Any]]:
     """Gives each function of a model a name of its own while the model is saved, and yields them by these names.
 
     Several may have the same name, as those that one function returns, and Keras saves the code of a lambda without
@@ -353,7 +353,7 @@ def _parts_of(model: keras.Model) -> list[Any]:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts in each other hold."""
+    """Flattens nested lists, tuples and dicts."""
     if not isinstance(value, (list, tuple, dict)):
         yield value
         return
@@ -367,7 +367,7 @@ def table_of(layer: keras.layers.Embedding) -> keras.Variable:
 
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers of a model by name: the attribute that holds it; empty for that which it was compiled with."""
+    """The optimizers of a model by name: the attribute that holds it; empty for the compiled one."""
     found: dict[str, Any] = {"": main_optimizer(model)}
     scaling = loss_scaling(model)
     for key, value in vars(model).items():
@@ -382,19 +382,19 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def loss_scaling(model: keras.Model) -> keras.optimizers.LossScaleOptimizer | None:
-    """What scales the loss of a compiled model, around its optimizer; None if nothing does."""
+    """The optimizer around that of a compiled model that scales its loss; None if there is none."""
     optimizer = model.optimizer
     return optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
 
 
 def main_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """The optimizer that a model was compiled with, without what scales its loss."""
+    """The optimizer that a model was compiled with, without a `LossScaleOptimizer` around it."""
     scaling = loss_scaling(model)
     return model.optimizer if scaling is None else scaling.inner_optimizer
 
 
 def is_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether it hands each variable to one of several others."""
+    """Tells whether an optimizer hands each variable to one of several others."""
     return isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
 
 
@@ -431,13 +431,13 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> keras.Varia
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Whether weight decay applies to a variable; the exclusions cannot be read otherwise."""
+    """Tells whether weight decay applies to a variable; the exclusions cannot be read otherwise."""
     # Keras's TensorFlow optimizer looks up exclusions by the underlying tf.Variable.
     return optimizer.weight_decay is None or optimizer._use_weight_decay(variable.value)
 
 
 def copy_decay_exclusions(source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer) -> None:
-    """Copies what `exclude_from_weight_decay` has set, which is not part of an optimizer's config."""
+    """Copies the exclusions of `exclude_from_weight_decay`, which are not part of an optimizer's config."""
     kept = {key: value for key, value in vars(source).items() if key.startswith("_exclude_from_weight_decay")}
     vars(target).update({**kept, "_exclude_from_weight_decay_cache": {}})
 

@@ -16,7 +16,7 @@ __all__ = ["PythonBatches", "as_tensor", "is_made_in_batches", "is_scipy_sparse"
 
 
 def is_made_in_batches(x: Any) -> bool:
-    """Whether Keras's `fit` takes `x` as data that code of Python makes, batch by batch."""
+    """Tells whether Keras's `fit` takes `x` as data that code of Python makes, batch by batch."""
     is_of_keras = isinstance(x, (keras.utils.PyDataset, GeneratorType, DataAdapter))
     return is_of_keras or is_torch_dataloader(x) or is_grain_dataset(x)
 
@@ -52,11 +52,11 @@ class PythonBatches:
         return iter(self._adapter.get_numpy_iterator() if self._is_python else self._dataset)
 
     def begin_pass(self) -> None:
-        """As `fit` at the beginning of an epoch."""
+        """Begins an epoch, as `fit` does."""
         self._adapter.on_epoch_begin()
 
     def end_pass(self) -> None:
-        """As `fit` at the end of an epoch, and before the first one."""
+        """Ends an epoch, as `fit` does, also before the first one."""
         self._adapter.on_epoch_end()
 
     def stop(self) -> None:

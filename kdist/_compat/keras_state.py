@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 #: Settings that Keras keeps for the process, each with a function to read and one to set it.
 _OF_PROCESS = ("floatx", "epsilon", "image_data_format", "max_epochs", "max_steps_per_epoch")
-#: Those that it keeps for each thread, by its own names.
+#: Settings of each thread, by Keras's own names.
 _OF_THREAD = ("dtype_policy", "flash_attention", "interactive_logging", "traceback_filtering", "safe_mode_saving")
 _SEEDS = "global_seed_generator"
 _SCOPE = "custom_objects_scope_dict"
@@ -22,7 +22,7 @@ _SCOPE = "custom_objects_scope_dict"
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """What a program has set before it trains.
+    """The settings that a program has made before it trains.
 
     Attributes:
         of_process, of_thread: of Keras.
@@ -37,7 +37,7 @@ class ProgramSettings:
 
     @classmethod
     def here(cls) -> ProgramSettings:
-        """Those of this thread."""
+        """Reads the settings of this thread."""
         import keras
         from keras.src.saving.object_registration import GLOBAL_CUSTOM_OBJECTS
 
@@ -47,7 +47,7 @@ class ProgramSettings:
         return cls(of_process, of_thread, objects, _of_tensorflow())
 
     def set(self) -> None:
-        """Makes them those of this thread, and of this process."""
+        """Sets them in this thread, and in this process."""
         import keras
         from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES, GLOBAL_CUSTOM_OBJECTS
 

@@ -43,7 +43,7 @@ def _modules_in(module: object) -> list[ModuleType]:
 
 
 def _attributes(module: object) -> dict[str, Any]:
-    """What a module has, without loading a lazy one; what only looks like a module, as a library of cffi, has none."""
+    """The attributes of a module, without loading a lazy one; none of what only looks like a module, as in cffi."""
     try:
         return object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
     except AttributeError:

@@ -11,10 +11,10 @@ from typing import Any
 
 @contextmanager
 def quick_import(*, keras: bool = True) -> Iterator[None]:
-    """While entered, importing TensorFlow takes less time.
+    """Lets the import of TensorFlow take less time.
 
     Garbage collection is off in the meantime: there is no garbage among the million objects that are created, and
-        looking for it costs a fifth of the time.
+    looking for it costs a fifth of the time.
 
     Args:
         keras: whether TensorFlow may import Keras, unless it is already imported: another quarter of the time,

@@ -1,4 +1,4 @@
-"""Lets TensorFlow, and Matplotlib, which Keras imports, be imported without a word about what is no problem.
+"""Hides harmless messages of TensorFlow and Matplotlib at import.
 
 `TF_CPP_MIN_LOG_LEVEL` gets a default, and counts from the first message on: TensorFlow's libraries write to standard
 error while they are loaded, before they look at the level. The import passes through a filter, which drops what the
@@ -43,14 +43,14 @@ for line in sys.stdin.buffer:
 
 
 def install() -> None:
-    """From now on, these imports are quiet; what has been imported is left alone."""
+    """Makes these imports quiet; a module that has been imported is left alone."""
     for name, execute in {"tensorflow": _execute_tensorflow, "matplotlib": _execute_matplotlib}.items():
         if name not in sys.modules:
             sys.meta_path.insert(0, _Finder(name, execute))
 
 
 def default_level() -> str:
-    """What TensorFlow shows if the user has not said it.
+    """The level of TensorFlow's messages if the user has not set one.
 
     Without a GPU, fatal errors: others are about the GPU that is missing, or are raised as exceptions, too. With one,
     warnings and errors.
@@ -107,7 +107,7 @@ def _execute_matplotlib(module: Any, execute: Callable[[Any], None]) -> None:
 
 @contextmanager
 def _level() -> Iterator[str]:
-    """The level; while entered, it is in the environment, where TensorFlow reads it."""
+    """Sets the level in the environment, where TensorFlow reads it."""
     if LEVEL in os.environ:
         yield os.environ[LEVEL]
         return
@@ -120,7 +120,7 @@ def _level() -> Iterator[str]:
 
 @contextmanager
 def _filtered(level: str) -> Iterator[None]:
-    """While entered, standard error gets only messages that `level` allows, and all that is no message."""
+    """Drops the messages on standard error that `level` does not allow; text that is no message passes."""
     if level not in ("1", "2", "3") or not sys.executable:
         yield
         return

@@ -44,7 +44,7 @@ class Reserved(keras.Variable):
 
 
 class _ValueOf(UninitializedVariable):
-    """What TensorFlow reads of a reserved variable."""
+    """The value of a reserved variable, for TensorFlow."""
 
     def __init__(self, variable: Reserved) -> None:
         super().__init__(trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype)
@@ -91,7 +91,7 @@ for _name in dir(UninitializedVariable):
 
 
 @contextmanager
-def reserved_above(num_bytes: int) -> Iterator[None]:
+def reserve_above(num_bytes: int) -> Iterator[None]:
     """In this context a model is built: new variables of more than `num_bytes` with an initializer are reserved."""
 
     def initialize(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
@@ -119,17 +119,17 @@ def reserved_above(num_bytes: int) -> Iterator[None]:
 
 
 def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
-    """What is to make the values of a reserved variable; None if a variable has values."""
+    """The initializer of a reserved variable; None if a variable has values."""
     return variable.made_by if isinstance(variable, Reserved) else None
 
 
 def is_building() -> bool:
-    """Whether a model is being built for parameter servers, for which its values do not matter."""
+    """Tells whether a model is being built for parameter servers, for which its values do not matter."""
     return _is_building.get()
 
 
 def hand_over(variable: keras.Variable, why: Exception) -> None:
-    """From now on the values of a reserved variable are elsewhere: `why` is raised if they are read."""
+    """Takes the values of a reserved variable to be elsewhere: `why` is raised if they are read."""
     if made_by(variable) is not None:
         variable.elsewhere = why
 

@@ -45,11 +45,11 @@ __all__ = [
     "function_of_its_own",
     "initialize",
     "later_input",
-    "legacy_functions_renamed",
     "number_collectives_when_traced",
     "offer_python_function",
     "outside_of_functions",
-    "sent_to_tasks_that_join",
+    "rename_legacy_functions",
+    "send_to_joining_tasks",
     "server_def",
     "session_config",
     "set_server_def",
@@ -61,7 +61,7 @@ __all__ = [
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 #: The priority of the creator by which a `tf.function` notices variables.
 _CREATOR_OF_FUNCTIONS = 50
-# What TensorFlow's own Python code takes.
+# As in TensorFlow's own Python code.
 _KEEP_ALIVE_SECS = 600
 #: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
 _copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -101,7 +101,7 @@ def function_for_tasks(
 
 
 @contextmanager
-def sent_to_tasks_that_join(function: tf.types.experimental.ConcreteFunction) -> Iterator[None]:
+def send_to_joining_tasks(function: tf.types.experimental.ConcreteFunction) -> Iterator[None]:
     """Makes a function, and those that it calls, known to the tasks that this process joins in this context.
 
     TensorFlow sends a function to the tasks when it is added to this process, and only then. So it is added again, and
@@ -126,7 +126,7 @@ def sent_to_tasks_that_join(function: tf.types.experimental.ConcreteFunction) ->
 
 
 def _may_be_sent(captured: Any) -> bool:
-    """Whether what a function captures travels to the tasks that call it: a tensor, or the handle of a table, here."""
+    """Tells whether a captured tensor, or the handle of a table, here, is sent to the tasks that call the function."""
     return isinstance(captured, tf.Tensor) and captured.dtype != tf.variant and "/job:localhost/" in captured.device
 
 
@@ -230,7 +230,7 @@ def with_handle_of(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 
 @contextmanager
-def legacy_functions_renamed() -> Iterator[None]:
+def rename_legacy_functions() -> Iterator[None]:
     """In this context, functions of TF1's kind get new names whenever they are traced.
 
     The loops of `tf.nn.ctc_loss` consist of such functions. By default their names are hashes of what they do, the same
@@ -310,7 +310,7 @@ def executor_scope(executor: QuietExecutor) -> Any:
 
 
 def server_def() -> tf.train.ServerDef | None:
-    """A copy of what this process is connected to; None if it is not. The public functions only connect."""
+    """A copy of the server definition of this process, which no public function returns; None if there is none."""
     present = context.context().get_server_def()
     if present is None:
         return None
@@ -423,7 +423,7 @@ def _tensorflow_library() -> ctypes.CDLL | None:
 
 
 def _pointer_in(capsule: object) -> ctypes.c_void_p:
-    """What a capsule of Python's holds."""
+    """The pointer in a capsule of Python's."""
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p

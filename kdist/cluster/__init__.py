@@ -1,5 +1,5 @@
-"""Where the tasks are, and who starts them.
+"""The tasks of a cluster, and who starts them.
 
-`spec` names the tasks and their addresses; `local` starts them on this machine, `external` waits for tasks that others
-start. This room knows nothing of models, strategies or hooks.
+`spec` names the tasks and their addresses; `local` starts them on this machine, `external` waits for externally started
+tasks. This room knows nothing of models, strategies or hooks.
 """

@@ -45,12 +45,12 @@ _TF_CONFIG = Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: tas
 
 
 def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
-    """The config, changed by what was given in addition; None is not given."""
+    """Changes a config by the values that were given in addition; None is not given."""
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
-    """What this process is, if others start the tasks of its cluster; None if it starts them itself.
+    """Finds the role of this process, if others start the tasks of its cluster; None if it starts them itself.
 
     Raises:
         ConfigError: an invalid address, job or index, an invalid TF_CONFIG, another number of tasks than the shape has,
@@ -92,7 +92,7 @@ def _of_hosts(config: ClusterConfig) -> Membership:
 
 
 def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, str]) -> Membership | None:
-    """What this process is among the tasks of a shape; None if it starts them itself."""
+    """Finds the role of this process among the tasks of a shape; None if it starts them itself."""
     if shape.is_local:
         if started_by in ("slurm", "tf_config"):
             raise ConfigError(f"cluster.started_by={started_by}: cluster={shape} is one process; give NpsMw or Mw")
@@ -124,7 +124,7 @@ def _of_tf_config(shape: ClusterShape, environment: Mapping[str, str], asked_by:
 
 
 def _is_alone(environment: Mapping[str, str]) -> bool:
-    """Whether TF_CONFIG describes one task, this process."""
+    """Tells whether TF_CONFIG describes one task, this process."""
     try:
         membership = membership_in_tf_config(environment.get("TF_CONFIG"), "cluster.started_by=auto")
     except ConfigError as error:
@@ -147,7 +147,7 @@ def _refuse_copies_of_mpi(shape: ClusterShape, environment: Mapping[str, str]) -
 
 
 def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterShape:
-    """How many tasks the cluster has.
+    """The number of tasks of the cluster.
 
     Raises:
         ConfigError: see `ClusterShape.parse`.

@@ -1,4 +1,4 @@
-"""What a process is in a cluster whose tasks are those of a Slurm step, from the variables that Slurm sets.
+"""The role of a process in a cluster of the tasks of a Slurm step, from the variables that Slurm sets.
 
 Rank 0 is worker 0 and the chief. The other workers follow, then the parameter servers; an evaluator is the last one.
 TensorFlow's own `SlurmClusterResolver` needs GPUs on every node, and takes every distribution of tasks for `block`.
@@ -23,13 +23,13 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def num_tasks(environment: Mapping[str, str]) -> int:
-    """How many tasks the Slurm step of this process has; 0 if it is not part of one."""
+    """The number of tasks of the Slurm step of this process; 0 if it is not part of one."""
     count = environment.get("SLURM_STEP_NUM_TASKS", "")
     return int(count) if count.isdecimal() else 0
 
 
 def membership_in(shape: ClusterShape, environment: Mapping[str, str]) -> Membership:
-    """What this process is among the tasks of its step.
+    """Finds the role of this process among the tasks of its step.
 
     Raises:
         ConfigError: the step has another number of tasks than `shape`, or does not say on which node each of them is.
@@ -140,7 +140,7 @@ def _addresses(nodes: list[str], environment: Mapping[str, str]) -> list[str]:
 
 
 def _ports(environment: Mapping[str, str], count: int) -> list[int]:
-    """The ports of the tasks of a node: those that Slurm has reserved, or some that other steps hardly have."""
+    """The ports of the tasks of a node: reserved by Slurm, or some that other steps hardly have."""
     if reserved := environment.get("SLURM_STEP_RESV_PORTS"):
         ports = [int(port) for port in _numbers_in(reserved.strip("[]"))]
         if len(ports) < count:

@@ -1,4 +1,4 @@
-"""Where the tasks of a cluster are: its shape (`2ps2w`), its addresses, and each task's role."""
+"""The shape of a cluster (`2ps2w`), the addresses of its tasks, and the role of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Task:
 
     @property
     def is_chief(self) -> bool:
-        """Whether the task runs the training loop; parameter servers and workers never do."""
+        """True for the task that runs the training loop; parameter servers and workers never do."""
         return self.job == "chief"
 
 
@@ -44,7 +44,7 @@ EVALUATOR = Task("evaluator", 0)
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many tasks of each job a cluster has. `num_ps == num_workers == 0` is one local process.
+    """The number of tasks of each job. `num_ps == num_workers == 0` is one local process.
 
     Attributes:
         num_ps, num_workers: of these jobs.
@@ -79,7 +79,7 @@ class ClusterShape:
 
     @property
     def is_local(self) -> bool:
-        """Whether everything happens in the chief's own process."""
+        """True if everything happens in the chief's own process."""
         return self.num_ps == 0 and self.num_workers <= 1
 
     @property
@@ -97,7 +97,7 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The addresses (`host:port`) of a cluster's tasks; what TensorFlow calls a cluster spec.
+    """The addresses (`host:port`) of a cluster's tasks; a cluster spec in TensorFlow's words.
 
     Attributes:
         ps, worker: by index.
@@ -147,7 +147,7 @@ class Membership:
 
     Attributes:
         spec: addresses of all tasks.
-        task: what this process is.
+        task: of this process.
         started_by_kdist: whether a program that uses kdist started the tasks, on this machine, for one of its fits.
     """
 
@@ -157,17 +157,17 @@ class Membership:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process runs the training loop."""
+        """True if this process runs the training loop."""
         return self.task.is_chief or (self.spec.chief is None and self.task == Task("worker", 0))
 
     @property
     def runs_program(self) -> bool:
-        """Whether this process runs the program: the chief, and without parameter servers every worker."""
+        """True if this process runs the program: the chief, and without parameter servers every worker."""
         return self.is_chief or (not self.spec.ps and self.task.job == "worker")
 
     @property
     def evaluates(self) -> bool:
-        """Whether this process is an evaluator, which is not part of the cluster and reads what the chief saves."""
+        """True for an evaluator, which is not part of the cluster and reads the chief's checkpoints."""
         return self.task.job == EVALUATOR.job
 
 

@@ -17,7 +17,7 @@ def keep_python_stderr() -> None:
 
 @contextmanager
 def native_log(path: Path) -> Iterator[None]:
-    """While entered, file descriptor 2 writes to `path`: TensorFlow and gRPC ignore log levels for some messages."""
+    """Lets file descriptor 2 write to `path`: TensorFlow and gRPC ignore log levels for some messages."""
     console = os.dup(2)
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -27,7 +27,7 @@ class _Pickler(cloudpickle.Pickler):
         import keras
         import tensorflow as tf
 
-        from kdist._compat.keras import ModelDetails, custom_objects_of, functions_named_apart
+        from kdist._compat.keras import ModelDetails, custom_objects_of, name_functions_apart
         from kdist.data.array_files import file_of
 
         if isinstance(obj, tf.data.Dataset):
@@ -39,7 +39,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, keras.Model):
             # Keras saves classes and functions by their names, which another process does not know if they are of the
             # user's own script.
-            with functions_named_apart(obj) as functions:
+            with name_functions_apart(obj) as functions:
                 saved = obj.__reduce__()
             return _model, ({**custom_objects_of(obj), **functions}, ModelDetails.of(obj), *saved)
         if isinstance(obj, CodeType):

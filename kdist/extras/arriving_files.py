@@ -111,7 +111,7 @@ class ArrivingFiles(SplitSource):
 
     @cached_property
     def file_format(self) -> FileFormat:
-        """How the files are read.
+        """The reader of the files.
 
         Raises:
             ConfigError: the columns are to be those of the first file, and there is none.
@@ -189,7 +189,7 @@ _GZIP = ".gz"
 
 
 class FileFormat(abc.ABC):
-    """How the records of a file are read."""
+    """Reads the records of a file."""
 
     @abc.abstractmethod
     def batches(self, path: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:

@@ -75,7 +75,7 @@ def kafka_topic(
 
 @dataclass(frozen=True)
 class KafkaTopic(SplitSource):
-    """What `kafka_topic` returns; see there."""
+    """The source that `kafka_topic` returns; see there."""
 
     topic: str
     parse: Callable[[Any], Any]
@@ -333,6 +333,6 @@ def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(error: Exception) -> str:
-    """What an error of the client says, without its code."""
+    """The message of an error of the client, without its code."""
     first = error.args[0] if error.args else error
     return str(first.str() if hasattr(first, "str") else first)

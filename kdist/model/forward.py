@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import call, compute_loss, track_loss
-from kdist._compat.tensorflow import legacy_functions_renamed
+from kdist._compat.tensorflow import rename_legacy_functions
 from kdist.model.logs import flat
 
 
@@ -17,7 +17,7 @@ def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training:
 
     Runs the model as it is, so the caller enters a `keras.StatelessScope` with the values to use.
     """
-    with legacy_functions_renamed():
+    with rename_legacy_functions():
         y_pred = call(model, x, training=training)
         return y_pred, compute_loss(model, x, y, y_pred, sample_weight, training=training)
 

@@ -25,7 +25,7 @@ from kdist._compat.keras import (
     losses_of_outputs,
     main_optimizer,
     outside_of_scopes,
-    recorded_reductions,
+    record_reductions,
     table_of,
 )
 from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas
@@ -152,9 +152,9 @@ class ReplicaStep:
         fetches = self.tables or self.clock or self.worker_state.variables
         return not fetches and self.updates.num_phases == 1
 
-    def sent_to_tasks_that_join(self) -> AbstractContextManager[None]:
+    def send_to_joining_tasks(self) -> AbstractContextManager[None]:
         """In this context, the tasks of a cluster that this process joins get to know the step."""
-        return self._traced.sent_to_tasks_that_join()
+        return self._traced.send_to_joining_tasks()
 
     def run(
         self,
@@ -468,7 +468,7 @@ class ReplicaStep:
             term = terms.compiled[reduction.index] if terms.compiled else term_of(reduction)
             return weight if term is Term.VALUES else _count(term, num_examples, reduction.divisor)
 
-        return recorded_reductions(
+        return record_reductions(
             self.model, terms.compiled_factors, terms.added_factors, None if terms.is_whole else count
         )
 
@@ -477,7 +477,7 @@ class ReplicaStep:
         model, own, scaling = self.model, self.own, loss_scaling(self.model)
         assert own is not None
         lookups = RowLookups([])
-        with scope, recorded_reductions(model) as reductions:
+        with scope, record_reductions(model) as reductions:
             logs = {name: tf.convert_to_tensor(value) for name, value in own.trace(batch, scope).items()}
             # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
             metrics = [metric for metric in (*model.metrics, loss_tracker(model)) if scope.has_written(metric)]

@@ -15,11 +15,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import global_seed, is_being_built, layers_of, stored_dtype, variables_made_at_once
+from kdist._compat.keras import global_seed, is_being_built, layers_of, make_variables_at_once, stored_dtype
 from kdist._compat.tensorflow import (
     call_with,
     later_input,
-    sent_to_tasks_that_join,
+    send_to_joining_tasks,
     watch_in_every_tape,
     with_handle_of,
 )
@@ -184,7 +184,7 @@ class TracedStep:
             self._parts = parts
             present = iter(parts)
             batch = [None if is_of_none(spec) else next(present) for spec in tf.nest.flatten(batch_spec)]
-            with variables_made_at_once() as made:
+            with make_variables_at_once() as made:
                 self.scope = TracedScope(model, made)
                 self.outputs, self.found = step(tf.nest.pack_sequence_as(batch_spec, batch), self.scope)
             return flat(self.outputs)
@@ -200,9 +200,9 @@ class TracedStep:
         results = call_with(self._function, inputs, _parts(batch))
         return packed(self.outputs, dict(zip((tensor.name for tensor in flat(self.outputs)), results)))
 
-    def sent_to_tasks_that_join(self) -> AbstractContextManager[None]:
+    def send_to_joining_tasks(self) -> AbstractContextManager[None]:
         """In this context, the tasks that this process joins get to know the step."""
-        return sent_to_tasks_that_join(self._function)
+        return send_to_joining_tasks(self._function)
 
     def phases(
         self,

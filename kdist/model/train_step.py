@@ -29,7 +29,7 @@ from kdist._compat.keras import (
     outside_of_scopes,
     step_counter,
 )
-from kdist._compat.tensorflow import legacy_functions_renamed
+from kdist._compat.tensorflow import rename_legacy_functions
 from kdist.errors import ConfigError
 from kdist.model.logs import flat
 from kdist.model.loss_weights import LossWeights
@@ -98,7 +98,7 @@ class OwnTrainStep:
     def trace(self, batch: Any, scope: TracedScope) -> dict[str, Any]:
         """Traces the step in `scope`, which the caller has entered; returns the values that it returns."""
         self._applied = []
-        with self._recording(scope), legacy_functions_renamed():
+        with self._recording(scope), rename_legacy_functions():
             logs = self._model.train_step(batch)
         if not isinstance(logs, Mapping):
             raise self.refusal(f"returns {type(logs).__name__}; return a dict of what is to be shown")

@@ -22,7 +22,7 @@ from kdist.cluster.description import TaskFingerprint, check_fingerprints
 from kdist.cluster.network import sockets
 from kdist.cluster.network.port_probe import meet
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes.child import killed_after
+from kdist.cluster.processes.child import kill_after
 from kdist.cluster.spec import Membership, Task
 from kdist.errors import ClusterError, ConfigError, reason
 from kdist.model.names import GLOBAL_STEP
@@ -61,7 +61,7 @@ def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy
         try:
             # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
             late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
-            with killed_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
+            with kill_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
                 _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except RuntimeError as error:
             raise ConfigError(

@@ -101,7 +101,7 @@ class ServersStrategy(StoreStrategy):
         self._prepared = prepared or self._prepare(spec)
         self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
         if cluster is not None:
-            with self._prepared.replica_step.sent_to_tasks_that_join():
+            with self._prepared.replica_step.send_to_joining_tasks():
                 self._connect(cluster, spec.grace_secs)
         devices = [task.device for task in self._shape.tasks if task.job == "ps"]
         with self._explaining():

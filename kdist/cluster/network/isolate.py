@@ -33,7 +33,7 @@ _has_told = False
 
 
 def is_isolated() -> bool:
-    """Whether this process has no network but the loopback device."""
+    """Tells whether this process has no network but the loopback device."""
     if sys.platform != "linux":
         return False
     return not any(_is_up(name) for _, name in socket.if_nameindex() if name != _LOOPBACK)
@@ -91,7 +91,7 @@ def require(mode: str) -> None:
 
 
 def network_line(interface: str | None = None) -> Line | None:
-    """A line about the network of a run's servers; None if this process has had it.
+    """The line about the network of a run's servers; None if this process has printed it.
 
     Args:
         interface: that of `cluster.bind`.

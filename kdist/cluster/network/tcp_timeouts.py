@@ -111,7 +111,7 @@ class TcpTimeouts:
             hosts = {host for host, _ in of_tasks} - {
                 host for host, port in self._resolved if (host, port) not in of_tasks
             }
-            begun = _begun_connections()
+            begun = _pending_connections()
             for inode, connection in tcp_sockets():
                 with connection, suppress(OSError):
                     if inode in port_probe.in_use:
@@ -157,7 +157,7 @@ class TcpTimeouts:
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, round(1000 * _RTO_MAX_SECS))
 
 
-def _begun_connections() -> dict[int, tuple[str, int]]:
+def _pending_connections() -> dict[int, tuple[str, int]]:
     """The targets of connections that are being established, by the inodes of their sockets; see proc(5)."""
     found = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):

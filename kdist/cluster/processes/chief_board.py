@@ -250,7 +250,7 @@ def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, wi
 
 
 class _Session(tf.compat.v1.Session):
-    """Is never closed, not even by Python's garbage collection: TensorFlow would wait for a server that has exited."""
+    """A session that is never closed, not even as garbage: TensorFlow would wait for a server that has exited."""
 
     def __del__(self) -> None:
         pass

@@ -120,7 +120,7 @@ class Child:
             self._process.stdout.close()
 
     def how_it_ended(self) -> str:
-        """See the function; of a process that is about to exit."""
+        """Waits for its end; `exit code 1`, or `signal 9, SIGKILL`."""
         return how_it_ended(self.wait())
 
     def last_lines(self) -> str:
@@ -128,7 +128,7 @@ class Child:
         return "" if self._log is None else last_lines(self._log, self._log_start)
 
     def log_tail(self) -> str:
-        """The end of an error message about it; see the function."""
+        """The end of an error message about it: where its log is, and the last lines."""
         return "" if self._log is None else log_tail(self._log, self._log_start)
 
 
@@ -168,7 +168,7 @@ def start_child(
 
 
 @contextmanager
-def killed_after(secs: float, text: str) -> Iterator[None]:
+def kill_after(secs: float, text: str) -> Iterator[None]:
     """Kills this process if the block takes longer than `secs`; prints `text` first.
 
     Only for calls that hold Python's lock while they wait, where nothing else can end them.
@@ -200,7 +200,7 @@ def end_with_parent(ignored: Collection[signal.Signals] = forks.STOP_SIGNALS) ->
 
 
 def does_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handles a signal that this process ignores."""
+    """Handles a signal by ignoring it."""
 
 
 def _set_handlers(numbers: Collection[signal.Signals], handler: signal.Handlers) -> None:

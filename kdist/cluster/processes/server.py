@@ -30,7 +30,7 @@ from kdist.version import __version__
 
 READY = b"ready\n"
 
-#: What this process serves in clusters that others started, for each fit anew: TensorFlow cannot stop a server.
+#: The servers of this process in clusters that others started, for every fit: TensorFlow cannot stop a server.
 _servers: dict[str, Any] = {}
 
 
@@ -115,7 +115,7 @@ def serve_until_done(
     fingerprint: TaskFingerprint | None = None,
     log_device_placement: bool = RunConfig.log_device_placement,
 ) -> None:
-    """Serves as the task that this process is, until the chief has finished; for tasks that others start.
+    """Runs this externally started task until the chief finishes.
 
     Args:
         before_serving: called when the chief has come, and may need this task.

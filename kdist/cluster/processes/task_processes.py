@@ -12,28 +12,28 @@ from kdist.cluster.processes.child import Child, start_child, task_environment
 from kdist.cluster.processes.forkserver import SERVING, TRAINING, ForkServer, TaskProgram
 from kdist.cluster.spec import Task
 
-#: The fork server of all processes inside `prepared`; at most one.
-_prepared: list[ForkServer] = []
+#: The fork server of all processes inside the block of `fork_server`; at most one.
+_fork_servers: list[ForkServer] = []
 
 
 @contextmanager
-def prepared(log: Path, *, train: bool = False) -> Iterator[None]:
+def fork_server(log: Path, *, train: bool = False) -> Iterator[None]:
     """Starts the fork server of the processes that are started inside the block.
 
     It imports TensorFlow while this process does so as well, and only once for clusters that follow each other.
 
     Args:
         log: gets its output.
-        train: whether processes are to run a training loop, or only to serve TensorFlow.
+        train: whether processes run a training loop, or only serve TensorFlow.
     """
-    if sys.platform != "linux" or _prepared:
+    if sys.platform != "linux" or _fork_servers:
         yield
         return
-    _prepared.append(_new_fork_server(log, train=train))
+    _fork_servers.append(_new_fork_server(log, train=train))
     try:
         yield
     finally:
-        _prepared.pop().close()
+        _fork_servers.pop().close()
 
 
 def _new_fork_server(log: Path, *, train: bool) -> ForkServer:
@@ -41,11 +41,11 @@ def _new_fork_server(log: Path, *, train: bool) -> ForkServer:
 
 
 class TaskProcesses:
-    """Starts processes that end with this one; `close` ends what they were forked from.
+    """Starts processes that end with this one; `close` ends their fork server.
 
     Args:
         log: gets the messages from before the first one is forked.
-        train: as in `prepared`.
+        train: as in `fork_server`.
     """
 
     def __init__(self, log: Path, *, train: bool = False) -> None:
@@ -69,16 +69,16 @@ class TaskProcesses:
         )
 
     def close(self) -> None:
-        """Ends what the processes were forked from, and with it those that are left, unless `prepared` has started it.
+        """Ends the fork server, and with it all processes that are left, unless it is that of a `fork_server` block.
 
         More can be started afterwards.
         """
-        if self._fork_server is not None and self._fork_server not in _prepared:
+        if self._fork_server is not None and self._fork_server not in _fork_servers:
             self._fork_server.close()
         self._fork_server = None
 
     def _forks(self) -> ForkServer:
         if self._fork_server is None:
-            living = [server for server in _prepared if server.is_alive and server.can_train >= self._train]
+            living = [server for server in _fork_servers if server.is_alive and server.can_train >= self._train]
             self._fork_server = living[0] if living else _new_fork_server(self._log, train=self._train)
         return self._fork_server

@@ -5,7 +5,7 @@ TensorFlow sends a new function to every task, and waits for a stopped one witho
 its standard input, one per line, and writes those that it kills to its standard output.
 
 `python -S watchdog.py limit <seconds> <text>` kills its parent when time is up, and says why: some calls wait for other
-tasks without a limit that could be set; see `kdist.cluster.processes.child.killed_after`.
+tasks without a limit that could be set; see `kdist.cluster.processes.child.kill_after`.
 
 Both exit when their input closes. They import nothing that is slow to import.
 """

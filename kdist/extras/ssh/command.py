@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def request_of(arguments: Sequence[str]) -> Request:
-    """What the command line asks for.
+    """Reads the command line.
 
     Raises:
         ConfigError: something is missing, or cannot be read.
@@ -82,7 +82,7 @@ def request_of(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is before the first `--`, and what is behind it."""
+    """Splits arguments at the first `--`."""
     own = list(arguments)
     if "--" not in own:
         return own, []

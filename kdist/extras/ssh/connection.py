@@ -65,7 +65,7 @@ class ConnectionClosed:
 
     Attributes:
         code: the exit code of ssh, which is that of the remote command, or 255.
-        said: what ssh, or the shell of the host, has said about it.
+        said: the messages of ssh, or of the shell of the host.
     """
 
     host: Host
@@ -87,7 +87,7 @@ class Connection:
     """A host, reached by ssh; every event of it is put into `events`.
 
     Args:
-        host: where to.
+        host: the machine.
         ssh: the command, with options of the user's.
         python: the interpreter that runs the agent there.
         connect_timeout: seconds for the connection.
@@ -153,7 +153,7 @@ class Connection:
         self._tell(signal=number)
 
     def give_sign_of_life(self) -> None:
-        """Has to be called more often than `patience` allows silence."""
+        """Tells the host that this process lives; to call more often than `patience` allows silence."""
         self._tell()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ def _event_of(host: Host, message: Mapping[str, Any]) -> Event:
     return TaskOutput(message["task"], message["stream"], message["text"])
 
 
-#: What ssh says, why that is, and what to do.
+#: Messages of ssh, their causes, and ways out.
 _REASONS = (
     (r"Could not resolve hostname", "its name cannot be resolved", ConfigError),
     (
@@ -235,7 +235,7 @@ _REASONS = (
 
 
 def why_closed(closed: ConnectionClosed, python: str) -> KdistError:
-    """Why a connection ended before its host was ready, in a message that names the host."""
+    """The error for a connection that ended before its host was ready."""
     host, last = closed.host, closed.said.splitlines()[-1] if closed.said else f"ssh ended with code {closed.code}"
     for pattern, meaning, error in _REASONS:
         if re.search(pattern, closed.said, re.IGNORECASE):

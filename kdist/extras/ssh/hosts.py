@@ -1,4 +1,4 @@
-"""Which task of a cluster is started on which host."""
+"""The hosts of a cluster, and the tasks of each."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Host:
 
     @property
     def login(self) -> str:
-        """What ssh takes."""
+        """The destination, as ssh takes it."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     def address(self, port: int, name: str | None = None) -> str:
-        """`host:port`, where `name` is what the other hosts call it, if that is another name than ssh's."""
+        """`host:port`; `name` is the name for the other hosts, if that is not ssh's."""
         name = name or self.name
         return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 

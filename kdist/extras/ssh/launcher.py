@@ -40,11 +40,11 @@ _FORWARDED = {number: number for number in (signal.SIGINT, signal.SIGTERM, signa
 _CLOSE_SECS = 5.0
 #: Schedulers send a signal twice within milliseconds.
 SAME_SIGNAL_SECS = 0.5
-#: That tasks have to notice the end of another one.
+#: For tasks to notice the end of another one.
 _NOTICE_SECS = 5.0
-#: That tasks have to end after a second signal.
+#: For tasks to end after a second signal.
 _SECOND_SIGNAL_SECS = 5.0
-#: What one machine has set up for itself, and what tells a task how another launcher has started it.
+#: Variables that a machine has set up for itself, or by which another launcher tells a task its role.
 _OWN_VARIABLES = {
     "_", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "TF_CONFIG",
     "TMPDIR", "USER", "WAYLAND_DISPLAY", "XAUTHORITY",
@@ -54,7 +54,7 @@ _OWN_PREFIXES = ("DBUS_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "SSH_", "XDG_")
 
 @dataclass(frozen=True)
 class Request:
-    """What to start, and where.
+    """The tasks to start, and the hosts.
 
     Attributes:
         hosts: with their slots.
@@ -94,7 +94,7 @@ def run(request: Request) -> int:
     events: SimpleQueue[Event] = SimpleQueue()
     connections: dict[Host, Connection] = {}
     try:
-        with _received_signals(events):
+        with _receive_signals(events):
             for host in tasks:
                 connections[host] = Connection(
                     host,
@@ -121,7 +121,7 @@ def run(request: Request) -> int:
 
 
 def variables_to_send(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go along to the hosts: all but those of this machine, this session and other launchers."""
+    """Selects the variables for the hosts: all but those of this machine, this session and other launchers."""
     return {
         name: value
         for name, value in environment.items()
@@ -277,8 +277,8 @@ def _report(text: str) -> None:
 
 
 @contextmanager
-def _received_signals(events: SimpleQueue[Event]) -> Iterator[None]:
-    """While entered, signals to this process become events; those that it ignores, as under `nohup`, stay ignored."""
+def _receive_signals(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Turns signals to this process into events; signals that it ignores, as under `nohup`, stay ignored."""
     before = {number: signal.getsignal(number) for number in _FORWARDED}
 
     def receive(number: int, _frame: Any) -> None:
@@ -296,7 +296,7 @@ def _received_signals(events: SimpleQueue[Event]) -> Iterator[None]:
 
 @contextmanager
 def _signs_of_life(connections: Sequence[Connection], every_secs: float) -> Iterator[None]:
-    """While entered, the hosts hear of this process."""
+    """Sends signs of life to the hosts."""
     ended = threading.Event()
 
     def give() -> None:

@@ -194,5 +194,5 @@ def test_methods_that_keras_wraps_are_no_functions_of_a_model() -> None:
     own = keras.layers.Lambda(lambda values: values + 1)
     model = keras.Sequential([keras.layers.Input((2,)), Scale(), own])
     model.compile("sgd", "mse")
-    with compat.functions_named_apart(model) as functions:
+    with compat.name_functions_apart(model) as functions:
         assert list(functions.values()) == [own.function]

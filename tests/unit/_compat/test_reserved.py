@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist._compat.reserved import cheap_constants, hand_over, made_by, reserved_above
+from kdist._compat.reserved import cheap_constants, hand_over, made_by, reserve_above
 
 SHAPE = (1 << 40, 2)
 ONES = keras.initializers.Ones()
 
 
 def reserved(shape: tuple[int, ...] = (3, 2)) -> keras.Variable:
-    with reserved_above(8):
+    with reserve_above(8):
         return keras.Variable(ONES, shape=shape, dtype="float32", name="table")
 
 
 def test_only_large_variables_with_an_initializer_are_reserved_and_only_in_the_context() -> None:
-    with reserved_above(8):
+    with reserve_above(8):
         small = keras.Variable(ONES, shape=(2,), dtype="float32")
         given = keras.Variable(np.ones(3, np.float32))
     after = keras.Variable(ONES, shape=(3,), dtype="float32")
@@ -83,7 +83,7 @@ def test_it_may_be_made_while_a_model_is_built_symbolically() -> None:
             return self.head(self.inner(x))
 
     model = Model()
-    with reserved_above(1 << 20):
+    with reserve_above(1 << 20):
         tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([2], tf.int64))
     assert made_by(made[0]) is not None
     assert model.head.kernel.numpy().shape == (2, 1)
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_restored_counts(tmp_path: Path) -> None:
     layer = keras.layers.Embedding(3, 2, embeddings_initializer="zeros")
     layer.build()
     path = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    with reserved_above(8):
+    with reserve_above(8):
         new = keras.layers.Embedding(3, 2, embeddings_initializer=ONES)
         new.build()
     assert made_by(new.embeddings) is not None
@@ -139,7 +139,7 @@ def test_a_pure_function_may_assign_it() -> None:
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad", "ftrl", "rmsprop", "sgd"])
 def test_its_slots_are_reserved_too(optimizer: str) -> None:
     optimizer = keras.optimizers.get(optimizer)
-    with reserved_above(8):
+    with reserve_above(8):
         optimizer.build([reserved(SHAPE)])
     slots = [variable for variable in optimizer.variables if tuple(variable.shape) == SHAPE]
     assert all(made_by(slot) is not None for slot in slots)

@@ -142,7 +142,7 @@ def test_functions_of_the_kind_of_tf1_get_a_new_name_in_every_trace() -> None:
 
     before = names()
     assert before == names() != set()
-    with compat.legacy_functions_renamed():
+    with compat.rename_legacy_functions():
         first = names()
         assert not first & (before | names())
     assert names() == before

@@ -141,14 +141,14 @@ def test_a_connection_that_is_being_made_ends_as_well_but_not_that_of_a_probe(st
     for connection in made:
         connection.setblocking(False)
         connection.connect_ex(address)
-    begun = [c for c in made if tcp_timeouts._begun_connections().get(_inode(c)) == ("127.0.0.1", address[1])]
+    begun = [c for c in made if tcp_timeouts._pending_connections().get(_inode(c)) == ("127.0.0.1", address[1])]
     assert len(begun) > 1
     port_probe.in_use.add(_inode(begun[0]))
     try:
         TcpTimeouts([], [], 10).disconnect(f"127.0.0.1:{address[1]}")
     finally:
         port_probe.in_use.clear()
-    assert {_inode(c) for c in begun} & set(tcp_timeouts._begun_connections()) == {_inode(begun[0])}
+    assert {_inode(c) for c in begun} & set(tcp_timeouts._pending_connections()) == {_inode(begun[0])}
 
 
 def _inode(connection: socket.socket) -> int:

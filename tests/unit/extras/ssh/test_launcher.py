@@ -94,7 +94,7 @@ def test_signals_that_were_ignored_before_stay_ignored() -> None:
     events: SimpleQueue[Event] = SimpleQueue()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with launcher._received_signals(events):
+        with launcher._receive_signals(events):
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
