@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import (
     Accumulating,
+    NadamBySteps,
     PureUpdates,
     decays,
     learning_rate_variable,
@@ -26,7 +27,6 @@ from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import leaves_other_rows_alone, optimizer_state
 from kdist.model.updates import OptimizerGroup, StepUpdates, Update
-from kdist.parameters.optimizer_kernels import BY_KERNEL, add_to_rows, only_adds
 from kdist.parameters.placement.blocks import Blocks, StoredShard
 from kdist.parameters.placement.messages import BlockUpdates
 from kdist.parameters.tables.rows import RowLock, set_rows
@@ -130,7 +130,7 @@ class ServerOptimizer:
     def _only_adds(self, gradients: Sequence[Any]) -> bool:
         """Whether updates add to what is there, so that several at once lose nothing, or hold locks of their own."""
         return (
-            only_adds(type(self._optimizer))
+            _adds_in_place(type(self._optimizer))
             and not self._optimizer.use_ema
             and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
             and all(self._variables[i].constraint is None for i in self._dense)
@@ -207,7 +207,7 @@ class RowOptimizer:
         """Updates in one operation, which has a lock of its own; ours would cost small tables a fifth of their rate."""
         variable = self._pairs[0][1].value
         rate = tf.cast(_learning_rate(self.optimizer, step), variable.dtype)
-        add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
+        _add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
         self.table.begin_update(gradient, step, [])
 
     def _replace(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
@@ -249,7 +249,7 @@ def _copy_for(
     optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
     """A copy of `optimizer`, built for `variables` in place of `originals`, that takes gradients as they are."""
-    kind = BY_KERNEL.get(type(optimizer), type(optimizer))
+    kind = _BY_KERNEL.get(type(optimizer), type(optimizer))
     if optimizer.gradient_accumulation_steps:
         kind = type(kind.__name__, (Accumulating, kind), {})
     copy = unbuilt_copy(optimizer, kind)
@@ -384,3 +384,95 @@ class ServerOptimizers:
                 # A slot with another shape than its variable belongs to a block of one shard.
                 part = self._blocks.part(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
                 slots[f"slots/{names[self._blocks.variable_of_shard(shard)]}/{slot}"][shard] = part
+
+
+# Keras's optimizers with their dense updates as one operation each, by TensorFlow's own kernels. Keras writes an update
+# as a dozen operations, each of which goes over all the elements and makes a tensor of them. The kernels compute the
+# same formulas in one go and in place, and hold the locks of all the variables that they change, so that updates of
+# several workers come one after the other. Sparse gradients are left to Keras.
+
+
+class _SGD(keras.optimizers.SGD):
+    """Plain, with momentum, and Nesterov's."""
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            super().update_step(gradient, variable, learning_rate)
+            return
+        learning_rate = tf.cast(learning_rate, variable.dtype)
+        gradient = tf.cast(gradient, variable.dtype)
+        if self.momentum == 0:
+            tf.raw_ops.ResourceApplyGradientDescent(
+                var=variable.handle, alpha=learning_rate, delta=gradient, use_locking=True
+            )
+            return
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=self.momentums[self._get_variable_index(variable)].value.handle,
+            lr=learning_rate,
+            grad=gradient,
+            momentum=tf.cast(self.momentum, variable.dtype),
+            use_locking=True,
+            use_nesterov=self.nesterov,
+        )
+
+
+class _Adam(keras.optimizers.Adam):
+    """With and without AMSGrad."""
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            super().update_step(gradient, variable, learning_rate)
+            return
+        index = self._get_variable_index(variable)
+        local_step = tf.cast(self.iterations + 1, variable.dtype)
+        beta_1, beta_2 = tf.cast(self.beta_1, variable.dtype), tf.cast(self.beta_2, variable.dtype)
+        arguments: dict[str, Any] = {
+            "var": variable.handle,
+            "m": self._momentums[index].value.handle,
+            "v": self._velocities[index].value.handle,
+            "beta1_power": tf.pow(beta_1, local_step),
+            "beta2_power": tf.pow(beta_2, local_step),
+            "lr": tf.cast(learning_rate, variable.dtype),
+            "beta1": beta_1,
+            "beta2": beta_2,
+            "epsilon": tf.cast(self.epsilon, variable.dtype),
+            "grad": tf.cast(gradient, variable.dtype),
+            "use_locking": True,
+        }
+        if self.amsgrad:
+            tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=self._velocity_hats[index].value.handle, **arguments)
+        else:
+            tf.raw_ops.ResourceApplyAdam(**arguments)
+
+
+class _AdamW(_Adam, keras.optimizers.AdamW):
+    """Keras decays the weights before the update."""
+
+
+def _add_to_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    """Adds to rows, int64 `[n]`, each of them once; traced.
+
+    The operation holds the variable's own lock. `ResourceScatterAdd` shares that lock with others, and loses what two
+    of them add to a row at the same time.
+    """
+    return tf.raw_ops.ResourceScatterNdAdd(
+        ref=variable.handle, indices=rows[:, tf.newaxis], updates=values, use_locking=True
+    )
+
+
+#: Classes of the same maths with updates by kernels. Not for subclasses: those of users may compute something else.
+_BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimizer]] = {
+    keras.optimizers.SGD: _SGD,
+    keras.optimizers.Adam: _Adam,
+    keras.optimizers.AdamW: _AdamW,
+    keras.optimizers.Nadam: NadamBySteps,
+}
+
+
+def _adds_in_place(kind: type[keras.optimizers.Optimizer]) -> bool:
+    """Whether dense updates of a class change variables and slots by kernels, or by additions alone.
+
+    What reads a slot and assigns to it what it has computed loses what another worker has written in between.
+    """
+    return any(each in (*_BY_KERNEL.values(), keras.optimizers.Adagrad) for each in kind.__mro__[:2])

@@ -16,7 +16,6 @@ from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.parameters.placement.picture import draw_plan
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import MetricsFile
 from kdist.run.mirrored_checkpoints import MirroredCheckpoints
@@ -122,7 +121,7 @@ class RunDir:
         try:
             make_private(self.path)
             table.write_text(plan.table())
-            draw_plan(plan, picture)
+            plan.draw(picture)
         except OSError as error:
             # Training does not need them.
             for path in files:

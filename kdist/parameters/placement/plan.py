@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
+from pathlib import Path
 
 from kdist.config.schema import PlacementOptions
 from kdist.model.lookup_rounds import WRONG_ID
@@ -15,6 +16,12 @@ from kdist.model.lookup_rounds import WRONG_ID
 _WORTH_A_SERVER = 1 << 20
 
 _WRONG_ID = re.compile(re.escape(WRONG_ID) + r"\] \[(\d+)\] \[(-?\d+)\]")
+
+
+# Of the picture, in pixels.
+_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d")
+_BAR_WIDTH, _BAR_HEIGHT, _GAP, _TOP, _BOTTOM = 190, 320, 40, 40, 50
+_SMALLEST_LABELLED = 14
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,37 @@ class PlacementPlan:
         lines += [self.reason] if self.reason else []
         lines += [f"{variable.name}: {variable.note}" for variable in self.variables if variable.note]
         return "\n".join([*lines, ""])
+
+    def draw(self, path: Path) -> None:
+        """Draws a PNG: a bar for each server, with its variables stacked by their bytes, all on the same scale."""
+        # Only a chief needs it.
+        from PIL import Image, ImageDraw
+
+        totals = self.bytes_by_server
+        width = _GAP + self.num_servers * (_BAR_WIDTH + _GAP)
+        image = Image.new("RGB", (width, _TOP + _BAR_HEIGHT + _BOTTOM), "white")
+        draw = ImageDraw.Draw(image)
+        draw.text(
+            (_GAP, 14), f"bytes by server, optimizer slots included; imbalance {self.imbalance:.2f}", fill="black"
+        )
+        scale = _BAR_HEIGHT / max(1, *totals)
+        floor = _TOP + _BAR_HEIGHT
+        tops = [float(floor)] * self.num_servers
+        for shard in self.shards:
+            server = shard.server
+            left = _GAP + server * (_BAR_WIDTH + _GAP)
+            top = tops[server] - self.num_bytes(shard) * scale
+            box = (left, top, left + _BAR_WIDTH, tops[server])
+            draw.rectangle(box, fill=_COLORS[shard.variable % len(_COLORS)], outline="white")
+            if tops[server] - top >= _SMALLEST_LABELLED:
+                draw.text((left + 6, top + 1), self.name(shard)[:30], fill="white")
+            tops[server] = top
+        for server, total in enumerate(totals):
+            left = _GAP + server * (_BAR_WIDTH + _GAP)
+            draw.line((left, floor, left + _BAR_WIDTH, floor), fill="black")
+            draw.text((left, floor + 8), f"ps:{server}", fill="black")
+            draw.text((left, floor + 22), f"{total:,} bytes", fill="black")
+        image.save(path)
 
 
 def wrong_id(message: str, plan: PlacementPlan) -> str | None:

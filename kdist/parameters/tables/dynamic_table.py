@@ -7,7 +7,6 @@ when the server sweeps. What takes or gives a row, and every update, holds one l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -30,18 +29,6 @@ _BESIDE_BYTES = 32
 CHANGED = "changed"
 #: The column that says which table of its group a row belongs to, -1 for none; and the one that identifies it there.
 TABLES, IDS = "tables", "ids"
-
-
-@dataclass(frozen=True)
-class Column:
-    """What each row has one of, in a variable that grows.
-
-    Attributes:
-        initial: `row_shape`, its value in a new row; None if it depends on the id.
-    """
-
-    variable: tf.Variable
-    initial: np.ndarray | None = None
 
 
 class DynamicTable:
@@ -107,14 +94,16 @@ class DynamicTable:
             if self._admission.min_count > 1:
                 self._sketch = CountMinSketch()
             self.columns = {
-                "ids": Column(self._growing((), tf.int64)),
-                "tables": Column(self._growing((), tf.int32)),
-                "counts": Column(self._growing((), tf.int32), np.zeros((), np.int32)),
-                "last_steps": Column(self._growing((), tf.int32)),
-                "vectors": Column(self._growing(group.row_shape, dtype)),
+                "ids": self._growing((), tf.int64),
+                "tables": self._growing((), tf.int32),
+                "counts": self._growing((), tf.int32),
+                "last_steps": self._growing((), tf.int32),
+                "vectors": self._growing(group.row_shape, dtype),
             }
             if interval is not None:
-                self.columns[CHANGED] = Column(self._growing((), tf.int32))
+                self.columns[CHANGED] = self._growing((), tf.int32)
+        #: The values of columns in a new row, unless they depend on its id.
+        self._initial = {"counts": np.zeros((), np.int32)}
         self.evicted = EvictedRows(self, interval, self.sweep_rows)
 
     @cached_property
@@ -126,12 +115,12 @@ class DynamicTable:
 
     @property
     def vectors(self) -> tf.Variable:
-        return self.columns["vectors"].variable
+        return self.columns["vectors"]
 
     @property
     def stored(self) -> dict[str, tf.Variable]:
         """All columns but the one that says when a row has changed."""
-        return {name: column.variable for name, column in self.columns.items() if name != CHANGED}
+        return {name: column for name, column in self.columns.items() if name != CHANGED}
 
     @property
     def evicts(self) -> bool:
@@ -147,7 +136,8 @@ class DynamicTable:
             variable = self._growing(tuple(initial.shape), tf.as_dtype(slot.dtype))
         set_value(slot, variable)
         # Without the owner of the optimizer, as in checkpoints.
-        self.columns[name.rpartition(".")[2]] = Column(variable, initial)
+        name = name.rpartition(".")[2]
+        self.columns[name], self._initial[name] = variable, initial
 
     def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
         """The vectors of keys, zeros for those without a row; traced, on the device of the server.
@@ -182,10 +172,10 @@ class DynamicTable:
         places = tf.where(rows >= 0)[:, 0]
         rows = tf.gather(rows, places)
         one, now = tf.ones_like(rows, tf.int32), tf.fill(tf.shape(rows), tf.cast(step, tf.int32))
-        counts = self.columns["counts"].variable
+        counts = self.columns["counts"]
         updates.append(tf.raw_ops.ResourceScatterAdd(resource=counts.handle, indices=rows, updates=one))
         for name, value in {"last_steps": now, **self._marks(rows)}.items():
-            updates.append(set_rows(self.columns[name].variable, rows, value))
+            updates.append(set_rows(self.columns[name], rows, value))
         return tf.IndexedSlices(tf.gather(gradient.values, places), rows)
 
     def insert(self, keys: tf.Tensor, tables: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -239,9 +229,9 @@ class DynamicTable:
     def chosen(self, since: tf.Tensor) -> tf.Tensor:
         """The rows in use that have changed after an interval, int64 `[n]`; all of them if nobody asked for changes."""
         rows = tf.range(self.num_rows.read_value())
-        is_chosen = self.columns[TABLES].variable.sparse_read(rows) >= 0
+        is_chosen = self.columns[TABLES].sparse_read(rows) >= 0
         if CHANGED in self.columns:
-            is_chosen &= self.columns[CHANGED].variable.sparse_read(rows) > since
+            is_chosen &= self.columns[CHANGED].sparse_read(rows) > since
         return tf.boolean_mask(rows, is_chosen)
 
     def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -266,7 +256,7 @@ class DynamicTable:
 
         def copy(start: tf.Tensor) -> tuple[tf.Tensor]:
             rows = tf.range(start, tf.minimum(start + self.sweep_rows, num_rows))
-            set_rows(self.vectors, rows, self.columns[AVERAGE].variable.sparse_read(rows))
+            set_rows(self.vectors, rows, self.columns[AVERAGE].sparse_read(rows))
             return (start + self.sweep_rows,)
 
         with tf.device(self.device):
@@ -278,9 +268,7 @@ class DynamicTable:
         with self.lock.held([ids]) as updates:
             rows = self._find(ids + self._shifts[table])
             rows = tf.boolean_mask(rows, rows >= 0)
-            self._free_rows(
-                rows, tf.fill(tf.shape(rows), table), self.columns["ids"].variable.sparse_read(rows), updates
-            )
+            self._free_rows(rows, tf.fill(tf.shape(rows), table), self.columns["ids"].sparse_read(rows), updates)
 
     def num_live(self) -> tf.Tensor:
         """How many rows are in use, scalar int64."""
@@ -351,7 +339,7 @@ class DynamicTable:
         """Makes room for at least `needed` rows, of which `used` have values."""
         # By less than 2, so that what is given up is, together, soon large enough to be used again.
         capacity = tf.maximum(self._capacity.read_value() * 3 // 2, needed)
-        for variable in [self._free, *(column.variable for column in self.columns.values())]:
+        for variable in [self._free, *self.columns.values()]:
             resize(variable, used, capacity, self.sweep_rows)
         return self._capacity.assign(capacity)
 
@@ -363,15 +351,15 @@ class DynamicTable:
         for name, column in self.columns.items():
             of_rows = values.get(name)
             if of_rows is None:
-                of_rows = tf.repeat(tf.constant(column.initial, column.variable.dtype)[tf.newaxis], tf.size(rows), 0)
-            written.append(set_rows(column.variable, rows, of_rows))
+                of_rows = tf.repeat(tf.constant(self._initial[name], column.dtype)[tf.newaxis], tf.size(rows), 0)
+            written.append(set_rows(column, rows, of_rows))
         with tf.control_dependencies(written):
             updates.append(self._index.insert(keys, rows))
 
     def _oldest(self, step: tf.Tensor, excess: tf.Tensor) -> tf.Tensor:
         """See `EvictionChoice.oldest`."""
         rows = tf.range(self.num_rows.read_value())
-        tables, last_steps = (self.columns[name].variable.sparse_read(rows) for name in ("tables", "last_steps"))
+        tables, last_steps = (self.columns[name].sparse_read(rows) for name in ("tables", "last_steps"))
         return self._choice.oldest(step - tf.boolean_mask(last_steps, tables >= 0), excess)
 
     def _evict(
@@ -381,7 +369,7 @@ class DynamicTable:
         with self.lock.held([start, stop, excess]) as updates:
             rows = tf.range(start, stop)
             tables, counts, last_steps, ids = (
-                self.columns[name].variable.sparse_read(rows) for name in ("tables", "counts", "last_steps", "ids")
+                self.columns[name].sparse_read(rows) for name in ("tables", "counts", "last_steps", "ids")
             )
             is_live, ages = tables >= 0, step - last_steps
             goes = self._choice.goes(ages, counts, self.vectors, rows)
@@ -401,7 +389,7 @@ class DynamicTable:
         num_free, count = self._num_free.read_value(), tf.size(rows, tf.int64)
         removed = self._index.remove(ids + tf.gather(self._shifts, tables))
         with tf.control_dependencies([removed, num_free]):
-            updates.append(set_rows(self.columns["tables"].variable, rows, tf.fill(tf.shape(tables), -1)))
+            updates.append(set_rows(self.columns["tables"], rows, tf.fill(tf.shape(tables), -1)))
             updates.append(set_rows(self._free, tf.range(num_free, num_free + count), rows))
             updates.append(self._num_free.assign_add(count).op)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import keras
 import numpy as np
@@ -42,7 +42,7 @@ def set_initial_values(
         ConfigError: an initializer returns values of another shape than its variable's.
     """
     values.write({name: slot.numpy() for name, slot in slots.items() if made_by(slot) is None})
-    rows_to_draw: list[_Rows] = []
+    rows_to_draw: list[Callable[[tf.Tensor], None]] = []
     #: The devices of each, by index; the first one's draws it.
     others: dict[int, list[str]] = defaultdict(list)
     for b, block in enumerate(blocks):
@@ -52,13 +52,13 @@ def set_initial_values(
             initializer = made_by(original)
             if isinstance(initializer, TableInitializer):
                 shape, first = tuple(original.shape), blocks.first_row(i)
-                rows_to_draw.append(_Rows(variable, initializer, shape, shard.start, shard.stop, first))
+                rows_to_draw.append(partial(_draw, variable, initializer, shape, shard, first))
             else:
                 others[shard.variable].append(variable.device)
 
     def draw(zero: tf.Tensor) -> None:
-        for rows in rows_to_draw:
-            rows.draw(zero)
+        for draw_rows in rows_to_draw:
+            draw_rows(zero)
 
     if rows_to_draw:
         tf.function(draw, autograph=False).get_concrete_function(tf.TensorSpec([], tf.uint32))(
@@ -98,30 +98,26 @@ def _set_whole(name: str, original: keras.Variable, device: str, values: NamedVa
         values.write({name: np.asarray(drawn)})
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows `start` to `stop` of a table.
+def _draw(
+    variable: tf.Variable,
+    initializer: TableInitializer,
+    shape: tuple[int, ...],
+    shard: Shard,
+    first: int,
+    zero: tf.Tensor,
+) -> None:
+    """Draws the rows of a shard on the device of their variable, block by block; traced.
 
-    Attributes:
+    Args:
         shape: of the whole table.
-        first: their first row in the variable that holds them.
+        first: the row of the variable that has the first row of the shard.
+        zero: an argument of the function that is traced.
     """
-
-    variable: tf.Variable
-    initializer: TableInitializer
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    first: int
-
-    def draw(self, zero: tf.Tensor) -> None:
-        """Draws them on the device of the variable, block by block; traced. `zero` is an argument of the function."""
-        before: list[tf.Operation] = []
-        dtype = self.variable.dtype.name
-        for number, (first, end) in enumerate(self.initializer.blocks(self.shape, dtype)):
-            start, stop = max(first, self.start), min(end, self.stop)
-            if start < stop:
-                with tf.device(self.variable.device), tf.control_dependencies(before):
-                    rows = self.initializer.block(number, self.shape, dtype, zero)[start - first : stop - first]
-                    shift = self.first - self.start
-                    before = [assign_rows(self.variable, start + shift, stop + shift, rows)]
+    before: list[tf.Operation] = []
+    for number, (begin, end) in enumerate(initializer.blocks(shape, variable.dtype.name)):
+        start, stop = max(begin, shard.start), min(end, shard.stop)
+        if start < stop:
+            with tf.device(variable.device), tf.control_dependencies(before):
+                rows = initializer.block(number, shape, variable.dtype.name, zero)[start - begin : stop - begin]
+                shift = first - shard.start
+                before = [assign_rows(variable, start + shift, stop + shift, rows)]

@@ -77,8 +77,8 @@ class Server:
 
     def column(self, name: str) -> np.ndarray:
         rows = np.arange(int(self.table.num_rows))
-        live = self.table.columns["tables"].variable.sparse_read(rows).numpy() >= 0
-        return self.table.columns[name].variable.sparse_read(rows).numpy()[live]
+        live = self.table.columns["tables"].sparse_read(rows).numpy() >= 0
+        return self.table.columns[name].sparse_read(rows).numpy()[live]
 
     @staticmethod
     def _function(function: Callable[..., Any]) -> Any:
