@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from kdist.cluster.network.sockets import HeldPorts, bind_to
@@ -66,16 +65,13 @@ class LocalCluster(Cluster):
     """Starts the tasks of `shape` on free ports of this machine; they end with this process.
 
     Each task's output goes to `<log_dir>/<job>-<index>.log`. A task ends when its standard input closes, so it cannot
-    outlive this process (see `kdist.cluster.processes.server`). Use as a context manager, or `start` and `stop`.
+    outlive this process (see `kdist.cluster.processes.server`).
 
     Args:
         shape: the number of parameter servers and workers.
         log_dir: folder for the logs; made if missing.
         config: timeouts, devices and the network interface. A task that is stopped (SIGSTOP) for longer than
             `step_timeout` is killed, a few seconds later: the chief may be waiting for it where it cannot watch it.
-
-    Raises:
-        ClusterError: on `start`; names the task that died or did not respond, with the end of its log.
     """
 
     def __init__(self, shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = None) -> None:
@@ -89,7 +85,6 @@ class LocalCluster(Cluster):
         self._children: dict[Task, Child] = {}
         # Messages from before the first task is forked are in its log.
         self._task_processes = TaskProcesses(log_path(log_dir, shape.tasks[0]))
-        self._ready: set[Task] = set()
         #: Tasks that were restarted and do not serve yet.
         self._starting: set[Task] = set()
         self._ports = HeldPorts(0)
@@ -97,7 +92,6 @@ class LocalCluster(Cluster):
 
     def launch(self) -> None:
         bind_to(self._config.bind)
-        self._ready.clear()
         self._ports.release()
         self._ports = HeldPorts(len(self.shape.tasks) + 1)
         *free, for_chief = self._ports.numbers
@@ -107,7 +101,11 @@ class LocalCluster(Cluster):
         self._children = {task: self._launch(task) for task in self.shape.tasks}
 
     def wait(self) -> None:
-        # A port may have been taken in the meantime.
+        """Waits until every task serves; starts all of them again if a port was taken in the meantime.
+
+        Raises:
+            ClusterError: names the task that died or did not respond, with the end of its log.
+        """
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._wait_until_ready()
@@ -119,11 +117,6 @@ class LocalCluster(Cluster):
                 if attempt == _START_ATTEMPTS or not port_taken:
                     raise
                 self.launch()
-
-    def start(self) -> LocalCluster:
-        self.launch()
-        self.wait()
-        return self
 
     def stop(self, *, will_resume: bool = False) -> None:
         end_children(self._children.values(), _STOP_SECS)
@@ -144,7 +137,6 @@ class LocalCluster(Cluster):
     def restart(self, task: Task) -> bool:
         end_children([self._children[task]], _STOP_SECS)
         self._children[task] = self._launch(task)
-        self._ready.discard(task)
         self._starting.add(task)
         return True
 
@@ -162,14 +154,6 @@ class LocalCluster(Cluster):
                 # Not before: a task that is not forked yet has no process id of its own.
                 self._watch_over([task])
         return set(self._starting)
-
-    def __enter__(self) -> LocalCluster:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def pids(self) -> dict[Task, int]:
@@ -211,9 +195,8 @@ class LocalCluster(Cluster):
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:
             for task, child in self._children.items():
-                if task not in self._ready:
-                    selector.register(child.stdout, selectors.EVENT_READ, task)
-            waiting = {key.data for key in selector.get_map().values()}
+                selector.register(child.stdout, selectors.EVENT_READ, task)
+            waiting = set(self._children)
             deadline = min(child.deadline for child in self._children.values())
             while waiting:
                 events = selector.select(max(0.0, deadline - time.monotonic()))
@@ -231,7 +214,6 @@ class LocalCluster(Cluster):
                     if os.read(key.fd, len(READY)) != READY:
                         child = self._children[task]
                         raise ClusterError(f"{task} exited while starting ({child.how_it_ended()})" + child.log_tail())
-                    self._ready.add(task)
                     waiting.discard(task)
 
 

@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import slurm
@@ -29,19 +29,9 @@ ROLES = (*_JOBS, EVALUATOR.job)
 _TF_CONFIG_FORM = '{"cluster": {"ps": ["host:port"], "worker": [...]}, "task": {"type": "worker", "index": 0}}'
 # How launchers of MPI tell a process how many of its kind they started.
 _MPI_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The names of the parts of a description in its source."""
-
-    cluster: str
-    job: str
-    index: str
-
-
-_HOSTS = Keys("cluster.", "cluster.job", "cluster.task")
-_TF_CONFIG = Keys("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: task.index")
+# The names of the addresses of a job, of the job of a process and of its index, in each source.
+_HOSTS = ("cluster.", "cluster.job", "cluster.task")
+_TF_CONFIG = ("TF_CONFIG: cluster.", "TF_CONFIG: task.type", "TF_CONFIG: task.index")
 
 
 def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
@@ -197,51 +187,48 @@ def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:
     return membership_at(cluster, job, index, _TF_CONFIG)
 
 
-def membership_at(addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: Keys) -> Membership:
+def membership_at(
+    addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: tuple[str, str, str]
+) -> Membership:
     """The membership of task `index` of `job` in the cluster at `addresses`, `host:port` by job.
 
     Raises:
         ConfigError: names the part of the description that is wrong, by `keys`.
     """
+    cluster_key, job_key, index_key = keys
     if job not in ROLES:
-        raise ConfigError(f"{keys.job}={job}: there is no such job; a task is one of {', '.join(ROLES)}")
-    _check_index(index, keys)
+        raise ConfigError(f"{job_key}={job}: there is no such job; a task is one of {', '.join(ROLES)}")
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ConfigError(f"{index_key}={index}: must be a whole number, at least 0")
     have = len(addresses.get(job, ()))
-    spec = _spec(addresses, keys)
+    spec = _spec(addresses, cluster_key)
     if job == EVALUATOR.job:
         return Membership(spec, Task(EVALUATOR.job, index))
     if index >= have:
         what = f"{have} such task{'' if have == 1 else 's'}" if have else "no such task"
-        raise ConfigError(f"{keys.index}: this process is {job}:{index}, and {keys.cluster}{job} has {what}")
+        raise ConfigError(f"{index_key}: this process is {job}:{index}, and {cluster_key}{job} has {what}")
     if not spec.ps and addresses.get("chief"):
         # Without servers the chief trains as well: `_spec` has made it the first of the workers.
         return Membership(spec, Task("worker", index if job == "chief" else index + 1))
     return Membership(spec, CHIEF if job == "chief" else Task(job, index))
 
 
-def _check_index(index: Any, keys: Keys) -> None:
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise ConfigError(f"{keys.index}={index}: must be a whole number, at least 0")
-
-
-def _spec(addresses: Mapping[str, Sequence[str]], keys: Keys) -> ClusterSpec:
+def _spec(addresses: Mapping[str, Sequence[str]], key: str) -> ClusterSpec:
     seen: dict[str, str] = {}
     for job in _JOBS:
         for index, address in enumerate(addresses.get(job, ())):
             match = _ADDRESS.fullmatch(str(address))
             if match is None or int(match[1]) > 65535:
-                raise ConfigError(f"{keys.cluster}{job}: {address}: is no address; the form is host:port")
+                raise ConfigError(f"{key}{job}: {address}: is no address; the form is host:port")
             task = str(CHIEF if job == "chief" else Task(job, index))
             if address in seen:
-                raise ConfigError(
-                    f"{keys.cluster}{job}: {task} and {seen[address]} are both at {address}; each needs its own"
-                )
+                raise ConfigError(f"{key}{job}: {task} and {seen[address]} are both at {address}; each needs its own")
             seen[address] = task
     ps, workers, chiefs = (tuple(addresses.get(job, ())) for job in _JOBS)
     if len(chiefs) > 1:
-        raise ConfigError(f"{keys.cluster}chief: there is one chief, not {len(chiefs)}")
+        raise ConfigError(f"{key}chief: there is one chief, not {len(chiefs)}")
     if not ps:
         workers, chiefs = (*chiefs, *workers), ()
     if not workers:
-        raise ConfigError(f"{keys.cluster}worker: there is no worker")
+        raise ConfigError(f"{key}worker: there is no worker")
     return ClusterSpec(ps, workers, chiefs[0] if chiefs else None)

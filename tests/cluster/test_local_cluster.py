@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,14 +28,30 @@ import sys, time
 from pathlib import Path
 from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import ClusterShape
-with LocalCluster(ClusterShape(1, 2), Path(sys.argv[1])):
+cluster = LocalCluster(ClusterShape(1, 2), Path(sys.argv[1]))
+cluster.launch()
+try:
+    cluster.wait()
     print("started", flush=True)
     mode = sys.argv[2]
     if mode == "raise":
         raise RuntimeError("chief failed")
     if mode == "wait":
         time.sleep(60)
+finally:
+    cluster.stop()
 """
+
+
+@contextmanager
+def running(shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = None) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(shape, log_dir, config)
+    try:
+        cluster.launch()
+        cluster.wait()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +66,7 @@ def running_since(earlier: list[int]) -> list[int]:
 
 
 def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
-    with LocalCluster(ClusterShape(1, 2), tmp_path) as cluster:
+    with running(ClusterShape(1, 2), tmp_path) as cluster:
         cores = sorted(os.sched_getaffinity(0))
         for task, pid in cluster.pids.items():
             assert os.sched_getaffinity(pid) == set(cores_of(task, cluster.shape, cores) or cores)
@@ -67,7 +85,7 @@ def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
 
 
 def test_tasks_end_by_themselves_although_a_process_that_was_forked_meanwhile_lives_on(tmp_path: Path) -> None:
-    with LocalCluster(ClusterShape(1, 1), tmp_path):
+    with running(ClusterShape(1, 1), tmp_path):
         child = os.fork()
         if not child:
             signal.pause()
@@ -153,24 +171,27 @@ def test_nothing_is_left_when_all_processes_were_stopped_and_the_chief_is_killed
 
 def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(ClusterShape(1, 1), tmp_path, ClusterConfig(start_timeout=0.01))
+    cluster.launch()
     with pytest.raises(
         ClusterError, match=r"ps:0, worker:0 did not respond within 0\.01 s \(cluster\.start_timeout\)"
     ) as error:
-        cluster.start()
+        cluster.wait()
     assert error.value.exit_code == 75
     assert cluster.pids == {}
 
 
 def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.processes.server.ServerOptions.to_json", lambda self: "not json")
+    cluster = LocalCluster(ClusterShape(1, 1), tmp_path)
+    cluster.launch()
     with pytest.raises(ClusterError, match=r"(?s)(ps|worker):0 exited while starting \(exit code 1\).*JSONDecodeError"):
-        LocalCluster(ClusterShape(1, 1), tmp_path).start()
+        cluster.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a port and lets a server have it")
 def test_nobody_else_gets_the_port_of_the_chief_or_of_a_task_that_is_restarted(tmp_path: Path) -> None:
     worker = Task("worker", 0)
-    with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+    with running(ClusterShape(1, 1), tmp_path) as cluster:
         cluster.kill([worker])
         # Nothing serves at either of them now.
         for address in (cluster.chief_address, cluster.spec.worker[0]):
@@ -186,7 +207,7 @@ def test_nobody_else_gets_the_port_of_the_chief_or_of_a_task_that_is_restarted(t
 def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPC_FAIL_FAST", "false")
     monkeypatch.setenv("TF_CONFIG", "{broken")
-    with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+    with running(ClusterShape(1, 1), tmp_path) as cluster:
         for pid in cluster.pids.values():
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             assert b"GRPC_FAIL_FAST" not in environment
@@ -200,9 +221,9 @@ def test_clusters_that_follow_each_other_use_what_was_prepared(tmp_path: Path) -
         waiting = running_since(earlier)
         assert len(waiting) == 1
         for shape in (ClusterShape(1, 1), ClusterShape(1, 2)):
-            with LocalCluster(shape, tmp_path) as cluster:
-                running = running_since(earlier)
-                assert set(running) == {*waiting, *cluster.pids.values()}
+            with running(shape, tmp_path) as cluster:
+                present = running_since(earlier)
+                assert set(present) == {*waiting, *cluster.pids.values()}
                 assert cluster.lost_tasks() == {}
             assert running_since(earlier) == waiting
     assert running_since(earlier) == []
@@ -215,7 +236,7 @@ def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) ->
         (waiting,) = running_since(earlier)
         os.kill(waiting, signal.SIGKILL)
         wait_until(lambda: not running_since(earlier), 5, "it is gone")
-        with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+        with running(ClusterShape(1, 1), tmp_path) as cluster:
             assert cluster.lost_tasks() == {}
     assert running_since(earlier) == []
 
@@ -224,7 +245,7 @@ def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, mon
     worker = Task("worker", 0)
     # gRPC says when it is told to be talkative.
     monkeypatch.setenv("GRPC_VERBOSITY", "debug")
-    with LocalCluster(ClusterShape(1, 1), tmp_path) as cluster:
+    with running(ClusterShape(1, 1), tmp_path) as cluster:
         log = tmp_path / "worker-0.log"
         first = log.read_text()
         monkeypatch.delenv("GRPC_VERBOSITY")
@@ -242,7 +263,7 @@ def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, mon
 
 def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
-    with LocalCluster(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
+    with running(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
         os.kill(cluster.pids[Task("ps", 0)], signal.SIGSTOP)
         wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
         assert cluster.lost_tasks() == {Task("ps", 0): "was stopped for 1 s and killed"}
@@ -251,7 +272,7 @@ def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, mon
 def test_a_task_that_was_restarted_is_watched_like_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
     worker = Task("worker", 0)
-    with LocalCluster(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
+    with running(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
         cluster.kill([worker])
         cluster.restart(worker)
         wait_until(lambda: not cluster.starting_tasks(), 60, "it serves again")
