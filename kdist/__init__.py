@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kdist import moved
-from kdist._compat import quiet_import
-from kdist._compat.quick_import import quick_import
+from kdist._compat.imports import make_quiet, quick_import
 from kdist.config.keras_backend import require_tensorflow
 from kdist.config.targets import trust
 from kdist.errors import (
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 # Before anything imports TensorFlow and Keras.
 require_tensorflow()
-quiet_import.install()
+make_quiet()
 moved.install()
 
 _MODULES = ("hooks", "layers")

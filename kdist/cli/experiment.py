@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kdist import log
-from kdist._compat.quick_import import quick_import
+from kdist._compat.imports import quick_import
 from kdist.cluster.resolve import membership_of, shape_of
 from kdist.config import targets
 from kdist.config.build import build_model, data_arguments, parts_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist import log
-from kdist._compat import quiet_import
+from kdist._compat import imports
 from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained, without_hydra
 from kdist.cli.help import help_text
@@ -315,7 +315,7 @@ def _job(
     log_file = run_dir / "logs" / "chief-0.log"
     if checked.run.log_device_placement:
         # TensorFlow reads it on import.
-        os.environ[quiet_import.LEVEL] = "0"
+        os.environ[imports.LEVEL] = "0"
     with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
         from kdist.cluster.local import log_path

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kdist import forks
-from kdist._compat.quick_import import quick_import
+from kdist._compat.imports import quick_import
 from kdist.cluster.processes.child import end_with_parent, name_process
 from kdist.cluster.spec import EVALUATOR
 from kdist.data.pickling import unpacked_program

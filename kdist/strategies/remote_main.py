@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist import forks, log
 from kdist._compat import op_libraries
-from kdist._compat.quick_import import quick_import
+from kdist._compat.imports import quick_import
 from kdist.cluster.network import sockets
 from kdist.cluster.processes.child import end_with_parent, name_process
 from kdist.cluster.spec import ClusterSpec, Membership, Task

@@ -11,7 +11,7 @@ import pytest
 from commands import kdist
 from helpers import environment
 
-from kdist._compat.quiet_import import LEVEL
+from kdist._compat.imports import LEVEL
 
 pytestmark = pytest.mark.cluster
 

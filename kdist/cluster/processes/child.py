@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from kdist import forks
-from kdist._compat import quiet_import
+from kdist._compat import imports
 from kdist.cluster.processes import watchdog
 from kdist.cluster.spec import Task
 
@@ -235,8 +235,8 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
         environment.pop(name, None)
     # Errors are shown: why a server could not start is told by them alone.
-    if environment.get(quiet_import.LEVEL) not in ("0", "1"):
-        environment[quiet_import.LEVEL] = "2"
+    if environment.get(imports.LEVEL) not in ("0", "1"):
+        environment[imports.LEVEL] = "2"
     if task.job in ("ps", "evaluator"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if (visible := visible_devices(task, devices)) is not None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from kdist import forks
-from kdist._compat.quick_import import quick_import
+from kdist._compat.imports import quick_import
 from kdist.cluster.processes.child import KILLED_SECS, Child, end_children, end_with_parent, name_process, start_child
 
 #: The name of the process.

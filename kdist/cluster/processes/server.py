@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from kdist import log
 from kdist._compat import op_libraries
-from kdist._compat.quick_import import quick_import
+from kdist._compat.imports import quick_import
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network import sockets
 from kdist.cluster.network.names import host_and_port

@@ -1,7 +1,8 @@
-"""The import of TensorFlow says what `TF_CPP_MIN_LOG_LEVEL` allows, and nothing else."""
+"""TensorFlow is imported without needless messages, without looking for garbage, and for tasks without Keras."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kdist._compat import quiet_import
+from kdist._compat import imports
+from kdist._compat.imports import quick_import
 
 # As TensorFlow 2.21 and 2.16 write them.
 MESSAGES = [
@@ -36,7 +38,7 @@ class config:
 def run(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "tensorflow").mkdir(exist_ok=True)
     (folder / "tensorflow" / "__init__.py").write_text(FAKE)
-    inherited = {name: value for name, value in os.environ.items() if name != quiet_import.LEVEL}
+    inherited = {name: value for name, value in os.environ.items() if name != imports.LEVEL}
     inherited["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=60, check=False)
@@ -54,7 +56,7 @@ def test_the_level_counts_from_the_first_message_on(level: str, shown: str, tmp_
 
 def test_a_level_that_was_not_given_is_not_left_behind(tmp_path: Path) -> None:
     done = run("import kdist, tensorflow, os; print(os.environ.get('TF_CPP_MIN_LOG_LEVEL'))", tmp_path)
-    assert done.stdout == f"level {quiet_import.default_level()}\nNone\n"
+    assert done.stdout == f"level {imports.default_level()}\nNone\n"
 
 
 def test_what_tensorflow_says_before_it_aborts_is_shown(tmp_path: Path) -> None:
@@ -70,12 +72,49 @@ def test_tensorflow_that_was_imported_before_is_left_alone(tmp_path: Path) -> No
 
 
 def test_the_real_import_says_nothing_and_nothing_of_a_home_that_is_missing() -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in (quiet_import.LEVEL, "MPLCONFIGDIR")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in (imports.LEVEL, "MPLCONFIGDIR")}
     # root may write in a directory that is read-only.
     environment |= {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null/config", "XDG_CACHE_HOME": "/dev/null/cache"}
     program = "import kdist, keras, tensorflow as tf; print(tf.config.list_physical_devices('CPU') != [])"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_nobody_looks_for_garbage_meanwhile() -> None:
+    with quick_import():
+        assert not gc.isenabled()
+        with quick_import():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_goes_wrong_goes_on_and_leaves_everything_as_it_was() -> None:
+    with pytest.raises(ImportError, match="no such"), quick_import():
+        raise ImportError("no such module")
+    assert gc.isenabled()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("keras", "found"), [(True, "True"), (False, "False")])
+def test_keras_is_imported_only_if_it_is_wanted_and_stays_importable(keras: bool, found: str) -> None:
+    program = f"""
+import sys
+from kdist._compat.imports import quick_import
+with quick_import(keras={keras}):
+    import tensorflow as tf
+print("keras" in sys.modules, tf.distribute.Server.__name__)
+import keras
+print(keras.backend.backend())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines()[-2:] == [f"{found} Server", "tensorflow"]
+
+
+def test_keras_that_is_there_already_stays() -> None:
+    import keras
+
+    with quick_import(keras=False):
+        assert sys.modules["keras"] is keras
+    assert sys.modules["keras"] is keras
