@@ -50,7 +50,7 @@ from kdist.parameters.placement.plan import PlacementPlan
 from kdist.run.result import Origin, Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
-from kdist.storage.mirror import Mirror
+from kdist.storage.folder import Folder
 from kdist.strategies.base import Strategy
 
 
@@ -90,7 +90,7 @@ class Trainer:
             `wire_dtype` (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
 
     Other Args:
-        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does, who may give a mirror.
+        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
         membership: the role of this process in a cluster whose tasks were started one by one; None: that of `cluster`.
         origin: what `result.json` says of where the run comes from; None: these arguments, and this process.
 
@@ -104,7 +104,7 @@ class Trainer:
         cluster: str | ClusterConfig = "local",
         strategy: str | type[Strategy] = "auto",
         *,
-        run_dir: str | Path | Mirror | None = None,
+        run_dir: str | Path | Folder | None = None,
         hooks: Sequence[Hook] = (),
         callbacks: CallbackOrSeveral = (),
         name: str | None = None,
@@ -337,7 +337,7 @@ class Trainer:
             return
         with (
             log.used(self._log_format),
-            self.files.lock() if self._lock_run_dir else nullcontext(),
+            self.files.lock if self._lock_run_dir else nullcontext(),
             log.file_log(self.files.logs / "chief-0.log"),
             children_end_here(),
         ):

@@ -22,7 +22,7 @@ from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 from kdist.session import TrainSession
-from kdist.storage.lock import Holder
+from kdist.storage.lock import LockOwner
 from kdist.strategies.base import Strategy, Values
 from kdist.strategies.calls import StepLogs
 from kdist.threads import in_thread
@@ -314,8 +314,8 @@ def run_all(session: TrainSession) -> TrainSession:
     return session
 
 
-#: This process, as the holder of a lock.
-ME = Holder.this_process()
+#: This process, as the owner of a lock.
+ME = LockOwner.this_process()
 
 
 def write_lock(run_dir: Path, content: str) -> None:

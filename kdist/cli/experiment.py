@@ -21,23 +21,20 @@ from kdist.errors import ConfigError
 from kdist.strategies import registry
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kdist.hooks import Hook
     from kdist.run.result import Origin
-    from kdist.storage.mirror import Mirror
+    from kdist.storage.folder import Folder
     from kdist.strategies.base import Strategy
 
 
 def run_experiment(
-    config: Config, run_dir: Path | Mirror | str | None, origin: Origin | None = None, *, is_chief: bool = True
+    config: Config, run_dir: Folder | str | None, origin: Origin | None = None, *, is_chief: bool = True
 ) -> None:
     """Trains as configured, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
-        run_dir: the run dir, locked by the caller if it is the chief, or its mirror, entered by the caller; None in a
-            process that needs none.
+        run_dir: the run dir, locked by the caller if it is the chief; None in a process that needs none.
         origin: what its result says of where the run comes from.
         is_chief: whether this process writes the result of the run.
     """

@@ -24,7 +24,7 @@ from kdist.run.model_file import MODEL_FILE
 from kdist.version import __version__
 
 if TYPE_CHECKING:
-    from kdist.run.observed_run import ObservedRun
+    from kdist.run.run_dir import RunDir
 
 _NAME = "kdist_trained"
 #: What a model and its evaluation depend on: all of these groups, or these keys of them.
@@ -38,7 +38,7 @@ _PARTS = {
 _GROUPS = ("cluster", "strategy", "model", "data", "optimizer")
 
 
-def config_of(run: ObservedRun, overrides: Sequence[str]) -> Config:
+def config_of(run: RunDir, overrides: Sequence[str]) -> Config:
     """The config of a run, changed by `overrides` as on the command line of a new one; everything else has its default.
 
     Where nothing is recorded of the model, as in a run from Python, or no checkpoint has its values, it is that of
@@ -53,14 +53,14 @@ def config_of(run: ObservedRun, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{run}: {error}") from None
 
 
-def _composed(run: ObservedRun, recorded: dict[str, Any], overrides: Sequence[str]) -> Config:
+def _composed(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) -> Config:
     with explained(ValueError):
         chosen = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     if "recipe" in chosen:
         raise ConfigError(
             "recipe: cannot be changed for a finished run; override single keys, as data=mnist or data.path=test.npz"
         )
-    if not {"model", "model._target_"} & chosen and (recorded.get("model") is None or not run.checkpoints.steps()):
+    if not {"model", "model._target_"} & chosen and (recorded.get("model") is None or not run.checkpoints().steps()):
         _use_model_file(run, recorded)
     register()
     groups = [{group: "local" if group == "cluster" else None} for group in _GROUPS if group in {*chosen, "cluster"}]
@@ -84,14 +84,14 @@ def _checked(config: DictConfig, overrides: Sequence[str]) -> Config:
     return checked
 
 
-def _recorded(run: ObservedRun) -> dict[str, Any]:
+def _recorded(run: RunDir) -> dict[str, Any]:
     """What is recorded of the config, resolved, as far as it matters now.
 
     Raises:
         ConfigError: there is no record of a run.
     """
     hydra, result = run.file(".hydra/config.yaml"), run.read_result()
-    if hydra is None and not result and not run.checkpoints.steps():
+    if hydra is None and not result and not run.checkpoints().steps():
         sweep = "; it is the folder of a sweep: give that of a trial" if run.file("multirun.yaml") else ""
         raise ConfigError(f"is not the run dir of a run{sweep}")
     try:
@@ -124,7 +124,7 @@ def _resolved(config: Any, key: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _use_model_file(run: ObservedRun, recorded: dict[str, Any]) -> None:
+def _use_model_file(run: RunDir, recorded: dict[str, Any]) -> None:
     """Lets the model be that of `model.keras`, compiled as it was, if there is one."""
     path = run.file("model.keras")
     if path is not None:

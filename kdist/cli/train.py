@@ -28,9 +28,7 @@ from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.launch import signals
 from kdist.log import warn
 from kdist.storage.files import make_new, make_private, relative
-from kdist.storage.lock import RunLock
-from kdist.storage.mirror import Mirror
-from kdist.storage.object_storage import is_url
+from kdist.storage.mirror import chief_folder, lock_of
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -123,7 +121,7 @@ def _run_once(parsed: Namespace) -> None:
         if has_own_run_dir(config):
             config.run.dir = str(make_new(Path(checked.run.dir)))
         folder = Path(str(config.hydra.run.dir))
-        _lock_of(checked, folder).check()
+        lock_of(chief_folder(checked.run.dir, folder, checked.run.storage_timeout)).check()
         make_private(folder)
         run_job(config, loader, job)
     if failures:
@@ -137,9 +135,9 @@ def _run_sweep(parsed: Namespace) -> None:
     from kdist._compat.hydra import sweep as run_trials
     from kdist.cli.hydra_plugins import has_own_run_dir
     from kdist.config.schema import RunConfig
-    from kdist.sweeps.folder import sweep_folder
+    from kdist.storage.object_storage import folder_at
     from kdist.sweeps.plot import picture_of
-    from kdist.sweeps.sweep import Sweep, TrialRunner
+    from kdist.sweeps.sweep import Sweep, TrialRunner, bring_files
 
     config, _ = composed(parsed)
     # Resolved here, and not only where trials run: `now` is another second there.
@@ -150,17 +148,17 @@ def _run_sweep(parsed: Namespace) -> None:
             place = str(make_new(Path(place)))
     # A config that is not derived from kdist's has no such keys; each of its trials reports that.
     metric, mode, timeout = (OmegaConf.select(config, k) for k in ("sweep.metric", "sweep.mode", "run.storage_timeout"))
-    folder = sweep_folder(place, timeout or RunConfig.storage_timeout)
-    config, loader = composed(parsed, overrides=[f"hydra.sweep.dir={in_quotes(str(folder.local))}"])
+    folder = folder_at(place, timeout or RunConfig.storage_timeout, "hydra.sweep.dir")
+    config, loader = composed(parsed, overrides=[f"hydra.sweep.dir={in_quotes(str(folder.path))}"])
     try:
         with _EndOfSweep() as end_of_sweep, _hydra_explained():
-            make_private(folder.local)
+            make_private(folder.path)
             run_trial = partial(_job, parsed=parsed, end_of_sweep=end_of_sweep)
             run_trials(config, loader, TrialRunner(folder, run_trial, print_error))
     finally:
         sweep = Sweep(folder, metric, mode)
         if sweep.trials:
-            logdir = shlex.quote(str(folder.local))
+            logdir = shlex.quote(str(folder.path))
             line = f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}"
             log.say(log.Line("\n".join([line, *sweep.table()]), "sweep", values={"trials": len(sweep.trials)}))
             if any(trial.status != "done" for trial in sweep.trials):
@@ -169,7 +167,7 @@ def _run_sweep(parsed: Namespace) -> None:
             sweep.write()
             if (picture := picture_of(sweep)) is not None:
                 folder.write("sweep.png", picture)
-            folder.take_over()
+            bring_files(folder)
     if sweep.failed:
         failed = ", ".join(map(str, sweep.failed))
         error = KdistError(f"{len(sweep.failed)} of {len(sweep.trials)} trials failed: {failed}")
@@ -316,7 +314,8 @@ def _job(
     if checked.run.log_device_placement:
         # TensorFlow reads it on import.
         os.environ[imports.LEVEL] = "0"
-    with _lock_of(checked, run_dir) as lock, ExitStack() as end_of_run, native_log(log_file):
+    folder = chief_folder(checked.run.dir, run_dir, checked.run.storage_timeout)
+    with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
         from kdist.cluster.local import log_path
         from kdist.cluster.processes.task_processes import fork_server
@@ -337,13 +336,12 @@ def _job(
         known["run"]["dir"] = checked.run.dir
         origin = Origin.here_and_now(known, overrides_of_job())
         signals.exit_at_once = live.exit_at_once
-        place = lock if isinstance(lock, Mirror) else run_dir
         try:
-            run_experiment(checked, place, origin)
+            run_experiment(checked, folder, origin)
         except ClusterError as error:
             from kdist.run.run_dir import RunDir
 
-            way_on, files = "there is no checkpoint yet", RunDir(place, "")
+            way_on, files = "there is no checkpoint yet", RunDir(folder, "")
             if (newest := files.checkpoints().newest()) is not None:
                 again = typed("run.dir", str(files))
                 way_on = f"the same command with {again} resumes from {newest.parent.name}/{newest.name}"
@@ -354,10 +352,3 @@ def _job(
             with log_file.open("a") as file:
                 file.write(traceback_of(error))
             raise
-
-
-def _lock_of(config: Config, folder: Path) -> Mirror | RunLock:
-    """What keeps other chiefs out of the run dir, which has `folder` on this machine; on object storage, its mirror."""
-    if is_url(config.run.dir):
-        return Mirror(config.run.dir, config.run.storage_timeout, folder.absolute())
-    return RunLock(folder)

@@ -88,7 +88,6 @@ def trained(
         KdistError: object storage failed; a retry may help.
     """
     from kdist.cluster.network import isolate
-    from kdist.cluster.spec import Task
     from kdist.storage.object_storage import StorageError, is_url
 
     if not is_url(given.run_dir) and not Path(given.run_dir).is_dir():
@@ -97,11 +96,10 @@ def trained(
         from kdist.cli.record import config_of
         from kdist.config.build import check_targets
         from kdist.evaluation.trained_run import TrainedRun
-        from kdist.run.observed_run import observed
         from kdist.run.run_dir import RunDir
 
         try:
-            with observed(RunDir(given.run_dir, ""), Task("reader", os.getpid())) as run:
+            with RunDir(given.run_dir, "").open_for(f"reader:{os.getpid()}") as run:
                 config = config_of(run, given.overrides)
                 if needs_data and config.data is None:
                     raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from kdist.cluster.processes.chief_board import chief_server
 from kdist.cluster.spec import Membership
@@ -16,12 +17,15 @@ from kdist.errors import ClusterError, ConfigError
 from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.model.source import ModelSource
-from kdist.run.observed_run import ObservedRun, observed
 from kdist.run.run_dir import RunDir
+from kdist.storage.lock import RunLock
 from kdist.storage.object_storage import StorageError
 from kdist.version import __version__
 
 _LATE_SECS = 10.0
+#: Seconds between two looks for news.
+_POLL_SECS = 0.5
+_COSTLY_POLL_SECS = 5.0
 
 
 def evaluate_until_done(
@@ -52,11 +56,12 @@ def evaluate_until_done(
     if not files.is_given:
         raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
     try:
-        with observed(files, membership.task) as run:
-            chief = ObservedChief(run, membership, start_timeout)
-            role, place = f"{membership.task} of {membership.spec.shape}", run.checkpoints.place
-            print_line(f"kdist {__version__} | {role} | evaluates {place}")
-            evaluator = CheckpointEvaluator(source, validation, run.checkpoints)
+        with files.open_for(str(membership.task)) as run, closing(run.summaries()) as summaries:
+            chief, checkpoints = ObservedChief(run, membership, start_timeout), run.checkpoints()
+            role = f"{membership.task} of {membership.spec.shape}"
+            print_line(f"kdist {__version__} | {role} | evaluates {checkpoints.place}")
+            evaluator = CheckpointEvaluator(source, validation, checkpoints)
+            pause = _POLL_SECS if run.folder.looks_are_free else _COSTLY_POLL_SECS
             while True:
                 # Asked first: what the chief saved before it exited is evaluated as well.
                 is_done = chief.is_done()
@@ -64,11 +69,13 @@ def evaluate_until_done(
                 if found is not None:
                     chief.was_heard()
                     print_line(lines.evaluation_line(found.step, None, found.logs))
-                    run.report(found.logs, found.step)
+                    summaries.evaluation(found.logs, found.step)
+                    events = (run.path / "tb").rglob("events*")
+                    run.folder.publish([path.relative_to(run.path).as_posix() for path in events])
                 elif is_done:
                     break
                 else:
-                    time.sleep(run.poll_secs)
+                    time.sleep(pause)
     except StorageError as error:
         raise ClusterError(f"{membership.task}: run.dir={error}") from None
     print_line(f"done  | {membership.task} | the chief has finished")
@@ -83,8 +90,8 @@ class ObservedChief:
         start_timeout: seconds to wait for it.
     """
 
-    def __init__(self, run: ObservedRun, membership: Membership, start_timeout: float) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, membership: Membership, start_timeout: float) -> None:
+        self._run, self._lock = run, RunLock(run.folder)
         self._address, self._task = chief_server(membership.spec)
         self._who = membership.task
         self._start_timeout = start_timeout
@@ -104,12 +111,12 @@ class ObservedChief:
         Raises:
             ClusterError: it did not start, it failed, or it died.
         """
-        if self._run.lock.living_holder() is not None:
+        if self._lock.living_owner() is not None:
             self._has_come = True
             self._missing_since = None
             self.was_heard()
             return False
-        if not self._run.lock.exists and self._run.result_written_at() != self._earlier_result:
+        if not self._lock.exists and self._run.result_written_at() != self._earlier_result:
             if self._run.read_result().get("status") == "failed":
                 raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._run}/result.json")
             return True

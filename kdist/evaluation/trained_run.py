@@ -35,12 +35,13 @@ from kdist.model.state import (
 )
 from kdist.run.checkpoint import differences
 from kdist.run.model_file import MODEL_FILE
+from kdist.storage.lock import RunLock
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
 from kdist.strategies.prepared_training import prepare
 
 if TYPE_CHECKING:
-    from kdist.run.observed_run import ObservedRun
+    from kdist.run.run_dir import RunDir
 
 
 class TrainedRun:
@@ -66,7 +67,7 @@ class TrainedRun:
     def __init__(
         self,
         config: Config,
-        run: ObservedRun,
+        run: RunDir,
         step: int | None,
         log_dir: Path,
         data: Callable[[Callable[..., Any] | None], TrainingData],
@@ -117,7 +118,7 @@ class TrainedRun:
         if self._is_loaded:
             return model
         self._check_size(num_bytes(model))
-        if self._run.checkpoints.steps():
+        if self._run.checkpoints().steps():
             values = self._values()
             self._check_size(sum(v.nbytes for name, v in values.items() if name.startswith(("parameters/", "state/"))))
             self._check_fits(values)
@@ -154,15 +155,15 @@ class TrainedRun:
         return self._config.model["_target_"] == MODEL_FILE
 
     def _step(self, wanted: int | None) -> int:
-        steps = self._run.checkpoints.steps()
+        steps = self._run.checkpoints().steps()
         if wanted is not None and wanted not in steps:
             there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-            raise ConfigError(f"--step={wanted}: no such checkpoint in {self._run.checkpoints.place}; {there}")
+            raise ConfigError(f"--step={wanted}: no such checkpoint in {self._run.checkpoints().place}; {there}")
         if steps:
             return steps[-1] if wanted is None else wanted
         if not self._is_of_file:
             error = ConfigError(f"{self._run}: has no checkpoint with the values of the model")
-            if self._run.lock.living_holder() is not None:
+            if RunLock(self._run.folder).living_owner() is not None:
                 error = ConfigError(f"{error}; the run has just begun: try again later")
                 error.exit_code = 75
             raise error
@@ -170,7 +171,7 @@ class TrainedRun:
 
     def _values(self) -> dict[str, np.ndarray]:
         """The values of the checkpoint of `step`, or of the one before if that is damaged and any will do."""
-        checkpoints = self._run.checkpoints
+        checkpoints = self._run.checkpoints()
         for step in reversed(checkpoints.steps()) if self._is_newest else [self.step]:
             values = checkpoints.read(step)
             if values is not None:
@@ -180,7 +181,7 @@ class TrainedRun:
         raise CheckpointError(f"{self._run}: no checkpoint can be read")
 
     def _check_fits(self, values: dict[str, np.ndarray]) -> None:
-        model, place = self.model, f"{self._run.checkpoints.place}, step {self.step}"
+        model, place = self.model, f"{self._run.checkpoints().place}, step {self.step}"
         shapes = {name: tuple(variable.shape) for name, variable in parameter_names(model).items()}
         if found := differences({name: values[name].shape for name in shapes if name in values}, shapes):
             raise ConfigError(
@@ -214,11 +215,11 @@ class TrainedRun:
     def _bring_back(self, strategy: Strategy) -> None:
         """Starts a strategy with the values on its servers."""
         strategy.start(self._spec(self.model))
-        path = self._run.checkpoints.restore(strategy.values, self.step)
+        path = self._run.checkpoints().restore(strategy.values, self.step)
         restored = -1 if path is None else int(path.name.rpartition("-")[2])
         if restored != self.step and not self._is_newest:
             raise CheckpointError(
-                f"{self._run.checkpoints.place}: step {self.step} is damaged, or was deleted meanwhile"
+                f"{self._run.checkpoints().place}: step {self.step} is damaged, or was deleted meanwhile"
             )
         self.step = restored
         strategy.values.use_averages()

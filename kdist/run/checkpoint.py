@@ -39,6 +39,8 @@ from kdist.model.names import (
 )
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
+from kdist.storage.folder import Folder
+from kdist.storage.object_storage import NotThereError, StorageError
 from kdist.storage.tensorflow_paths import open_checkpoint
 
 if TYPE_CHECKING:
@@ -55,19 +57,29 @@ def _is_index(name: str) -> bool:
 
 
 class Checkpoints:
-    """The checkpoints of one run, `<folder>/ckpt-<global step>`."""
+    """The checkpoints of one run, `<folder>/ckpt-<global step>`.
 
-    def __init__(self, folder: Path) -> None:
+    Of a run dir at a URL, they are saved to a folder of this machine and uploaded from there, the index last, deleted
+    with the index first, and downloaded when they are read. One that replaces another of the same step is absent until
+    it is complete.
+
+    Args:
+        folder: the place of their files on this machine.
+        run: the run dir, of which it is a folder; None: that of `folder`, on a disk.
+    """
+
+    def __init__(self, folder: Path, run: Folder | None = None) -> None:
         self.folder = folder
+        self._run = Folder(folder.parent) if run is None else run
 
     @property
     def place(self) -> str:
-        """Where they are, for people to read."""
-        return str(self.folder)
+        """Their place, for people to read."""
+        return f"{self._run}/{self.folder.name}"
 
     def beside(self, name: str) -> Checkpoints:
         """The checkpoints of another folder of the same run dir."""
-        return Checkpoints(self.folder.with_name(name))
+        return Checkpoints(self.folder.with_name(name), self._run)
 
     def steps(self) -> list[int]:
         """Global steps of the complete checkpoints and deltas, oldest first."""
@@ -110,7 +122,9 @@ class Checkpoints:
         """As `write`, but returns when the values may change; pass what it returns to `finish_save`."""
         with self._explaining(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            return values.begin_save(self._unfinished(self._target(step, since)), since)
+            target = self._target(step, since)
+            written = values.begin_save(self._unfinished(target), since)
+            return self._run.publish_after(written, lambda: self._move_into_place(target))
 
     def finish_save(
         self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
@@ -268,7 +282,13 @@ class Checkpoints:
         """The values of the checkpoint, or delta, of a step; None if it, or one before it, is missing or damaged."""
         # A full checkpoint may have a delta of its step beside it, which counts if it is damaged.
         chains = (chain for chain in reversed(self._chains()) if step in (chain.full, *chain.deltas))
-        return next((values for chain in chains if (values := self._read(chain, step)) is not None), None)
+        try:
+            return next((values for chain in chains if (values := self._read(chain, step)) is not None), None)
+        except NotThereError:
+            # The chief has deleted it meanwhile.
+            return None
+        finally:
+            self._run.discard_copies(self.folder.name)
 
     def _read(self, chain: Chain, step: int) -> dict[str, np.ndarray] | None:
         self._fetch(self.path(chain.full))
@@ -312,6 +332,10 @@ class Checkpoints:
 
     def tidy(self) -> None:
         """Cleans up after a killed process: finishes a save that was complete, removes the rest."""
+        try:
+            self._run.refresh()
+        except StorageError as error:
+            raise CheckpointError(f"{self.place}: cannot be listed: {error}") from None
         # The next save reports a folder that is not writable.
         with suppress(OSError, CheckpointError):
             for match in filter(None, map(_SAVED.fullmatch, sorted(self._names()))):
@@ -342,12 +366,15 @@ class Checkpoints:
         if not later:
             return
         names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
-        aside = next(name for name in names if not self._exists(name))
+        aside = next(n for n in names if not self._run.names(n) and not self.folder.with_name(n).exists())
         try:
-            self._move(None if after is None else later, aside)
-        except OSError as error:
-            raise CheckpointError(f"{self.place} could not be moved to {aside}: {error.strerror or error}") from error
+            self._run.move(self.folder.name, aside, None if after is None else later)
+        except (OSError, StorageError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self.place} could not be moved to {aside}: {why}") from error
         if after is not None:
+            with suppress(OSError):
+                self._write_state([self.path(step).name for step in self._steps_of(_FULL)])
             warn(f"{self.place}: checkpoints after step {after} are moved to {aside}")
 
     def _chains(self, *, complete: bool = True, until: float = math.inf) -> list[Chain]:
@@ -370,26 +397,26 @@ class Checkpoints:
 
     def _names(self) -> set[str]:
         """The names of all files."""
-        return {path.name for path in self._files()}
+        return self._run.names(self.folder.name)
 
     def _fetch(self, path: Path) -> None:
-        """Brings a checkpoint into the folder; here, it is there."""
-
-    def _exists(self, name: str) -> bool:
-        """Whether the run dir has a folder of that name."""
-        return self.folder.with_name(name).exists()
-
-    def _move(self, names: Sequence[str] | None, folder: str) -> None:
-        """Moves files, in this order, to another folder of the run dir; None: all of them, at once."""
-        target = self.folder.with_name(folder)
-        if names is None:
-            self.folder.rename(target)
+        """Brings a checkpoint into the folder, if it is not there."""
+        index, *data = self._names_of(path)
+        if Path(f"{path}{INDEX_SUFFIX}").exists() or index.rpartition("/")[2] not in self._names():
             return
-        target.mkdir()
-        for name in names:
-            (self.folder / name).replace(target / name)
-        with suppress(OSError):
-            self._write_state([self.path(step).name for step in self._steps_of(_FULL)])
+        try:
+            self._run.fetch([*data, index])
+        except NotThereError:
+            raise
+        except StorageError as error:
+            raise StorageError(f"{self.place}/{path.name} cannot be downloaded: {error}") from None
+
+    def _names_of(self, path: Path) -> list[str]:
+        """The files of a checkpoint in the run dir: its index, and its data as far as it is there."""
+        index = f"{path.name}{INDEX_SUFFIX}"
+        matches = filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
+        data = sorted(match[0] for match in matches if match[1] == path.name and match[0] != index)
+        return [f"{self.folder.name}/{name}" for name in (index, *data)]
 
     def _files(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -398,9 +425,17 @@ class Checkpoints:
         return target.with_name(f"unfinished-{target.name.removeprefix(f'{_FULL}-')}")
 
     def _move_into_place(self, target: Path) -> None:
-        """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
-        unfinished = self._unfinished(target)
-        Path(f"{target}{INDEX_SUFFIX}").unlink(missing_ok=True)
+        """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first.
+
+        Raises:
+            CheckpointError: it could not be uploaded; its files stay here.
+        """
+        unfinished, index = self._unfinished(target), Path(f"{target}{INDEX_SUFFIX}")
+        if index.exists() and not Path(f"{unfinished}{INDEX_SUFFIX}").exists():
+            # `begin_save` has done it.
+            return
+        earlier = self._names_of(target)
+        index.unlink(missing_ok=True)
         # A process that was killed in between has moved the data.
         if data := self._data_of(unfinished):
             for stale in self._data_of(target):
@@ -408,7 +443,15 @@ class Checkpoints:
                     stale.unlink()
         for path in data:
             path.replace(f"{target}{data_part(path)}")
-        Path(f"{unfinished}{INDEX_SUFFIX}").replace(f"{target}{INDEX_SUFFIX}")
+        Path(f"{unfinished}{INDEX_SUFFIX}").replace(index)
+        names = [f"{self.folder.name}/{path.name}" for path in (*self._data_of(target), index)]
+        try:
+            self._run.publish(names, instead_of=earlier)
+        except StorageError as error:
+            raise CheckpointError(
+                f"step {target.name.rpartition('-')[2]} could not be uploaded: {error}\n  it stays in {target}\n"
+                f"  if the run ends, copy its files to {self.place}, or the same run.dir resumes from an earlier step"
+            ) from None
 
     def _remove_left_behind(self) -> None:
         for path in self._files():
@@ -428,10 +471,12 @@ class Checkpoints:
             self._delete(self.delta_path(step))
 
     def _delete(self, path: Path) -> None:
-        # The index first: a half-deleted checkpoint no longer counts.
-        Path(f"{path}{INDEX_SUFFIX}").unlink(missing_ok=True)
-        for data in self._data_of(path):
-            data.unlink(missing_ok=True)
+        try:
+            # The index first: a half-deleted checkpoint no longer counts.
+            self._run.delete(self._names_of(path))
+        except StorageError as error:
+            # The next save tries again.
+            warn(f"{self.place}/{path.name} could not be deleted: {error}")
 
     def _data_of(self, prefix: Path) -> list[Path]:
         """The files with the data of a checkpoint; every task that wrote one has some."""

@@ -22,6 +22,7 @@ import numpy as np
 from kdist.errors import ConfigError
 from kdist.log import warn
 from kdist.storage.files import make_private, write_whole
+from kdist.storage.folder import Folder
 from kdist.storage.lock import check_not_taken_over
 
 NAME = "metrics.csv"
@@ -94,7 +95,7 @@ class MetricsFile:
         Raises:
             ConfigError: another chief has taken over the run dir.
         """
-        check_not_taken_over(self.path.parent)
+        check_not_taken_over(Folder(self.path.parent))
         row = {**values, **{_column_of(name): value for name, value in metrics.items()}}
         try:
             if self._columns is None:

@@ -6,7 +6,8 @@ import os
 import shlex
 import sys
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +19,14 @@ from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import MetricsFile
-from kdist.run.mirrored_checkpoints import MirroredCheckpoints
 from kdist.run.model_file import lambdas_need_source, write_model_file
 from kdist.run.result import Result, check_format, content_of
 from kdist.run.summaries import Summaries
-from kdist.storage.files import make_new, make_private, write_whole
+from kdist.storage.files import make_new, make_private
+from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock, check_not_taken_over
-from kdist.storage.mirror import Mirror
-from kdist.storage.object_storage import ObjectStorage, is_url
+from kdist.storage.mirror import Mirror, lock_of
+from kdist.storage.object_storage import NotThereError, is_url
 
 if TYPE_CHECKING:
     import keras
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 class RunDir:
     """Names the files of a run dir, and writes those that are written once. Every file is complete or absent.
 
+    Its chief, which `lock` keeps alone, writes it; `open_for` opens it for other processes.
+
     Args:
-        path: the folder, or a URL on object storage, or its mirror, which the caller enters. None creates a new
-            `runs/<name>/<date_time>`; in a step of a Slurm job it is `runs/<name>/slurm-<job id>`, with a number for
-            the second one of a program, so that a requeued job resumes.
+        path: a path, a URL on object storage, or a folder. None creates a new `runs/<name>/<date_time>`; in a step of a
+            Slurm job it is `runs/<name>/slurm-<job id>`, with a number for the second one of a program, so that a
+            requeued job resumes.
         name: of the run.
         storage_timeout: seconds for which object storage may fail.
-        is_joined: whether others have started the tasks of the run, of which this process is one.
+        is_joined: True if this process is one of tasks that were started externally.
 
     Raises:
         ConfigError: `path` is a file, or a URL that is not allowed.
@@ -50,7 +53,7 @@ class RunDir:
 
     def __init__(
         self,
-        path: str | Path | Mirror | None,
+        path: str | Path | Folder | None,
         name: str,
         storage_timeout: float = RunConfig.storage_timeout,
         *,
@@ -60,33 +63,47 @@ class RunDir:
             path = _numbered(Path("runs") / name / folder)
         if is_url(path):
             path = Mirror(str(path), storage_timeout)
-        self._mirror = path if isinstance(path, Mirror) else None
-        self._given = path.folder if isinstance(path, Mirror) else None if path is None else Path(path)
+        self._given = path if isinstance(path, Folder) else None if path is None else Folder(Path(path))
         self._name = name
-        if self._given is not None and self._given.exists() and not self._given.is_dir():
+        if self._given is not None and self._given.path.exists() and not self._given.path.is_dir():
             raise ConfigError(f"run_dir={path}: is a file")
 
     @property
     def is_given(self) -> bool:
-        """Whether other tasks may know the folder: the user chose it, or it has the name of the Slurm job."""
+        """True if other tasks may know the folder: the user chose it, or it has the name of the Slurm job."""
         return self._given is not None
 
-    @property
-    def storage(self) -> ObjectStorage | None:
-        """What the folder is mirrored to; None if it is not."""
-        return None if self._mirror is None else self._mirror.storage
+    @contextmanager
+    def open_for(self, reader: str) -> Iterator[RunDir]:
+        """Yields the run dir for a process that is not its chief. At a URL, every use of it may raise `StorageError`.
 
-    def lock(self) -> RunLock | Mirror:
-        """What keeps other chiefs out while it is entered, and mirrors the folder."""
-        return self._mirror or RunLock(self.path)
+        Args:
+            reader: the name of the process.
+
+        Raises:
+            ConfigError: it is on object storage that refuses or cannot be reached, or a process on this machine has the
+                same name.
+        """
+        with (self._given or self.folder).open_for(reader) as folder:
+            yield RunDir(folder, self._name)
 
     @cached_property
-    def path(self) -> Path:
+    def folder(self) -> Folder:
         """The folder; created on first use."""
         if self._given is None:
-            return make_new(Path("runs") / self._name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-        make_private(self._given)
+            return Folder(make_new(Path("runs") / self._name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
+        make_private(self._given.path)
         return self._given
+
+    @property
+    def path(self) -> Path:
+        """The place of the folder on this machine."""
+        return self.folder.path
+
+    @property
+    def lock(self) -> RunLock | Mirror:
+        """The lock that keeps other chiefs out while it is entered; that of a URL mirrors the folder as well."""
+        return lock_of(self.folder)
 
     @property
     def logs(self) -> Path:
@@ -94,17 +111,23 @@ class RunDir:
         return self.path / "logs"
 
     def __str__(self) -> str:
-        return str(self.path) if self._mirror is None else self._mirror.url
+        return str(self.folder)
 
     def checkpoints(self) -> Checkpoints:
-        folder = self.path / "checkpoints"
-        return Checkpoints(folder) if self._mirror is None else MirroredCheckpoints(folder, self._mirror)
+        return Checkpoints(self.path / "checkpoints", self.folder)
 
     def summaries(self) -> Summaries:
         return Summaries(self.path / "tb")
 
     def metrics(self) -> MetricsFile:
         return MetricsFile(self.path)
+
+    def file(self, name: str) -> Path | None:
+        """A file of the run dir, on this machine; None if there is none."""
+        with suppress(NotThereError):
+            self.folder.fetch([name])
+        path = self.path / name
+        return path if path.is_file() else None
 
     @property
     def tensorboard_logdir(self) -> str:
@@ -154,7 +177,7 @@ class RunDir:
             KdistError: the file cannot be written.
             ConfigError: another chief has taken over the run dir; so does `write_result`.
         """
-        check_not_taken_over(self.path)
+        check_not_taken_over(Folder(self.path))
         try:
             write_model_file(model, self.path / "model.keras")
         except OSError as error:
@@ -173,10 +196,8 @@ class RunDir:
         return written is not None and written >= time
 
     def result_written_at(self) -> float | None:
-        """When `result.json` was written, in seconds since the epoch by the file system's clock; None without one."""
-        with suppress(FileNotFoundError):
-            return (self.path / "result.json").stat().st_mtime
-        return None
+        """The time when `result.json` was written, in seconds since the epoch by the clock there; None without one."""
+        return self.folder.modified("result.json")
 
     def read_result(self) -> dict[str, Any]:
         """The content of `result.json`; empty if it is missing or unreadable.
@@ -184,9 +205,7 @@ class RunDir:
         Raises:
             ConfigError: a newer version has written it.
         """
-        found: dict[str, Any] = {}
-        with suppress(OSError):
-            found = content_of((self.path / "result.json").read_bytes())
+        found = content_of(self.folder.read("result.json") or b"")
         check_format(found, f"{self}/result.json")
         return found
 
@@ -197,15 +216,14 @@ class RunDir:
             KdistError: the result of a successful run cannot be written; the earlier file is untouched.
         """
         try:
-            check_not_taken_over(self.path)
+            check_not_taken_over(Folder(self.path))
         except ConfigError as error:
             if result.status != "failed":
                 raise
             warn(str(error))
             return
         try:
-            make_private(self.path)
-            write_whole(self.path / "result.json", result.to_json())
+            self.folder.write("result.json", result.to_json().encode())
         except OSError as error:
             message = f"{self.path / 'result.json'}: cannot be written: {error.strerror or error}"
             if result.status != "failed":
@@ -214,8 +232,7 @@ class RunDir:
 
     def upload(self) -> None:
         """Uploads what is not on object storage yet, if the run dir is there; raises `KdistError`."""
-        if self._mirror is not None:
-            self._mirror.push()
+        self.folder.push()
 
 
 def name_of_program() -> str:

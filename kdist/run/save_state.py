@@ -15,6 +15,7 @@ import numpy as np
 from kdist.errors import CheckpointError, ClusterError
 from kdist.model.names import GLOBAL_STEP
 from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.storage.folder import Folder
 from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class SaveState:
         self._begun = None
 
     def _begin(self, values: Values, full_every: int) -> _Begun:
-        check_not_taken_over(self._checkpoints.folder.parent)
+        check_not_taken_over(Folder(self._checkpoints.folder.parent))
         # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
         step = values.global_step()
         # If a full one fails, the next one has to be full, too: servers forget what they have evicted.

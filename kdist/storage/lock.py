@@ -1,21 +1,22 @@
 """`RunLock`: one chief for each run dir.
 
-The file `.lock` names the process that holds it. On the same machine, the operating system tells whether that process
-still runs. Elsewhere, its heartbeat does: it touches the file every few seconds. So the lock of a killed process blocks
-a chief on the same machine not at all, and others for at most a minute.
+The file `.lock` names the process that has it. On the same machine, the operating system tells if that process still
+runs. Elsewhere, its heartbeat does: it touches the file every few seconds. So the lock of a killed process blocks a
+chief on the same machine not at all, and others for at most a minute.
+
+On a disk, taking the lock is atomic. On object storage it is not: of two chiefs that start in the same second, both
+may. Then the second name stays, and the first chief ends before its next upload.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
@@ -25,26 +26,28 @@ from types import TracebackType
 from kdist.errors import ConfigError
 from kdist.log import warn
 from kdist.storage.files import make_private
+from kdist.storage.folder import Folder
+from kdist.storage.object_storage import StorageError
 
+LOCK = ".lock"
 HEARTBEAT_SECS = 10.0
 #: A lock without a heartbeat for that long is free.
 STALE_SECS = 60.0
-_NAME = ".lock"
 _POLL_SECS = 1.0
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that holds a lock.
+class LockOwner:
+    """The process that has a lock.
 
     Attributes:
-        pid, host: which process it is.
-        started: in clock ticks since boot; a later process with the same number has another value.
-        since: when it took the lock, for people to read.
+        pid, host: its number and its machine.
+        started: its start in clock ticks since boot; a later process with the same number has another value.
+        since: the time when it took the lock, for people to read.
         boot, namespace: the boot of its machine and the container in which its process id is valid.
-        job, job_restarts: the Slurm job that it is part of, and how often that had been requeued.
+        job, job_restarts: its Slurm job, and the number of times that the job had been requeued.
 
-    What the system does not tell is None.
+    None stands for what the system does not tell.
     """
 
     pid: int
@@ -57,20 +60,20 @@ class Holder:
     job_restarts: int = 0
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> LockOwner:
         pid = os.getpid()
         since = datetime.now().isoformat(" ", "seconds")
         return cls(pid, socket.gethostname(), _start_of(pid), since, _boot_id(), _pid_namespace(), *_slurm_job())
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its process id is not valid here: it is on another machine, or in another container."""
+        """True on another machine, or in another container: its process id is not valid here."""
         here = (socket.gethostname(), _boot_id(), _pid_namespace())
         return (self.host, self.boot, self.namespace) != here
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has certainly ended."""
+        """True if the process has certainly ended."""
         if self.is_elsewhere:
             # A job that was requeued has only its present processes, which may be on several machines.
             job, job_restarts = _slurm_job()
@@ -93,62 +96,68 @@ class RunLock:
 
     Args:
         folder: the run dir.
-        url: where the run dir is, if `folder` is where its chief works.
         heartbeat_secs: seconds between heartbeats.
-        stale_secs: seconds without one after which a lock of another machine counts as left behind.
+        stale_secs: seconds without one after which the lock of another machine counts as left behind.
 
     Raises:
         ConfigError: on entering: another process is its chief, or it is not writable.
+        StorageError: it is at a URL whose storage fails or refuses.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        url: str | None = None,
-        *,
-        heartbeat_secs: float = HEARTBEAT_SECS,
-        stale_secs: float = STALE_SECS,
+        self, folder: Folder, *, heartbeat_secs: float = HEARTBEAT_SECS, stale_secs: float = STALE_SECS
     ) -> None:
         self._folder = folder
-        self._name = url or folder
-        self._path = folder / _NAME
         self._heartbeat_secs = heartbeat_secs
         self._stale_secs = stale_secs
-        self._mine: Holder | None = None
         self._released = threading.Event()
 
     def check(self) -> None:
-        """Raises the `ConfigError` that entering would raise for another chief, without changing anything."""
-        self._wait_for_heartbeat()
+        """Raises the `ConfigError` that entering would raise for another chief, without changing anything.
+
+        If looks are free, it waits for a heartbeat of a chief on another machine.
+        """
+        if (found := self._living()) is None:
+            return
+        owner, heartbeat_at = found
+        if not (owner.is_elsewhere and self._folder.looks_are_free):
+            raise self._in_use(owner, heartbeat_at)
+        left = self._stale_secs - self._age(heartbeat_at)
+        warn(
+            f"run.dir={self._folder}: was in use by {owner} a moment ago; waiting for its heartbeat, "
+            f"at most {left:.0f} s"
+        )
+        deadline = time.monotonic() + self._stale_secs
+        while (again := self._living()) is not None:
+            # A clock that is wrong by a minute must not make this wait forever.
+            if again != found or time.monotonic() > deadline:
+                raise self._in_use(*again)
+            time.sleep(min(_POLL_SECS, self._heartbeat_secs))
 
     @property
     def exists(self) -> bool:
-        """Whether a process holds the lock, or was killed while it held it."""
-        return _read(self._path) is not None
+        """True if a process has the lock, or was killed while it had it."""
+        return _owner_of(self._folder) is not None
 
-    def living_holder(self) -> Holder | None:
-        """The process that holds the lock, as far as is known; None if there is none, or it has exited."""
-        if (found := _read(self._path)) is None:
-            return None
-        holder, heartbeat_at = found
-        if holder.has_ended or (holder.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs):
-            return None
-        return holder
+    def living_owner(self) -> LockOwner | None:
+        """The process that has the lock, as far as is known; None if there is none, or it has exited."""
+        found = self._living()
+        return None if found is None else found[0]
 
     def __enter__(self) -> RunLock:
-        self._wait_for_heartbeat()
+        self.check()
         try:
-            make_private(self._folder)
-            with _opened_alone(self._path) as descriptor:
+            if self._folder.looks_are_free:
+                make_private(self._folder.path)
+            with self._folder.alone(LOCK):
                 # Another chief may have been faster.
-                if (holder := self.living_holder()) is not None:
-                    raise self._in_use(holder)
-                mine = Holder.this_process()
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
+                if (found := self._living()) is not None:
+                    raise self._in_use(*found)
+                self._mine = LockOwner.this_process()
+                self._content = json.dumps(asdict(self._mine)).encode()
+                self._folder.write(LOCK, self._content)
         except OSError as error:
             raise ConfigError(f"run.dir={self._folder}: cannot be written: {error.strerror or error}") from error
-        self._mine = mine
         self._released.clear()
         threading.Thread(target=self._beat, daemon=True, name="kdist-run-lock").start()
         return self
@@ -157,139 +166,103 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._released.set()
-        with suppress(OSError), _opened_alone(self._path) as descriptor:
-            if holder_in(os.read(descriptor, 4096)) == self._mine:
-                self._path.unlink()
+        # Not worth a wait: the lock of a chief that has ended blocks nobody for long.
+        folder = self._folder.without_retries()
+        try:
+            with suppress(OSError), folder.alone(LOCK):
+                if _owner_of(folder) == self._mine:
+                    folder.delete([LOCK])
+        except StorageError as failure:
+            warn(f"{failure}; a chief on another machine may start in {self._stale_secs:g} s")
 
-    def _wait_for_heartbeat(self) -> None:
-        """Returns when no chief holds the lock, else raises ConfigError; elsewhere, the heartbeat decides."""
-        if (holder := self.living_holder()) is None:
-            return
-        if not holder.is_elsewhere:
-            raise self._in_use(holder)
-        first = _read(self._path)
-        left = self._stale_secs if first is None else self._stale_secs - self._age(first[1])
-        warn(
-            f"run.dir={self._name}: was in use by {holder} a moment ago; waiting for its heartbeat, "
-            f"at most {left:.0f} s"
-        )
-        deadline = time.monotonic() + self._stale_secs
-        while (holder := self.living_holder()) is not None:
-            # A clock that is wrong by a minute must not make this wait forever.
-            if _read(self._path) != first or time.monotonic() > deadline:
-                raise self._in_use(holder)
-            time.sleep(min(_POLL_SECS, self._heartbeat_secs))
+    def _living(self) -> tuple[LockOwner, float] | None:
+        """The owner that is not known to have exited, and the time of its last heartbeat."""
+        owner = _owner_of(self._folder)
+        # The lock may be released between two looks at it.
+        if owner is None or owner.has_ended or (heartbeat_at := self._folder.modified(LOCK)) is None:
+            return None
+        is_silent = owner.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs
+        return None if is_silent else (owner, heartbeat_at)
 
-    def _in_use(self, holder: Holder) -> ConfigError:
-        is_own = not holder.is_elsewhere and holder.pid == os.getpid()
-        who = f"this process itself on {holder.host}" if is_own else str(holder)
+    def _in_use(self, owner: LockOwner, heartbeat_at: float) -> ConfigError:
+        is_own = not owner.is_elsewhere and owner.pid == os.getpid()
+        who = f"this process itself on {owner.host}" if is_own else str(owner)
+        silence, takeover = "", ""
+        if owner.is_elsewhere:
+            age = max(0.0, self._age(heartbeat_at))
+            silence = f"; its last heartbeat was {age:.0f} s ago"
+            takeover = (
+                f"; if it was killed, start again in {self._stale_secs - age:.0f} s, or delete {self._folder}/{LOCK} "
+                "to take over now"
+            )
         return ConfigError(
-            f"run.dir={self._name}: is in use by {who} since {holder.since}\n  wait for it, or choose another run.dir"
+            f"run.dir={self._folder}: is in use by {who} since {owner.since}{silence}\n"
+            f"  wait for it, or choose another run.dir{takeover}"
         )
 
     def _beat(self) -> None:
         """Touches the lock until it is released, or taken over by another chief."""
+        folder = self._folder.without_retries()
         while not self._released.wait(self._heartbeat_secs):
-            # A file system that is unavailable for a while gets the next heartbeat.
-            with suppress(OSError), self._path.open("rb") as file:
-                if holder_in(file.read(4096)) != self._mine:
+            # Storage that is unavailable for a while gets the next heartbeat; saves report it.
+            with suppress(OSError, StorageError):
+                if _owner_of(folder) not in (self._mine, None):
                     return
-                os.utime(file.fileno())
+                if not self._released.is_set():
+                    folder.touch(LOCK, self._content)
 
     def _age(self, heartbeat_at: float) -> float:
         return time.time() + self._clock_is_behind - heartbeat_at
 
     @cached_property
     def _clock_is_behind(self) -> float:
-        """Seconds by which this machine's clock is behind that of the file system, which may be another machine's."""
-        with suppress(OSError), tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NAME) as file:
-            return os.fstat(file.fileno()).st_mtime - time.time()
+        """Seconds by which this machine's clock is behind the clock of the file system or storage."""
+        probe = f"{LOCK}-{uuid.uuid4().hex}"
+        with suppress(OSError):
+            self._folder.write(probe, b"")
+            now = time.time()
+            try:
+                return (self._folder.modified(probe) or now) - now
+            finally:
+                self._folder.delete([probe])
         return 0.0
 
 
-def check_not_taken_over(folder: Path) -> None:
+def check_not_taken_over(folder: Folder) -> None:
     """Refuses to write to a run dir that another chief took over while this one was suspended.
 
     Raises:
         ConfigError: names that chief.
     """
-    if (found := _read(folder / _NAME)) is None:
+    if (owner := _owner_of(folder)) is None:
         return
-    holder, _ = found
-    here = (_boot_id(), _pid_namespace())
-    # The chief may be a child of the holder, or of one of its fork servers. Host names may change while a process runs.
-    own = (os.getpid(), os.getppid(), _parent_of(os.getppid()))
-    if (holder.boot, holder.namespace) != here or holder.pid not in own:
+    # Host names may change while a process runs.
+    if (owner.boot, owner.namespace, owner.pid) != (_boot_id(), _pid_namespace(), os.getpid()):
         raise ConfigError(
-            f"run.dir={folder}: was taken over by {holder} at {holder.since}: this run gave no heartbeat for "
-            f"{STALE_SECS:g} s; it ends, and saves nothing more"
+            f"run.dir={folder}: was taken over by {owner} at {owner.since}: this run missed its heartbeat for "
+            f"{STALE_SECS:g} s and stops without saving"
         )
 
 
-def _read(path: Path) -> tuple[Holder, float] | None:
-    """The process that a lock file names, and when it was last touched; None without a file or a name."""
-    # Opened each time: network file systems show changes to a process that opens a file.
-    with suppress(OSError), path.open("rb") as file:
-        if (holder := holder_in(file.read(4096))) is not None:
-            return holder, os.fstat(file.fileno()).st_mtime
-    return None
-
-
-def holder_in(content: bytes) -> Holder | None:
-    """The process that a lock file names; None if its process was killed before it had written its name."""
+def _owner_of(folder: Folder) -> LockOwner | None:
+    """The process that the lock names; None without a lock, or if its process was killed before it had written."""
     with suppress(ValueError, TypeError):
-        return Holder(**json.loads(content))
+        return LockOwner(**json.loads(folder.read(LOCK) or b""))
     return None
-
-
-@contextmanager
-def _opened_alone(path: Path) -> Iterator[int]:
-    """A descriptor of the file at `path`, created if necessary, that one process has at a time."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            # Some network file systems have no locks; there, two chiefs must not start in the same millisecond.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at `path`, and was not removed before it was locked."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; -1 if it has exited."""
-    if (fields := _stat_of(pid)) is None:
-        return None
-    # A zombie has exited; its parent has not waited for it yet.
-    return -1 if fields[0] in "ZX" else int(fields[19])
-
-
-def _parent_of(pid: int) -> int | None:
-    """The process id of a process's parent."""
-    fields = _stat_of(pid)
-    return None if fields is None else int(fields[1])
-
-
-def _stat_of(pid: int) -> list[str] | None:
-    """The fields of `/proc/<pid>/stat` after the name, see proc(5); None if the system has none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
+    """The start of a process, in clock ticks since boot; -1 if it has exited; None if the system does not tell."""
+    with suppress(OSError):
+        # The fields after the name, see proc(5).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A zombie has exited; its parent has not waited for it yet.
+        return -1 if fields[0] in "ZX" else int(fields[19])
+    return None
 
 
 def _slurm_job() -> tuple[str | None, int]:
-    """The Slurm job that this process is part of, if any, and how often it was requeued."""
+    """The Slurm job of this process, if any, and the number of times that it was requeued."""
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     return os.environ.get("SLURM_JOB_ID"), int(restarts) if restarts.isdecimal() else 0
 

@@ -9,20 +9,23 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import datetime
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import fsspec
 
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.storage.files import written_whole
+from kdist.storage.files import INDEX_SUFFIX, relative, written_whole
+from kdist.storage.folder import Folder
 from kdist.storage.tensorflow_paths import cache_folder
+from kdist.threads import in_thread
 
 T = TypeVar("T")
 
@@ -94,42 +97,48 @@ def folder_of(run_dir: str) -> Path:
     return working_folder(run_dir) if is_url(run_dir) else Path(run_dir)
 
 
-def working_folder(url: str) -> Path:
+def working_folder(url: str, key: str = "run.dir") -> Path:
     """The folder on this machine in which the chief of a run dir at `url` works: always the same one.
 
     Raises:
         ConfigError: see `checked_url`.
     """
-    return cache_folder() / hashlib.sha256(checked_url(url).encode()).hexdigest()[:16]
+    return cache_folder() / hashlib.sha256(checked_url(url, key).encode()).hexdigest()[:16]
 
 
-class ObjectStorage:
-    """The objects below a URL, by their names relative to it.
-
-    Every method raises `StorageError`: the storage failed for `timeout` seconds, or refused at once.
+class ObjectStorage(Folder):
+    """A folder at a URL, whose failures are waited out.
 
     Args:
         url: as `checked_url` returns it.
         timeout: seconds for which an operation that fails is tried again.
+        path: a folder on this machine for copies of its files; None: `working_folder` of the URL.
         key: the config key that holds the URL.
         sleep, clock: replaced in tests.
     """
+
+    looks_are_free: ClassVar[bool] = False
 
     def __init__(
         self,
         url: str,
         timeout: float,
+        path: Path | None = None,
         *,
         key: str = "run.dir",
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(path or working_folder(url, key), url)
         self.url = url
         self.timeout = timeout
         self._key = key
         self._protocol = url.partition("://")[0]
         self._sleep = sleep
         self._clock = clock
+
+    def __truediv__(self, name: str) -> ObjectStorage:
+        return ObjectStorage(f"{self.url}/{name}", self.timeout, self.path / name, key=self._key)
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process connects for itself.
@@ -141,6 +150,21 @@ class ObjectStorage:
         return ConfigError(
             f"{self._key}={error}" + (f"\n  credentials and endpoint come from the environment: {hint}" if hint else "")
         )
+
+    def connect(self) -> ObjectStorage:
+        """Returns itself once the storage has answered; raises `ConfigError` if it fails or refuses."""
+        try:
+            self.sizes()
+        except StorageError as error:
+            raise self.refusal(error) from None
+        return self
+
+    def without_retries(self) -> ObjectStorage:
+        return ObjectStorage(self.url, 0, self.path, key=self._key)
+
+    def names(self, under: str = "") -> set[str]:
+        start = f"{under}/" if under else ""
+        return {name.removeprefix(start) for name in self.sizes() if name.startswith(start)}
 
     def sizes(self) -> dict[str, int]:
         """The size of each object, by its name."""
@@ -175,22 +199,42 @@ class ObjectStorage:
 
         self._insist(get)
 
-    def delete(self, name: str) -> None:
-        """Deletes an object; one that is not there is no error."""
+    def publish(self, names: Sequence[str], instead_of: Sequence[str] = ()) -> None:
+        self.delete(instead_of)
+        for name in names:
+            self.upload(self.path / name, name)
 
-        def remove() -> None:
+    def publish_after(self, written: Future[None], publish: Callable[[], None]) -> Future[None]:
+        def wait_and_publish() -> None:
+            written.result()
+            publish()
+
+        return in_thread(wait_and_publish)
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """As of any folder; raises `NotThereError` if a file is not there."""
+        for name in names:
+            self.download(name, self.path / name)
+
+    def discard_copies(self, under: str) -> None:
+        shutil.rmtree(self.path / under, ignore_errors=True)
+
+    def delete(self, names: Sequence[str]) -> None:
+        def remove(name: str) -> None:
             with suppress(FileNotFoundError):
                 self._files.rm_file(self._path(name))
 
-        self._insist(remove)
+        for name in names:
+            self._insist(partial(remove, name))
 
-    def copy(self, name: str, to: str) -> None:
-        """Copies an object within the storage."""
-        self._insist(lambda: self._files.cp_file(self._path(name), self._path(to)))
+    def move(self, under: str, to: str, names: Sequence[str] | None = None) -> None:
+        if names is None:
+            names = sorted(self.names(under), key=lambda name: name.endswith(INDEX_SUFFIX))
+        for name in names:
+            self._insist(partial(self._copy, f"{under}/{name}", f"{to}/{name}"))
+        self.delete([f"{under}/{name}" for name in reversed(names)])
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small object; None if it is not there."""
-
         def cat() -> bytes | None:
             with suppress(FileNotFoundError):
                 return bytes(self._files.cat_file(self._path(name)))
@@ -199,12 +243,19 @@ class ObjectStorage:
         return self._insist(cat)
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small object."""
         self._insist(lambda: self._files.pipe_file(self._path(name), content))
 
-    def modified(self, name: str) -> datetime:
-        """When an object was written, by the storage's clock."""
-        return self._insist(lambda: self._files.modified(self._path(name)))
+    def touch(self, name: str, content: bytes) -> None:
+        self.write(name, content)
+
+    def modified(self, name: str) -> float | None:
+        with suppress(NotThereError):
+            return float(self._insist(lambda: self._files.modified(self._path(name))).timestamp())
+        return None
+
+    def alone(self, name: str) -> AbstractContextManager[None]:
+        # Object storage has no locks.
+        return nullcontext()
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
@@ -235,6 +286,9 @@ class ObjectStorage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    def _copy(self, name: str, to: str) -> None:
+        self._files.cp_file(self._path(name), self._path(to))
+
     def _insist(self, function: Callable[[], T]) -> T:
         """Calls a function until it succeeds, is refused, or the time is over."""
         deadline, pause, has_warned = self._clock() + self.timeout, _FIRST_PAUSE_SECS, False
@@ -263,6 +317,22 @@ class ObjectStorage:
         if _is_denied(error):
             return f"access is denied: {text}"
         return f"storage fails: {text}"
+
+
+def folder_at(place: str | Path, timeout: float, key: str = "run.dir") -> Folder:
+    """The folder at a path or a URL.
+
+    Args:
+        place: the path or URL.
+        timeout: seconds for which object storage may fail.
+        key: the config key of a URL, named in errors.
+
+    Raises:
+        ConfigError: the URL is not allowed, or the storage fails or refuses.
+    """
+    if is_url(place):
+        return ObjectStorage(checked_url(str(place), key), timeout, key=key).connect()
+    return Folder(Path(place), str(relative(Path(place))))
 
 
 def _google_files() -> Any:

@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Sequence
 
 from kdist.errors import ConfigError
-from kdist.sweeps.folder import runs_folder
 from kdist.sweeps.groups import Group, best_first, grouped, keys_but_seed, listed, status_of, table, text_of
-from kdist.sweeps.load import Runs, runs_in
+from kdist.sweeps.load import Runs, runs_folder, runs_in
 
 _SPEED = ("steps_per_second", "staleness", "seconds")
 _FORMS = {"steps_per_second": ".1f", "examples_per_second": ".1f", "staleness": ".2f", "seconds": ".1f"}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from kdist.config.hparams import by_key, value_of
+from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError
 from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, metrics_of, rows_in
 from kdist.run.metrics_file import NAME as METRICS
 from kdist.run.result import checked_record, content_of
-from kdist.sweeps.folder import RESULT, TRIAL, RunsFolder, runs_folder
+from kdist.storage.folder import Folder
+from kdist.storage.object_storage import folder_at, is_url
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 SEED = "run.seed"
+RESULT = "result.json"
+#: A sweep writes it into the run dir of each trial.
+TRIAL = "trial.json"
+#: A folder with one of these is a run dir.
+_RECORDS = (RESULT, TRIAL, METRICS)
 #: The first columns.
 _ABOUT = ("run", "status", "strategy", "cluster", "seed")
 #: The last columns, after those of metrics.
@@ -96,9 +103,33 @@ def load_runs(folder: str | Path) -> pandas.DataFrame | list[Row]:
     return pandas.DataFrame(runs.rows, columns=runs.columns)
 
 
-def runs_in(folder: RunsFolder, names: Sequence[str] | None = None) -> Runs:
+def runs_folder(place: str | Path) -> Folder:
+    """The folder at a path or URL.
+
+    Raises:
+        ConfigError: there is no such folder, or a URL is not allowed, or its storage fails or refuses.
+    """
+    if not is_url(place) and not Path(place).is_dir():
+        raise ConfigError(f"{place}: there is no such folder")
+    return folder_at(place, RunConfig.storage_timeout, "folder")
+
+
+def run_dirs(folder: Folder) -> list[str]:
+    """The paths of all run dirs in a folder, with `/`, sorted as a person would; `.` is the folder itself."""
+    parts = (name.rpartition("/") for name in folder.names())
+    found = {PurePosixPath(within) for within, _, name in parts if name in _RECORDS}
+    # What is in a run dir belongs to the run.
+    return sorted((str(path) for path in found if found.isdisjoint(path.parents)), key=_as_numbered)
+
+
+def _as_numbered(name: str) -> list[tuple[bool, int, str]]:
+    """A sort key that puts the trials of a sweep in the order of their numbers."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split("/")]
+
+
+def runs_in(folder: Folder, names: Sequence[str] | None = None) -> Runs:
     """The runs below a folder, or those in its run dirs of these names; see `load_runs`."""
-    found = [run for name in (folder.run_dirs() if names is None else names) if (run := _read(folder, name))]
+    found = [run for name in (run_dirs(folder) if names is None else names) if (run := _read(folder, name))]
     if names is None and not found:
         raise ConfigError(f"{folder}: no run is there: neither it nor a folder in it has a {RESULT} of kdist")
     keys = _keys_of(found)
@@ -140,12 +171,12 @@ class _Run:
         return value_of(self.overrides[key]) if key in self.overrides else None
 
 
-def _read(folder: RunsFolder, name: str) -> _Run | None:
+def _read(folder: Folder, name: str) -> _Run | None:
     """The run in a run dir; None, with a warning, if its `result.json` is something else."""
-    place = f"{folder}/{name}" if name != "." else str(folder)
-    trial = content_of(folder.read(f"{name}/{TRIAL}") or b"")
+    place, within = (f"{folder}/{name}", f"{name}/") if name != "." else (str(folder), "")
+    trial = content_of(folder.read(f"{within}{TRIAL}") or b"")
     record: dict[str, Any] = {}
-    if (content := folder.read(f"{name}/{RESULT}")) is not None:
+    if (content := folder.read(f"{within}{RESULT}")) is not None:
         if "status" in content_of(content):
             record = checked_record(content, f"{place}/{RESULT}")
         elif not trial:
@@ -154,7 +185,7 @@ def _read(folder: RunsFolder, name: str) -> _Run | None:
     status = trial.get("status", record.get("status"))
     error = str(trial.get("error") or record.get("error") or "unknown")
     overrides = by_key(record.get("overrides") or ()) or trial.get("overrides") or {}
-    metrics, speed = _of_record(record) if record else _of_rows(folder, name, place)
+    metrics, speed = _of_record(record) if record else _of_rows(folder.read(f"{within}{METRICS}") or b"", place)
     return _Run(
         about={
             "run": name if name != "." else Path(str(folder)).resolve().name,
@@ -183,9 +214,9 @@ def _of_record(record: Mapping[str, Any]) -> tuple[Row, Row]:
     return metrics, {**speed, "staleness": (record.get("gradients") or {}).get("staleness_mean")}
 
 
-def _of_rows(folder: RunsFolder, name: str, place: str) -> tuple[Row, Row]:
+def _of_rows(content: bytes, place: str) -> tuple[Row, Row]:
     """Metrics and speed of a run that has not: those of its last rows."""
-    rows = rows_in(folder.read(f"{name}/{METRICS}") or b"", f"{place}/{METRICS}")
+    rows = rows_in(content, f"{place}/{METRICS}")
     metrics: Row = {}
     speed: Row = {}
     for row in rows:

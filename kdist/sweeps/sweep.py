@@ -19,9 +19,10 @@ from kdist.config.hparams import by_key, is_of_training
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import content_of
 from kdist.storage.files import OWNER_ONLY
-from kdist.sweeps.folder import TRIAL, SweepFolder
+from kdist.storage.folder import Folder
+from kdist.storage.lock import RunLock
 from kdist.sweeps.groups import Group, best_first, grouped, listed, status_of, table
-from kdist.sweeps.load import SEED, Row, runs_in
+from kdist.sweeps.load import RESULT, SEED, TRIAL, Row, runs_in
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -61,17 +62,17 @@ class Trial:
     def __str__(self) -> str:
         return self.name if self.name == str(self.number) else f"{self.number} ({self.name})"
 
-    def write(self, sweep: SweepFolder) -> None:
+    def write(self, sweep: Folder) -> None:
         record = {name: getattr(self, name) for name in ("overrides", "status", "error", "exit_code", "job")}
         sweep.write(f"{self.name}/{TRIAL}", (json.dumps(record, indent=2) + "\n").encode())
 
     @classmethod
-    def read(cls, sweep: SweepFolder, name: str) -> Trial | None:
+    def read(cls, sweep: Folder, name: str) -> Trial | None:
         """The trial of that name; None if there is none."""
         record = content_of(sweep.read(f"{name}/{TRIAL}") or b"")
         if "overrides" not in record:
             return None
-        return cls(name, **record, result=content_of(sweep.read(f"{name}/result.json") or b""))
+        return cls(name, **record, result=content_of(sweep.read(f"{name}/{RESULT}") or b""))
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Objective:
     mode: str
 
 
-def begin_trial(sweep: SweepFolder, name: str, overrides: Sequence[str], job: int | None = None) -> Trial:
+def begin_trial(sweep: Folder, name: str, overrides: Sequence[str], job: int | None = None) -> Trial:
     """The trial with these overrides (`key=value`) to run under this name, or the finished one that is there.
 
     Args:
@@ -97,7 +98,7 @@ def begin_trial(sweep: SweepFolder, name: str, overrides: Sequence[str], job: in
             f"hydra.sweep.subdir: {sweep}/{name} is not a folder in hydra.sweep.dir; "
             "take ${hydra:job.num} or ${hydra:job.override_dirname}"
         )
-    sweep.check_free(name)
+    RunLock(sweep / name).check()
     own = {key: text for key, text in by_key(overrides).items() if is_of_training(key)}
     trial = Trial.read(sweep, name)
     if trial is not None and trial.overrides != own:
@@ -139,6 +140,11 @@ def objective(result: Mapping[str, Any], metric: str | None, mode: str | None) -
     return None if value is None else Objective(name, value, mode or better)
 
 
+def bring_files(folder: Folder) -> None:
+    """Brings the files that Hydra has written into the folder of a sweep to their place."""
+    folder.publish([path.name for path in folder.path.glob("*") if path.is_file()])
+
+
 class TrialRunner:
     """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started.
 
@@ -149,7 +155,7 @@ class TrialRunner:
     """
 
     def __init__(
-        self, sweep: SweepFolder, run: Callable[[DictConfig, str], None], print_error: Callable[[Exception], None]
+        self, sweep: Folder, run: Callable[[DictConfig, str], None], print_error: Callable[[Exception], None]
     ) -> None:
         self._sweep = sweep
         self._run_job = run
@@ -227,9 +233,10 @@ class Sweep:
         mode: whether its smaller or its larger values are better.
     """
 
-    def __init__(self, folder: SweepFolder, metric: str | None = None, mode: str | None = None) -> None:
+    def __init__(self, folder: Folder, metric: str | None = None, mode: str | None = None) -> None:
         self.folder = folder
-        found = (Trial.read(folder, name) for name in folder.trials())
+        names = [name.removesuffix(f"/{TRIAL}") for name in folder.names() if name.endswith(f"/{TRIAL}")]
+        found = (Trial.read(folder, name) for name in names)
         self.trials = sorted(filter(None, found), key=lambda trial: (trial.number, trial.name))
         self.failed = [trial for trial in self.trials if trial.status == "failed"]
         runs = runs_in(folder, [trial.name for trial in self.trials])

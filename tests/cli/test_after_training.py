@@ -394,13 +394,14 @@ def test_code_of_the_run_has_to_be_trusted_again(mine: Path, capsys: pytest.Capt
 
 
 def test_a_run_that_has_just_begun_can_be_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kdist.storage.folder import Folder
     from kdist.storage.lock import RunLock
 
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(
         "model: {_target_: keras.Sequential}\ndata: {_target_: keras.Model}\n"
     )
-    with RunLock(tmp_path):
+    with RunLock(Folder(tmp_path)):
         assert main.run(["evaluate", str(tmp_path)]) == 75
     assert "has just begun: try again later" in capsys.readouterr().err
     assert main.run(["evaluate", str(tmp_path)]) == 2

@@ -11,6 +11,7 @@ from helpers import result_of
 
 from kdist.cli.help import help_text
 from kdist.cli.main import COMMANDS, run
+from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock
 
 MINE = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]
@@ -256,7 +257,7 @@ def test_a_second_chief_of_a_run_dir_writes_nothing(
     for name in ("config", "hydra", "overrides"):
         (folder / ".hydra" / f"{name}.yaml").write_text("of the first")
     (folder / "trial.json").write_text('{"overrides": {"recipe": "linear", "run.seed": "1"}}')
-    with RunLock(folder):
+    with RunLock(Folder(folder)):
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         assert run([*more, "+recipe=linear", "train.steps=2", "run.dir=D"]) == 2
         assert "D: is in use by" in capsys.readouterr().err.replace("D/0", "D")

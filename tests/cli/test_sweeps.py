@@ -11,8 +11,7 @@ from helpers import result_of, tasks_running, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from kdist.sweeps.folder import runs_folder
-from kdist.sweeps.load import runs_in
+from kdist.sweeps.load import runs_folder, runs_in
 
 pytestmark = pytest.mark.cluster
 

@@ -22,7 +22,6 @@ from kdist.evaluation import external_evaluator
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.evaluation.external_evaluator import ObservedChief, evaluate_until_done
 from kdist.model.source import ModelSource
-from kdist.run.observed_run import observed
 from kdist.run.run_dir import RunDir
 from kdist.storage.object_storage import ObjectStorage
 
@@ -58,7 +57,7 @@ def observe(
 
         def observe() -> ObservedChief:
             files = RunDir(request.param.format(run_dir), "test")
-            return ObservedChief(stack.enter_context(observed(files, EVALUATOR.task)), EVALUATOR, start_timeout=10)
+            return ObservedChief(stack.enter_context(files.open_for(str(EVALUATOR.task))), EVALUATOR, start_timeout=10)
 
         yield observe
 
@@ -171,7 +170,7 @@ def test_a_chief_elsewhere_has_a_heartbeat(observe: Observe, run_dir: Path, cloc
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """The validation loss of a run on object storage that is done."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("kdist.run.observed_run._OnStorage.poll_secs", 0.01)
+    monkeypatch.setattr(external_evaluator, "_COSTLY_POLL_SECS", 0.01)
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, run_dir=URL)
     trainer.fit(x, y, steps=5, validation_data=(x, y), verbose=0)
@@ -211,14 +210,14 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_passed_over(
     real = ObjectStorage.download
 
     def deleted_first(storage: ObjectStorage, name: str, path: Path) -> None:
-        storage.delete(name)
+        storage.delete([name])
         real(storage, name, path)
 
     monkeypatch.setattr(ObjectStorage, "download", deleted_first)
-    with observed(RunDir(URL, "test", 0.1), EVALUATOR.task) as run:
-        assert run.checkpoints.steps()[-1] == 5
-        assert run.checkpoints.read(5) is None
-        assert not run.checkpoints.folder.exists()
+    with RunDir(URL, "test", 0.1).open_for(str(EVALUATOR.task)) as run:
+        assert run.checkpoints().steps()[-1] == 5
+        assert run.checkpoints().read(5) is None
+        assert not run.checkpoints().folder.exists()
 
 
 def test_storage_that_fails_ends_it_after_a_while_and_another_try_may_help(
@@ -251,8 +250,8 @@ def test_a_second_evaluator_on_this_machine_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     message = rf"run\.dir={URL} \(evaluator:0\): is in use by this process itself"
     with (
-        observed(RunDir(URL, "test"), EVALUATOR.task),
+        RunDir(URL, "test").open_for(str(EVALUATOR.task)),
         pytest.raises(ConfigError, match=message),
-        observed(RunDir(URL, "test"), EVALUATOR.task),
+        RunDir(URL, "test").open_for(str(EVALUATOR.task)),
     ):
         pytest.fail("it has started")

@@ -12,7 +12,7 @@ import pytest
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import FORMAT, Result
 from kdist.run.run_dir import RunDir
-from kdist.storage.lock import Holder
+from kdist.storage.lock import LockOwner
 
 
 def mode_of(path: Path) -> int:
@@ -56,7 +56,7 @@ def test_a_result_that_cannot_be_written_hides_no_other_error(run_dir: Path, mon
     folder = RunDir(run_dir, "mine")
     folder.write_result(Result("done", 7))
     before = (run_dir / "result.json").read_text()
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.warns(UserWarning, match=r"result\.json: cannot be written: No space left on device"):
         folder.write_result(Result("failed", 8, error="the first error"))
     for status in ("done", "preempted"):
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_when_hdf5_closes_a_file_is_an_error(
 def test_a_chief_that_was_replaced_writes_nothing_over_what_its_successor_wrote(run_dir: Path) -> None:
     folder = RunDir(run_dir, "mine")
     folder.write_result(Result("done", 7))
-    successor = replace(Holder.this_process(), boot="another", host="elsewhere")
+    successor = replace(LockOwner.this_process(), boot="another", host="elsewhere")
     (run_dir / ".lock").write_text(json.dumps(asdict(successor)))
     before = (run_dir / "result.json").read_text()
     with pytest.raises(ConfigError, match="was taken over by process"):

@@ -14,26 +14,28 @@ from helpers import wait_until
 
 from kdist.errors import ConfigError
 from kdist.storage import lock as run_lock
+from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock, check_not_taken_over
 
 
 def test_a_lock_is_there_while_it_is_held_and_can_be_taken_again(run_dir: Path) -> None:
     for _ in range(2):
-        with RunLock(run_dir):
+        with RunLock(Folder(run_dir)):
             assert json.loads((run_dir / ".lock").read_text())["pid"] == os.getpid()
         assert list(run_dir.iterdir()) == []
 
 
 def test_it_is_released_when_what_it_guards_fails(run_dir: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RunLock(run_dir):
+    with pytest.raises(KeyboardInterrupt), RunLock(Folder(run_dir)):
         raise KeyboardInterrupt
-    RunLock(run_dir).check()
+    RunLock(Folder(run_dir)).check()
 
 
 def test_a_second_chief_is_refused_with_who_is_there(run_dir: Path) -> None:
-    code = "import sys, pathlib, kdist.storage.lock as lock; lock.RunLock(pathlib.Path(sys.argv[1])).check()"
-    with RunLock(run_dir):
-        for taking in (RunLock(run_dir).check, RunLock(run_dir).__enter__):
+    imports = "import sys, pathlib; from kdist.storage.lock import Folder, RunLock"
+    code = f"{imports}; RunLock(Folder(pathlib.Path(sys.argv[1]))).check()"
+    with RunLock(Folder(run_dir)):
+        for taking in (RunLock(Folder(run_dir)).check, RunLock(Folder(run_dir)).__enter__):
             with pytest.raises(ConfigError, match=rf"run\.dir={run_dir}: is in use by this process itself"):
                 taking()
         other = subprocess.run(
@@ -52,8 +54,8 @@ def test_a_stale_lock_is_taken_over(run_dir: Path, what: str) -> None:
         "no lock file of kdist": '{"pid": 1}',
     }
     write_lock(run_dir, contents[what])
-    RunLock(run_dir).check()
-    with RunLock(run_dir):
+    RunLock(Folder(run_dir)).check()
+    with RunLock(Folder(run_dir)):
         assert json.loads((run_dir / ".lock").read_text()) == {**vars(ME), "since": ME.since} | {
             "since": json.loads((run_dir / ".lock").read_text())["since"]
         }
@@ -65,10 +67,10 @@ def test_a_zombie_holds_nothing(run_dir: Path) -> None:
     started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     write_lock(run_dir, held_by(pid=process.pid, started=started))
     with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
-        RunLock(run_dir).check()
+        RunLock(Folder(run_dir)).check()
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    RunLock(run_dir).check()
+    RunLock(Folder(run_dir)).check()
     process.communicate()
 
 
@@ -116,7 +118,7 @@ def test_a_chief_elsewhere_with_a_heartbeat_is_refused(run_dir: Path, clock: Clo
         pytest.warns(UserWarning, match=r"was in use by process .* waiting for its heartbeat, at most 55 s"),
         pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on "),
     ):
-        RunLock(run_dir).__enter__()
+        RunLock(Folder(run_dir)).__enter__()
     assert clock.now < 1_000_000 + 10
     assert {**json.loads((run_dir / ".lock").read_text()), **difference} == json.loads((run_dir / ".lock").read_text())
 
@@ -124,7 +126,7 @@ def test_a_chief_elsewhere_with_a_heartbeat_is_refused(run_dir: Path, clock: Clo
 def test_a_chief_elsewhere_without_a_heartbeat_is_waited_for_a_minute(run_dir: Path, clock: Clock) -> None:
     write_lock(run_dir, held_by(host="elsewhere"))
     os.utime(run_dir / ".lock", (clock.now - 5, clock.now - 5))
-    lock = RunLock(run_dir)
+    lock = RunLock(Folder(run_dir))
     with pytest.warns(UserWarning, match="process .* on elsewhere"):
         lock.check()
     assert 55 <= clock.now - 1_000_000 <= 57
@@ -135,7 +137,7 @@ def test_a_chief_elsewhere_without_a_heartbeat_is_waited_for_a_minute(run_dir: P
 def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, clock: Clock) -> None:
     write_lock(run_dir, held_by(host="elsewhere"))
     os.utime(run_dir / ".lock", (clock.now - 61, clock.now - 61))
-    RunLock(run_dir).check()
+    RunLock(Folder(run_dir)).check()
     assert clock.now == 1_000_000
 
 
@@ -148,19 +150,19 @@ def test_a_job_that_was_requeued_replaces_its_predecessor_at_once(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     write_lock(run_dir, held_by(host="elsewhere", job=job, job_restarts=restarts))
-    assert (RunLock(run_dir).living_holder() is None) is is_taken_over
+    assert (RunLock(Folder(run_dir)).living_owner() is None) is is_taken_over
 
 
 def test_a_process_of_the_same_job_on_this_machine_keeps_its_lock(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    with RunLock(run_dir), pytest.raises(ConfigError, match="in use by this process itself"):
-        RunLock(run_dir).check()
+    with RunLock(Folder(run_dir)), pytest.raises(ConfigError, match="in use by this process itself"):
+        RunLock(Folder(run_dir)).check()
 
 
 def test_a_lock_that_is_held_has_a_heartbeat(run_dir: Path) -> None:
-    with RunLock(run_dir, heartbeat_secs=0.01):
+    with RunLock(Folder(run_dir), heartbeat_secs=0.01):
         os.utime(run_dir / ".lock", (1, 1))
         wait_until(lambda: (run_dir / ".lock").stat().st_mtime > 1, 10, "a heartbeat")
         # Another chief's is left alone.
@@ -171,21 +173,19 @@ def test_a_lock_that_is_held_has_a_heartbeat(run_dir: Path) -> None:
 
 
 def test_a_run_whose_lock_was_taken_over_is_told_so(run_dir: Path) -> None:
-    check_not_taken_over(run_dir)
-    with RunLock(run_dir):
-        check_not_taken_over(run_dir)
-        (run_dir / ".lock").write_text(held_by(pid=os.getppid()))
-        check_not_taken_over(run_dir)
+    check_not_taken_over(Folder(run_dir))
+    with RunLock(Folder(run_dir)):
+        check_not_taken_over(Folder(run_dir))
         # The host has got another name.
         (run_dir / ".lock").write_text(held_by(host="elsewhere"))
-        check_not_taken_over(run_dir)
+        check_not_taken_over(Folder(run_dir))
         (run_dir / ".lock").write_text(held_by(host="elsewhere", boot="another"))
         with pytest.raises(ConfigError, match=r"was taken over by process \d+ on elsewhere"):
-            check_not_taken_over(run_dir)
+            check_not_taken_over(Folder(run_dir))
 
 
 def test_somebody_elses_lock_is_not_removed(run_dir: Path) -> None:
-    with RunLock(run_dir):
+    with RunLock(Folder(run_dir)):
         (run_dir / ".lock").write_text(held_by(host="elsewhere"))
     assert (run_dir / ".lock").exists()
 
@@ -193,4 +193,4 @@ def test_somebody_elses_lock_is_not_removed(run_dir: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.dir=.*: cannot be written: Not a directory"):
-        RunLock(tmp_path / "file" / "run").__enter__()
+        RunLock(Folder(tmp_path / "file" / "run")).__enter__()

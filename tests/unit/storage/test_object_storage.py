@@ -20,11 +20,11 @@ from helpers import wait_until
 
 from kdist.errors import CheckpointError, ConfigError, KdistError
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run.mirrored_checkpoints import MirroredCheckpoints
+from kdist.run.checkpoint import Checkpoints
 from kdist.run.run_dir import RunDir
+from kdist.storage.lock import RunLock
 from kdist.storage.mirror import Mirror
 from kdist.storage.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
-from kdist.storage.storage_lock import StorageLock
 
 URL = "memory://bucket/run"
 NO_WAIT = 0.1
@@ -106,8 +106,8 @@ def mirror() -> Mirror:
     return Mirror(URL, NO_WAIT)
 
 
-def checkpoints_of(of: Mirror, folder: str = "checkpoints") -> MirroredCheckpoints:
-    return MirroredCheckpoints(of.folder / folder, of)
+def checkpoints_of(of: Mirror, folder: str = "checkpoints") -> Checkpoints:
+    return Checkpoints(of.path / folder, of)
 
 
 def save(of: Mirror, *steps: int, keep: int = 5) -> None:
@@ -173,9 +173,9 @@ def test_each_url_has_a_private_folder_of_its_own() -> None:
     folders = set()
     for url in (URL, "memory://bucket/other"):
         with Mirror(url, NO_WAIT) as entered:
-            assert entered.folder.stat().st_mode & 0o777 == 0o700
-        folders.add(entered.folder)
-        assert Mirror(f"{url}/", NO_WAIT).folder == entered.folder
+            assert entered.path.stat().st_mode & 0o777 == 0o700
+        folders.add(entered.path)
+        assert Mirror(f"{url}/", NO_WAIT).path == entered.path
     assert len(folders) == 2
 
 
@@ -309,9 +309,7 @@ def test_an_index_is_uploaded_last_and_deleted_first(storage: type[FaultyStorage
             "checkpoints/ckpt-10.data-00000-of-00002",
             "checkpoints/ckpt-10.data-00001-of-00002",
         ]
-    assert objects() == files_of(20) | {
-        "checkpoints/checkpoint": (entered.folder / "checkpoints/checkpoint").read_text()
-    }
+    assert objects() == files_of(20) | {"checkpoints/checkpoint": (entered.path / "checkpoints/checkpoint").read_text()}
 
 
 @pytest.mark.parametrize("url", [URL, "file://{}/store/run"])
@@ -333,8 +331,8 @@ def test_another_machine_reads_the_newest_checkpoint_and_nothing_else(
         # The old ones are deleted as if they were here.
         save(entered, 30, keep=2)
         assert checkpoints.steps() == [20, 30]
-        assert set(entered.names_in(checkpoints.folder)) >= {"ckpt-20.index", "ckpt-30.index"}
-        assert "ckpt-10.index" not in entered.names_in(checkpoints.folder)
+        assert set(entered.names("checkpoints")) >= {"ckpt-20.index", "ckpt-30.index"}
+        assert "ckpt-10.index" not in entered.names("checkpoints")
 
 
 def test_whatever_operation_is_the_last_one_every_checkpoint_is_complete_or_absent(
@@ -413,7 +411,7 @@ def test_a_save_in_the_background_is_uploaded_there(storage: type[FaultyStorage]
         written.result()
         assert objects().items() >= files_of(3).items()
         storage.operations.clear()
-        assert checkpoints_of(of).finish_save(3, written.result, keep=1) == of.folder / "checkpoints" / "ckpt-3"
+        assert checkpoints_of(of).finish_save(3, written.result, keep=1) == of.path / "checkpoints" / "ckpt-3"
         assert not any(operation == "put_file" for operation, _ in storage.operations)
         storage.fault = failing(OSError("broken"), "put_file", of="ckpt-4")
         written = checkpoints_of(of).begin_save(4, Values(4))
@@ -502,20 +500,20 @@ def test_what_an_earlier_run_left_on_this_machine_never_wins(
 ) -> None:
     with mirror() as here:
         save(here, 10, 20)
-        (here.folder / ".hydra").mkdir()
+        (here.path / ".hydra").mkdir()
         for name in ("result.json", "tb/train/events", ".hydra/config.yaml"):
-            (here.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (here.folder / name).write_text("here")
+            (here.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (here.path / name).write_text("here")
     # The run starts over elsewhere, and its step 20 has other values.
     move_to_another_machine(monkeypatch, tmp_path)
     with mirror() as elsewhere:
         checkpoints_of(elsewhere).set_aside()
         checkpoints_of(elsewhere).write(20, Values(21), keep=1)
-        (elsewhere.folder / "result.json").write_text("elsewhere")
+        (elsewhere.path / "result.json").write_text("elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with mirror() as here:
-        assert {path.name for path in here.folder.iterdir()} == {".lock", ".hydra", "result.json"}
-        assert (here.folder / "result.json").read_text() == "elsewhere"
+        assert {path.name for path in here.path.iterdir()} == {".lock", ".hydra", "result.json"}
+        assert (here.path / "result.json").read_text() == "elsewhere"
         checkpoints = checkpoints_of(here)
         assert checkpoints.steps() == [20]
         checkpoints.read(20)
@@ -535,7 +533,7 @@ def test_what_did_not_arrive_is_set_aside(storage: type[FaultyStorage]) -> None:
         with pytest.warns(UserWarning, match=rf"{URL}: files .* did not arrive there; they are in .*-unsent-1$"):
             again = stack.enter_context(mirror())
         assert checkpoints_of(again).steps() == [10]
-    aside = again.folder.with_name(f"{again.folder.name}-unsent-1")
+    aside = again.path.with_name(f"{again.path.name}-unsent-1")
     assert {path.name: path.read_text() for path in aside.rglob("ckpt-*")} == {
         name.partition("/")[2]: content for name, content in files_of(20).items()
     }
@@ -554,21 +552,21 @@ def test_small_files_are_uploaded_when_they_have_changed(storage: type[FaultySto
         ]
 
     with mirror() as entered:
-        (entered.folder / "logs").mkdir()
+        (entered.path / "logs").mkdir()
         for name in ("logs/ps-0.log", "placement.txt", ".result.json", "ckpt-1.index", "unfinished-5.index"):
-            (entered.folder / name).write_text("one")
+            (entered.path / name).write_text("one")
         assert uploads() == ["logs/ps-0.log", "placement.txt"]
         assert uploads() == []
-        (entered.folder / "logs/ps-0.log").write_text("one and two")
+        (entered.path / "logs/ps-0.log").write_text("one and two")
         assert uploads() == ["logs/ps-0.log"]
-        (entered.folder / "placement.txt").unlink()
+        (entered.path / "placement.txt").unlink()
         assert uploads() == []
         assert objects() == {"logs/ps-0.log": "one and two"}
 
 
 def test_they_are_uploaded_while_the_run_trains(storage: type[FaultyStorage]) -> None:
     with Mirror(URL, NO_WAIT, interval_secs=0.01) as entered:
-        (entered.folder / "log").write_text("a line")
+        (entered.path / "log").write_text("a line")
         wait_until(lambda: objects() == {"log": "a line"}, 10, "the log is there")
 
 
@@ -578,7 +576,7 @@ def test_what_did_not_arrive_at_the_end_is_an_error_unless_there_is_one(storage:
     def run(*, fails: bool) -> None:
         storage.fault = None
         with mirror() as entered:
-            (entered.folder / "result.json").write_text("{}")
+            (entered.path / "result.json").write_text("{}")
             storage.fault = failing(ConnectionError("reset"), "put_file")
             if fails:
                 raise ZeroDivisionError
@@ -618,10 +616,10 @@ def test_those_who_look_for_a_chief_at_once_do_not_disturb_each_other(storage: t
     def another_look(operation: str, name: str) -> None:
         if operation == "modified" and name != ".lock":
             storage.fault = None
-            assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
+            assert RunLock(ObjectStorage(URL, NO_WAIT)).living_owner() is not None
 
     storage.fault = another_look
-    assert StorageLock(ObjectStorage(URL, NO_WAIT)).living_holder() is not None
+    assert RunLock(ObjectStorage(URL, NO_WAIT)).living_owner() is not None
     assert list(objects()) == []
 
 
@@ -641,24 +639,10 @@ def test_a_chief_that_was_replaced_changes_nothing_more() -> None:
     for change in (
         lambda: save(entered, 10),
         lambda: save(entered, 20),
-        lambda: entered.delete([entered.folder / "checkpoints/ckpt-10.index"]),
+        lambda: entered.delete(["checkpoints/ckpt-10.index"]),
         entered.push,
     ):
         with pytest.raises(ConfigError, match=message):
             change()
     assert objects() == before
     assert "/bucket/run/.lock" in MemoryFileSystem.store
-
-
-@pytest.mark.parametrize("folder", [None, "trial"])
-def test_a_child_of_the_chief_uploads_too(folder: str | None, tmp_path: Path) -> None:
-    with Mirror(URL, NO_WAIT, folder and tmp_path / folder) as entered:
-        save(entered, 10)
-        child = pickle.loads(pickle.dumps(entered))
-        save(child, 20)
-        (entered.folder / "result.json").write_text("{}")
-        child.push()
-        assert (files_of(10, 20) | {"result.json": "{}"}).items() <= objects().items()
-        checkpoints = checkpoints_of(entered)
-        checkpoints.refresh()
-        assert "ckpt-20.index" in entered.names_in(checkpoints.folder)

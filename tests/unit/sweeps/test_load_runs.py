@@ -14,9 +14,8 @@ import kdist
 from kdist.cli.main import run
 from kdist.errors import ConfigError
 from kdist.run.metrics_file import MetricsFile
-from kdist.sweeps.folder import runs_folder
 from kdist.sweeps.groups import Spread, listed
-from kdist.sweeps.load import runs_in
+from kdist.sweeps.load import runs_folder, runs_in
 
 COLUMNS = ["run", "status", "strategy", "cluster", "seed"]
 SPEED = ["steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers"]

@@ -14,9 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kdist.errors import ConfigError
-from kdist.sweeps.folder import SweepFolder, sweep_folder
+from kdist.storage.folder import Folder
+from kdist.storage.object_storage import folder_at
 from kdist.sweeps.plot import picture_of
-from kdist.sweeps.sweep import Objective, Sweep, Trial, begin_trial, objective
+from kdist.sweeps.sweep import Objective, Sweep, Trial, begin_trial, bring_files, objective
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,13 +39,13 @@ def result(loss: float, accuracy: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["{}", "file://{}", "memory://bucket{}"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SweepFolder]:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     """The folder of a sweep, wherever it may be."""
-    yield sweep_folder(request.param.format(tmp_path / "sweep"), 1.0)
+    yield folder_at(request.param.format(tmp_path / "sweep"), 1.0)
     MemoryFileSystem.store.clear()
 
 
-def add(folder: SweepFolder, number: int, overrides: dict[str, str], found: Any, **record: Any) -> None:
+def add(folder: Folder, number: int, overrides: dict[str, str], found: Any, **record: Any) -> None:
     Trial(str(number), overrides, **{"status": "done" if found else "running", **record}).write(folder)
     if found is not None:
         folder.write(f"{number}/result.json", json.dumps(found).encode())
@@ -76,7 +77,7 @@ def test_a_metric_that_is_not_there_or_has_no_direction_is_refused() -> None:
     assert objective(result(0.5, 0.9), "odd", "max") == Objective("odd", 1.0, "max")
 
 
-def test_a_job_is_begun_once_and_known_again(folder: SweepFolder) -> None:
+def test_a_job_is_begun_once_and_known_again(folder: Folder) -> None:
     overrides = ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=1"]
     job = begin_trial(folder, "0", overrides)
     assert job.status == "running"
@@ -91,7 +92,7 @@ def test_a_job_is_begun_once_and_known_again(folder: SweepFolder) -> None:
         begin_trial(folder, "0", ["+recipe=mnist", "optimizer.learning_rate=0.1", "run.seed=2", "run.grace_secs=5"])
 
 
-def test_trials_are_found_whatever_their_folders_are_called(folder: SweepFolder) -> None:
+def test_trials_are_found_whatever_their_folders_are_called(folder: Folder) -> None:
     names = {0: "units=8,run.trust=[mine]", 1: "units=4,data.path=/a/b"}
     for number, name in names.items():
         begin_trial(folder, name, [f"model.units={8 - 4 * number}"], number)
@@ -106,12 +107,12 @@ def test_trials_are_found_whatever_their_folders_are_called(folder: SweepFolder)
 
 
 @pytest.mark.parametrize("name", [".", "..", "../elsewhere"])
-def test_a_trial_stays_in_the_folder_of_its_sweep(folder: SweepFolder, name: str) -> None:
+def test_a_trial_stays_in_the_folder_of_its_sweep(folder: Folder, name: str) -> None:
     with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir: .* is not a folder in hydra\.sweep\.dir"):
         begin_trial(folder, name, ["model.units=4"], 0)
 
 
-def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> None:
+def test_the_table_has_the_best_first_and_what_failed(folder: Folder) -> None:
     add(folder, 0, {"recipe": "mnist", "cluster": "1ps1w", "optimizer.learning_rate": "0.1"}, result(0.7, 0.8))
     add(folder, 1, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "0.1"}, result(0.2, 0.9))
     add(folder, 2, {"recipe": "mnist", "cluster": "1ps2w", "optimizer.learning_rate": "9"}, None, status="failed",
@@ -139,7 +140,7 @@ def test_the_table_has_the_best_first_and_what_failed(folder: SweepFolder) -> No
     assert (picture_of(sweep) or b"").startswith(PNG)
 
 
-def test_seeds_are_one_row_with_mean_and_spread(folder: SweepFolder) -> None:
+def test_seeds_are_one_row_with_mean_and_spread(folder: Folder) -> None:
     accuracies = {"1ps1w": (0.8, 0.9, 1.0), "1ps2w": (0.7, 0.7, None)}
     for number, (cluster, seed) in enumerate(itertools.product(accuracies, range(3))):
         accuracy = accuracies[cluster][seed]
@@ -169,9 +170,7 @@ def lines_joined(axes: Axes) -> list[bool]:
     return [line.get_linestyle() not in ("None", "none", "") for line in axes.lines]
 
 
-def test_categories_are_points_and_numbers_are_lines_in_bands(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_categories_are_points_and_numbers_are_lines_in_bands(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = (("1ps1w", "1ps2w", "2ps2w"), ("0.1", "0.01", "1.0"), ("1", "2"))
     for number, (cluster, rate, seed) in enumerate(itertools.product(*keys)):
         found = result(1.0, 0.9 + 0.001 * int(seed), cluster=cluster, seed=int(seed))
@@ -196,7 +195,7 @@ def test_categories_are_points_and_numbers_are_lines_in_bands(
 
 
 def test_a_loss_that_differs_much_begins_at_0_and_seeds_alone_are_points(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, seed in enumerate("123"):
         add(folder, number, {"run.seed": seed}, result(float(seed), 0.5, seed=int(seed)))
@@ -205,7 +204,7 @@ def test_a_loss_that_differs_much_begins_at_0_and_seeds_alone_are_points(
     assert not any(lines_joined(axes))
 
 
-def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: SweepFolder) -> None:
+def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: Folder) -> None:
     add(folder, 0, {"cluster": "local"}, None, status="failed", error="no", exit_code=2)
     sweep = Sweep(folder)
     sweep.write()
@@ -213,7 +212,7 @@ def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: S
     assert b"trial 0 failed: no" in (folder.read("sweep.txt") or b"")
 
 
-def test_what_a_sweep_has_written_is_there_for_processes_of_a_launcher(folder: SweepFolder) -> None:
+def test_what_a_sweep_has_written_is_there_for_processes_of_a_launcher(folder: Folder) -> None:
     add(folder, 0, {"cluster": "local"}, result(1, 0))
     received = pickle.loads(pickle.dumps(folder))
     assert str(received) == str(folder)
@@ -226,12 +225,12 @@ def test_files_of_hydra_are_brought_to_a_sweep_on_object_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = sweep_folder(f"file://{tmp_path}/sweep", 1.0)
+    folder = folder_at(f"file://{tmp_path}/sweep", 1.0)
     # Nothing was written here yet.
-    folder.take_over()
-    (folder.local / "0").mkdir(parents=True)
-    (folder.local / "multirun.yaml").write_text("hydra: {}")
-    folder.take_over()
+    bring_files(folder)
+    (folder.path / "0").mkdir(parents=True)
+    (folder.path / "multirun.yaml").write_text("hydra: {}")
+    bring_files(folder)
     assert [path.name for path in (tmp_path / "sweep").iterdir()] == ["multirun.yaml"]
 
 
@@ -251,4 +250,4 @@ def test_a_url_that_cannot_be_used_is_refused_at_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=f"^{message}"):
-        sweep_folder(place, 1.0)
+        folder_at(place, 1.0, "hydra.sweep.dir")
