@@ -137,7 +137,7 @@ class DynamicEmbedding(PooledLookup):
         self.admission = _options(Admission, "admission", admission)
         self.eviction = _options(Eviction, "eviction", eviction)
         self.mask_zero = self.supports_masking = mask_zero
-        #: How many ids have a row: here, or, as far as is known, on the servers that train it.
+        #: The number of ids with a row: here, or, as far as is known, on the servers that train it.
         self.num_rows = 0
         self._averages: np.ndarray | None = None
         self._elsewhere: Exception | None = None
@@ -196,7 +196,7 @@ class DynamicEmbedding(PooledLookup):
         self._rows.assign(tf.concat([tf.cast(rows[order], self._rows.dtype), self._rows[-1:]], 0))
 
     def hand_over(self, why: Exception) -> None:
-        """From now on the rows are elsewhere, until they are set: `why` is raised if they are looked up here."""
+        """Raises `why` if rows are looked up here, because they are elsewhere now, until they are set."""
         self._elsewhere = why
 
     def use_averages(self) -> None:

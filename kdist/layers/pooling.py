@@ -9,7 +9,7 @@ import tensorflow as tf
 Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]
 COMBINERS: tuple[str, ...] = get_args(Combiner)
 
-#: Dense, or ragged: with a number of ids of its own for each example.
+#: Dense, or ragged: with another number of ids for each example.
 Ragged: TypeAlias = tf.Tensor | tf.RaggedTensor
 
 

@@ -126,7 +126,7 @@ def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Bl
 
 
 def finished(store: ParameterStore, means: BlockUpdates, num_replicas: int, phase: int) -> BlockUpdates:
-    """The changes that replicas apply together in a phase, clipped, from the means of those of `weighted`."""
+    """The changes that replicas apply together in a phase, clipped, from the means of their weighted changes."""
     changes = _unweighted(store, means, num_replicas)
     blocks, clipped = store.blocks, dict[int, Gradient]()
     for update in store.updates.in_phase(phase):

@@ -128,7 +128,7 @@ class ServerOptimizer:
             self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
 
     def _only_adds(self, gradients: Sequence[Any]) -> bool:
-        """Whether updates add to what is there, so that several at once lose nothing, or hold locks of their own."""
+        """True if updates add to values, so that several at once lose nothing, or hold locks of variables."""
         return (
             _adds_in_place(type(self._optimizer))
             and not self._optimizer.use_ema
@@ -160,7 +160,7 @@ class RowOptimizer:
     The optimizer is built once more on stand-ins with an open number of rows, and its step runs as a pure function of
     the present values of the rows. TF1 called this lazy: moments of rows that a batch does not touch do not decay.
 
-    Args: those of `ServerOptimizer`, for one variable and its table.
+    Args: as of `ServerOptimizer`, for one variable and its table.
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
@@ -204,7 +204,7 @@ class RowOptimizer:
             self._replace(gradient, step)
 
     def _add(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
-        """Updates in one operation, which has a lock of its own; ours would cost small tables a fifth of their rate."""
+        """Updates in one operation, which holds another lock; ours would cost small tables a fifth of their rate."""
         variable = self._pairs[0][1].value
         rate = tf.cast(_learning_rate(self.optimizer, step), variable.dtype)
         _add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
@@ -290,7 +290,7 @@ class ServerOptimizers:
         is_shared: whether several workers make updates at the same time.
 
     Attributes:
-        parts: the slots, and the first copy of what belongs to whole optimizers, by their names in checkpoints.
+        stored: the slots, and the first copy of values of whole optimizers, by their names in checkpoints.
         copies: all copies of the latter. Every server has its own, of the learning rate for one, so that applying needs
             nothing from another server.
     """
@@ -311,7 +311,7 @@ class ServerOptimizers:
         self._devices = devices
         #: By server and group.
         self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
-        self.parts: dict[str, list[StoredShard]] = {}
+        self.stored: dict[str, list[StoredShard]] = {}
         self.copies: dict[str, list[tf.Variable]] = defaultdict(list)
         for g, group in enumerate(updates.groups):
             slots: dict[str, dict[int, StoredShard]] = defaultdict(dict)
@@ -328,7 +328,7 @@ class ServerOptimizers:
                     is_shared=is_shared,
                 )
                 self._name_variables(self._optimizers[server, g], own, names, slots)
-            self.parts |= {name: [by_shard[i] for i in sorted(by_shard)] for name, by_shard in slots.items()}
+            self.stored |= {name: [by_shard[i] for i in sorted(by_shard)] for name, by_shard in slots.items()}
 
     def learning_rate(self, step: tf.Tensor, group: int) -> tf.Tensor:
         """The learning rate of a group after `step` updates, a scalar on a server; called while a call is traced."""
@@ -370,20 +370,22 @@ class ServerOptimizers:
         names: Sequence[str],
         slots: dict[str, dict[int, StoredShard]],
     ) -> None:
-        """Adds the variables of an optimizer to `parts` and `copies`, and its slots, by shard, to `slots`."""
+        """Adds the variables of an optimizer to `stored` and `copies`, and its slots, by shard, to `slots`."""
         for key, variable in optimizer.state([str(b) for b in own]):
             kind, _, rest = key.partition("/")
             if kind != "slots":
                 self.copies[key].append(variable.value)
-                self.parts.setdefault(key, [StoredShard.whole(variable.value)])
+                self.stored.setdefault(key, [StoredShard.whole(variable.value)])
                 continue
             number, _, slot = rest.partition("/")
             block = self._blocks[int(number)]
             # The slots of dynamic tables are stored with their rows.
             for shard in () if block.is_dynamic else block.shards:
                 # A slot with another shape than its variable belongs to a block of one shard.
-                part = self._blocks.part(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
-                slots[f"slots/{names[self._blocks.variable_of_shard(shard)]}/{slot}"][shard] = part
+                stored = (
+                    self._blocks.stored_shard(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
+                )
+                slots[f"slots/{names[self._blocks.variable_of_shard(shard)]}/{slot}"][shard] = stored
 
 
 # Keras's optimizers with their dense updates as one operation each, by TensorFlow's own kernels. Keras writes an update
@@ -461,7 +463,7 @@ def _add_to_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> t
     )
 
 
-#: Classes of the same maths with updates by kernels. Not for subclasses: those of users may compute something else.
+#: Classes of the same maths with updates by kernels. Not for subclasses: a user's may compute something else.
 _BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimizer]] = {
     keras.optimizers.SGD: _SGD,
     keras.optimizers.Adam: _Adam,
@@ -471,7 +473,7 @@ _BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimiz
 
 
 def _adds_in_place(kind: type[keras.optimizers.Optimizer]) -> bool:
-    """Whether dense updates of a class change variables and slots by kernels, or by additions alone.
+    """Tells whether dense updates of a class change variables and slots by kernels, or by additions alone.
 
     What reads a slot and assigns to it what it has computed loses what another worker has written in between.
     """

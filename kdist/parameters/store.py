@@ -55,17 +55,17 @@ class ParameterStore:
     dtype and direction, regardless of the number of variables, and of tables only the rows of the batch.
 
     Args:
-        model_variables: what is stored.
+        model_variables: to store.
         updates: of the parameters; the slots of the optimizers are the initial ones.
         devices: one device per server; a single empty string stands for this process.
         plan: places the parameters, then the state, on `devices`, and names them.
         wire: the format of values and gradients in transit.
         marks_changes: whether it is marked which rows of tables change, so that deltas can be saved.
-        is_replicated: whether replicas exchange their changes before each applies them to a store of its own.
+        is_replicated: whether replicas exchange their changes before each applies them to its own store.
 
     Attributes:
-        values: all stored values but those of dynamic tables, by name, for checkpoints and models.
-        dynamic: those of dynamic tables.
+        values: all stored values by name, for checkpoints and models, except rows of dynamic tables.
+        dynamic: the rows of dynamic tables.
         files: saves and restores them.
         counters: of the updates.
     """
@@ -94,7 +94,7 @@ class ParameterStore:
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(self.shards):
             self._shards_of[shard.variable].append(i)
-        # What travels does so in few pieces.
+        # Few tensors travel.
         self.blocks = Blocks(
             model_variables,
             self.shards,
@@ -118,7 +118,7 @@ class ParameterStore:
             lambda block: self.counters.begun[self.blocks[block].server].read_value(),
             self.wire,
         )
-        parts: dict[str, list[StoredShard]] = {GLOBAL_STEP: [StoredShard.whole(self.counters.begun[0])]}
+        stored: dict[str, list[StoredShard]] = {GLOBAL_STEP: [StoredShard.whole(self.counters.begun[0])]}
         stored_names = [
             f"{'parameters' if model_variables.is_parameter(index) else 'state'}/{variable.name}"
             for index, variable in enumerate(plan.variables)
@@ -126,24 +126,24 @@ class ParameterStore:
         for index, shards in self._shards_of.items():
             if model_variables.is_dynamic(index):
                 continue
-            parts[stored_names[index]] = [
-                self.blocks.part(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
+            stored[stored_names[index]] = [
+                self.blocks.stored_shard(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
             ]
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._optimizers = ServerOptimizers(
             updates, self.blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
         )
-        parts |= self._optimizers.parts
+        stored |= self._optimizers.stored
         copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
         self._loss_scale: ServerLossScale | None = None
         if model_variables.loss_scaling is not None:
             self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
             copies |= self._loss_scale.variables
-            parts |= {name: [StoredShard.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
+            stored |= {name: [StoredShard.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
         if model_variables.num_worker_states:
             with tf.device(self.devices[0]):
                 self._resets = tf.Variable(tf.zeros([model_variables.num_worker_states], tf.int64), trainable=False)
-            parts[STATE_RESETS] = [StoredShard.whole(self._resets)]
+            stored[STATE_RESETS] = [StoredShard.whole(self._resets)]
         initial = {
             name: variable
             for of_group in updates.groups
@@ -153,11 +153,11 @@ class ParameterStore:
         self.dynamic = DynamicValues(groups)
         initial = {name: variable for name, variable in initial.items() if name not in self.dynamic.shapes}
         for name, variable in initial.items():
-            if name not in parts:
+            if name not in stored:
                 # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
                 with tf.device(self.devices[0]):
-                    parts[name] = [StoredShard.whole(tf.Variable(variable.value, trainable=False))]
-        self.values = NamedValues(parts, copies)
+                    stored[name] = [StoredShard.whole(tf.Variable(variable.value, trainable=False))]
+        self.values = NamedValues(stored, copies)
         self.files = ValueFiles(self.values, self.dynamic, groups, intervals)
         self._stored_names, self._initial = stored_names, initial
 
@@ -212,12 +212,12 @@ class ParameterStore:
         return self._optimizers.learning_rate(step, group)
 
     def loss_scale(self) -> tf.Tensor:
-        """What a step multiplies its loss with, a float32 scalar on the first server; called while a call is traced."""
+        """The factor of the loss of a step, a float32 scalar on the first server; called while a call is traced."""
         assert self._loss_scale is not None
         return self._loss_scale.read()
 
     def state_resets(self) -> tf.Tensor:
-        """How often each state of stateful layers was reset, int64 `[n]`, on the first server; called as above."""
+        """The number of resets of each state of stateful layers, int64 `[n]`, on the first server; called as above."""
         with tf.device(self.devices[0]):
             return self._resets.read_value()
 
@@ -259,8 +259,8 @@ class ParameterStore:
         return {index: self._whole(index, by_shard) for index in wanted}
 
     def push(self, output: ReplicaOutput, pulled: Pulled) -> tf.Tensor:
-        """Applies what came out of a step, or of a phase of it; every server counts a step when its part of the first
-        phase has arrived.
+        """Applies the output of a step, or of a phase of it; a server counts a step when its part of the first phase
+        has arrived.
 
         Args:
             output: its gradients, clipped. Of what the step has assigned, servers add the difference to the value that
@@ -280,7 +280,7 @@ class ParameterStore:
         return self.apply(arrived, output.phase)
 
     def updates_of(self, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
-        """What came out of a step, by block; blocks without a change are missing."""
+        """The changes of a step, by block; blocks without a change are missing."""
         gradients, state = output.gradients, output.state
         by_shard: BlockUpdates = {}
         of_tables: dict[int, tf.IndexedSlices] = {}
@@ -349,8 +349,8 @@ class ParameterStore:
 
     def _whole(self, index: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
         """The value of a variable, from its shards."""
-        parts = [by_shard[i] for i in self._shards_of[index]]
-        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        values = [by_shard[i] for i in self._shards_of[index]]
+        return values[0] if len(values) == 1 else tf.concat(values, 0)
 
     def _apply_on(self, server: int, arrived: BlockUpdates, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
@@ -387,7 +387,7 @@ class ParameterStore:
         return step
 
     def _adds(self, block: int) -> bool:
-        """Whether a change of a state variable is added to it. With one writer the new value itself is exact."""
+        """True if a change of a state variable is added to it. With one writer the new value itself is exact."""
         return self._has_several_writers and not self.blocks[block].is_replaced
 
     def _state_change(self, index: int, new: Change, old: tf.Tensor) -> Change:
@@ -422,7 +422,7 @@ class UpdateCounters:
         return int(self.begun[0].numpy())
 
     def is_consistent(self) -> bool:
-        """Whether every update that a server has started to apply was applied completely by all of them."""
+        """Tells whether every update that a server has started to apply was applied completely by all of them."""
         begun = {int(counter.numpy()) * self._num_phases for counter in self.begun}
         return len(begun | {int(counter.numpy()) for counter in self.applied}) == 1
 
@@ -483,7 +483,7 @@ class ServerLossScale:
         Args:
             overflow: `ReplicaOutput.overflow`.
             step: scalar int64: the number of steps before this one.
-            update: what is to be done; its argument is the number of steps before this one that were not dropped.
+            update: updates the variables; its argument is the number of steps before this one that were not dropped.
         """
         is_dropped = overflow > 0
         iteration = step - self._dropped[server].read_value()

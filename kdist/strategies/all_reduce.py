@@ -1,6 +1,6 @@
 """The base of `mirrored` and `multi_worker_mirrored`: every replica holds all parameters and applies the same gradient.
 
-Each device has a store of its own. Between the pull from it and the push to it, the replicas exchange their gradients
+Each device has its store. Between the pull from it and the push to it, the replicas exchange their gradients
 by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since all push the same, the stores stay equal.
 """
 
@@ -87,7 +87,7 @@ class AllReduce(StoreStrategy):
 
     @property
     def _replicas(self) -> range:
-        """Those of this process."""
+        """The replicas of this process."""
         return range(self._first_replica, self._first_replica + len(self._stores))
 
     def _datasets(self) -> Iterator[Any]:
@@ -181,7 +181,7 @@ def _by_dtype(keys: Sequence[Any], changes: BlockUpdates) -> list[list[Any]]:
 def _totals(
     values: Sequence[Sequence[tf.Tensor]], rules: Sequence[str], context: tf.distribute.ReplicaContext, local: int
 ) -> Any:
-    """The sums over all replicas; by the rule `first`, those of one and of zeros. Truth values travel as numbers."""
+    """The sums over all replicas; by the rule `first`, of one and of zeros. Truth values travel as numbers."""
     is_first = context.replica_id_in_sync_group == 0
     numbers = [tf.cast(value, tf.int32) if value.dtype == tf.bool else value for value in values[local]]
     own = [

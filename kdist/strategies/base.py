@@ -185,7 +185,7 @@ class TrainingSpec:
         log_dir: folder for the logs of the tasks.
         last_step: the global step at which training ends; None if it is not known.
         grace_secs: seconds that an interrupted run has to end.
-        on_servers: whether parameter servers have the values, and make those of large tables.
+        on_servers: whether parameter servers have the values, and make large tables.
         stays_on_servers: whether the model, built, is too large for the chief.
         epoch_lengths: of all replicas together; None if nobody knows.
         data_begins_at: the global step at which the workers started to read the data.
@@ -226,7 +226,7 @@ class TrainingSpec:
             return float(optimizer.learning_rate)
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the model's optimizer; the strategy has a copy of its own.
+        """Sets the learning rate of the model's optimizer; the strategy has another copy.
 
         Raises:
             ConfigError: it follows a schedule.
@@ -251,25 +251,25 @@ class Strategy(abc.ABC):
     #: Its name in configs.
     name: ClassVar[str]
 
-    #: Whether an update may be computed from parameters older than those it is applied to.
+    #: True if an update may be computed from older parameters than it is applied to.
     is_asynchronous: ClassVar[bool] = False
 
-    #: Whether workers can also evaluate, by `on_workers`.
+    #: True if workers can also evaluate, by `on_workers`.
     has_workers: ClassVar[bool] = False
 
-    #: How many replicas compute gradients.
+    #: The number of replicas that compute gradients.
     num_replicas: int = 1
 
-    #: How many batches one update takes: 1 if every gradient is applied by itself.
+    #: The batches of one update: 1 if every gradient is applied by itself.
     batches_per_step: int = 1
 
-    #: Whether the run was interrupted: another chief will resume it. Set before `stop`.
+    #: True if the run was interrupted: another chief will resume it. Set before `stop`.
     is_interrupted: bool = False
 
-    #: Whether the last run traced a new function, so that its duration says nothing about speed.
+    #: True if the last run traced a new function, so that its duration says nothing about speed.
     warming_up: bool = False
 
-    #: Where each variable lives; None without servers, or before `start`.
+    #: The server of each variable; None without servers, or before `start`.
     plan: PlacementPlan | None = None
 
     @abc.abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -151,12 +152,12 @@ def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int)
     """The step of a replica that pushes its own gradients, clipped; several batches can make one step.
 
     After DistBelief's Downpour SGD (Dean et al., 2012) with n_fetch = n_push: a worker continues by plain gradient
-    descent on a copy of its own, adds up its gradients, and pushes their sum. With more than one batch this is a
+    descent on a copy, adds up its gradients, and pushes their sum. With more than one batch this is a
     different algorithm than asynchronous training, with fewer bytes and more staleness; for plain SGD with a single
     worker it is the same.
 
     Args:
-        local_steps: how many batches make a push.
+        local_steps: the batches of a push.
     """
     updates, compute = replica_step.updates, one_step(replica_step, store)
 
@@ -218,8 +219,29 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
     return sum_duplicates(both) if is_row_wise else both
 
 
-class UnrolledCalls:
-    """Traces calls of a given number of steps, once per number.
+class Calls(abc.ABC):
+    """Calls of a given number of steps, each traced when it is first needed."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Callable[..., Any]] = {}
+
+    def traced(self, num_steps: int) -> bool:
+        """Tells whether a call of that many steps exists already."""
+        return num_steps in self._functions
+
+    def function(self, num_steps: int) -> Callable[..., Any]:
+        """The call of `num_steps` steps."""
+        if num_steps not in self._functions:
+            self._functions[num_steps] = self._trace(num_steps)
+        return self._functions[num_steps]
+
+    @abc.abstractmethod
+    def _trace(self, num_steps: int) -> Callable[..., Any]:
+        """Traces the call of `num_steps` steps."""
+
+
+class UnrolledCalls(Calls):
+    """Calls of one replica that pushes its own gradients: (iterator) -> a float64 matrix for `logs`.
 
     Args:
         replica_step: the step of the model.
@@ -237,27 +259,19 @@ class UnrolledCalls:
         local_steps: int = ParameterServerOptions.local_steps,
         num_ahead: int = 0,
     ) -> None:
+        super().__init__()
         self._num_ahead = num_ahead
         self._compute = own_step(replica_step, store, local_steps)
         self._store = store
         self._iterator_spec = iterator_spec
-        self._functions: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._logs = CallLogs(replica_step)
 
-    def traced(self, num_steps: int) -> bool:
-        """Tells whether a call of that many steps exists already."""
-        return num_steps in self._functions
+    def _trace(self, num_steps: int) -> Callable[..., Any]:
+        def call(iterator: Any) -> tf.Tensor:
+            replica = Replica(self._store, iterator, self._compute)
+            return run_steps([replica], num_steps, self._logs, num_ahead=self._num_ahead)[0]
 
-    def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
-        """The call of `num_steps` steps: a concrete function (iterator) -> a float64 matrix for `logs`."""
-        if num_steps not in self._functions:
-
-            def call(iterator: Any) -> tf.Tensor:
-                replica = Replica(self._store, iterator, self._compute)
-                return run_steps([replica], num_steps, self._logs, num_ahead=self._num_ahead)[0]
-
-            self._functions[num_steps] = function_for_tasks(call, self._iterator_spec)
-        return self._functions[num_steps]
+        return function_for_tasks(call, self._iterator_spec)
 
     def logs(self, packed: np.ndarray) -> StepLogs:
         """Reads the logs that a call returned."""
@@ -272,7 +286,7 @@ class Replica:
         store: gives values and takes gradients.
         iterator: over `(batch, seeds)`.
         compute: its step between a pull and a push.
-        device: that computes; the caller's if empty.
+        device: computes; the caller's if empty.
     """
 
     store: ParameterStore
@@ -299,7 +313,7 @@ def run_steps(
         replicas: of this process; all of them take part in each step.
         exchange: turns the outputs of synchronous replicas into the changes that each applies to its own store; None
             for a replica that pushes its own.
-        num_ahead: how many steps pull and compute before the push of a step is applied, so that nothing waits for the
+        num_ahead: steps that pull and compute before the push of a step is applied, so that nothing waits for the
             network; only for steps with one phase.
 
     Returns:
@@ -363,7 +377,7 @@ class CallSizer:
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
-        num_workers: how many workers share the steps.
+        num_workers: workers that share the steps.
         last_step: the global step that training is to end at; None if nobody knows.
     """
 
@@ -415,7 +429,7 @@ class CallSizer:
 
         Args:
             num_steps: steps that finished, over all workers.
-            secs: how long that took.
+            secs: the time that took.
             warming_up: whether functions were traced, or prepared on workers, meanwhile.
         """
         self._step += num_steps

@@ -1,4 +1,4 @@
-"""`GradientCounts`: what happened to the gradients of each worker."""
+"""`GradientCounts`: accepted and dropped gradients of each worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GradientCounts:
-    """What happened to the gradients that one worker computed.
+    """The fate of the gradients that one worker computed.
 
     Attributes:
         accepted: part of an update.

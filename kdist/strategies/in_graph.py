@@ -22,19 +22,19 @@ from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.parameters.placement.messages import Gathered, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.calls import CallLogs, one_step
+from kdist.strategies.calls import CallLogs, Calls, one_step
 
 
-class InGraphSyncCalls:
-    """Traces calls of a given number of steps of all workers, once per number.
+class InGraphSyncCalls(Calls):
+    """Calls of all workers: list of iterators -> the packed logs of each worker, see `CallLogs.pack`.
 
     Args:
         replica_step: the step of the model.
-        store: where values come from.
-        aggregator: where gradients go.
-        logs: how a call returns what it logs.
+        store: the source of values.
+        aggregator: takes the gradients.
+        logs: packs the logs of a call.
         iterator_spec: type of the iterators over `(batch, seeds)`, one per worker.
-        shares: for each worker that takes part how many gradients of one step it computes; 1 if steps have phases.
+        shares: the number of gradients of one step of each worker that takes part; 1 if steps have phases.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class InGraphSyncCalls:
         iterator_spec: tf.TypeSpec,
         shares: Mapping[int, int],
     ) -> None:
+        super().__init__()
         self._compute = one_step(replica_step, store)
         self._is_self_contained = replica_step.is_self_contained
         #: A self-contained step of a worker, traced once for all of them in each call.
@@ -55,23 +56,14 @@ class InGraphSyncCalls:
         self._logs = logs
         self._iterator_spec = iterator_spec
         self._shares = dict(shares)
-        self._functions: dict[int, Callable[..., list[tf.Tensor]]] = {}
 
-    def traced(self, num_steps: int) -> bool:
-        """Whether a call of that many steps exists already."""
-        return num_steps in self._functions
+    def _trace(self, num_steps: int) -> Callable[..., Any]:
+        def call(iterators: list[Any]) -> list[tf.Tensor]:
+            self._worker_function = None
+            return self._run_steps(iterators, num_steps)
 
-    def function(self, num_steps: int) -> Callable[..., list[tf.Tensor]]:
-        """The call of `num_steps` steps: list of iterators -> for each worker what `CallLogs.pack` made of its part."""
-        if num_steps not in self._functions:
-
-            def call(iterators: list[Any]) -> list[tf.Tensor]:
-                self._worker_function = None
-                return self._run_steps(iterators, num_steps)
-
-            specs = [self._iterator_spec] * len(self._shares)
-            self._functions[num_steps] = tf.function(call, autograph=False).get_concrete_function(specs)
-        return self._functions[num_steps]
+        specs = [self._iterator_spec] * len(self._shares)
+        return tf.function(call, autograph=False).get_concrete_function(specs)
 
     def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
         rows: dict[int, list[list[Any]]] = {worker: [] for worker in self._shares}
@@ -105,8 +97,9 @@ class InGraphSyncCalls:
         return rows
 
     def _function_for(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
-        """What a worker does in a step: values as gathered; the number of examples and the metrics before; batch; seeds
-        -> what `GradientAggregator.deliver` takes; the number of examples and the metrics; both as a row of the logs.
+        """The step of a worker: values as gathered; the number of examples and the metrics before; batch; seeds -> a
+        packed gradient for `GradientAggregator.deliver`; the number of examples and the metrics; both as a row of the
+        logs.
         """
         if self._worker_function is None:
 

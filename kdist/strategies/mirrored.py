@@ -1,6 +1,6 @@
 """`mirrored`: the devices of one machine, in one process, with averaged gradients.
 
-What TF1 programs called towers. Over `tf.distribute.MirroredStrategy`, by a loop of kdist's own: Keras's `fit` fails
+TF1 programs called them towers. Over `tf.distribute.MirroredStrategy`, by a loop of kdist's own: Keras's `fit` fails
 there with several steps in one call, moving averages that overwrite, and more.
 """
 
@@ -21,7 +21,7 @@ class Mirrored(AllReduce):
     """One replica on each of several GPUs, or of several logical CPU devices.
 
     Args:
-        options: how many devices; that many must exist, see `logical_cpus_needed`.
+        options: the number of devices; so many must exist, see `logical_cpus_needed`.
     """
 
     name: ClassVar[str] = "mirrored"
@@ -42,7 +42,7 @@ class Mirrored(AllReduce):
 
 
 def logical_cpus_needed(num_devices: int | None) -> int:
-    """How many logical CPU devices have to be made before `mirrored` can run in a process; 0 if none.
+    """The number of logical CPU devices to make before `mirrored` can run in a process; 0 if none.
 
     Raises:
         ConfigError: no number was given, and there are not several GPUs.

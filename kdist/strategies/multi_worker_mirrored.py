@@ -110,7 +110,7 @@ class MultiWorkerMirrored(AllReduce):
     """One replica on each device of each worker.
 
     Args:
-        membership: which worker this process is; it must have joined the others.
+        membership: the worker of this process; it must have joined the others.
         step_timeout: seconds that the other workers may take to respond.
         patience: seconds for which their hosts may be silent.
     """
@@ -184,7 +184,7 @@ class MultiWorkerMirrored(AllReduce):
         return self._bounded(call)
 
     def _say(self, command: int, argument: int = 0) -> tuple[int, int]:
-        """What the chief announces; the other workers contribute 0."""
+        """Announces a command of the chief, to which other workers contribute 0; returns it."""
         said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
         return int(said[0]), int(said[1])
 

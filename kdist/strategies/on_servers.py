@@ -1,4 +1,4 @@
-"""What strategies with parameter servers share: the cluster, the store on it, and the meaning of a task's error."""
+"""Strategies with parameter servers: the cluster, the store on it, and the meaning of a task's error."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class ServersStrategy(StoreStrategy):
     """A strategy whose parameters live on parameter servers and whose steps run on workers.
 
     Args:
-        shape: how many servers and workers the cluster has.
+        shape: the servers and workers of the cluster.
         make_cluster: folder for logs -> a cluster, not started.
         options: placement of variables, and how values travel.
         step_timeout: seconds without a result after which an unresponsive task is replaced, or the run fails.
-        max_worker_restarts: how often each lost worker is restarted.
+        max_worker_restarts: of each lost worker.
     """
 
     has_workers: ClassVar[bool] = True
@@ -91,7 +91,7 @@ class ServersStrategy(StoreStrategy):
         self._is_training = False
         #: Functions that use the servers while training continues.
         self._aside: list[Future[Any]] = []
-        #: How often in a row each worker was lost in a call, since it last returned a result.
+        #: The losses of each worker in a call, in a row since it last returned a result.
         self._losses: Counter[int] = Counter()
 
     def start(self, spec: TrainingSpec) -> None:
@@ -356,7 +356,7 @@ class ServersStrategy(StoreStrategy):
 
     @property
     def _in_call(self) -> bool:
-        """Whether a discarded call may still be running on the tasks."""
+        """True if a discarded call may still be running on the tasks."""
         return False
 
     def _running(self) -> Coordinator:

@@ -110,7 +110,7 @@ class StoreStrategy(Strategy):
         """Waits for the next call to finish, and sets `warming_up` when it traces a function.
 
         Args:
-            may_begin: how many steps may be in flight, including those that are.
+            may_begin: steps that may be in flight, including all that are.
 
         Returns:
             Logs of the call; None if nothing is in flight and nothing may be started.
@@ -199,7 +199,7 @@ class StoreValues(Values):
     def portions(self, names: Collection[str] | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         for portions in (self._store.values.portions(names), self._store.dynamic.read(names)):
             read = iter(portions)
-            # Keras often uses what is read, and traces functions of its own.
+            # Keras often uses the values, and traces more functions.
             while (portion := self._strategy.at_rest(partial(next, read, None), "read", traces=True)) is not None:
                 yield portion
 

@@ -41,7 +41,7 @@ _CALLS_IN_FLIGHT_PER_WORKER = 2
 
 
 class ParameterServer(ServersStrategy):
-    """Asynchronous parameter servers. Args: those of `ServersStrategy`."""
+    """Asynchronous parameter servers. Args: as of `ServersStrategy`."""
 
     name: ClassVar[str] = "parameter_server"
     is_asynchronous: ClassVar[bool] = True
@@ -55,10 +55,9 @@ class ParameterServer(ServersStrategy):
         self._first_step: int | None = None
         #: Workers without calls, because there was no split for them.
         self._idle: set[int] = set()
-        #: How many losses of workers the counters of the servers account for.
+        #: The losses of workers that the counters of the servers account for.
         self._aligned_after = 0
-        #: How many calls of each size are in flight, and how many have finished; of those, how many since they were
-        #: last traced.
+        #: The calls of each size in flight, and finished ones; of those, the calls since they were last traced.
         self._in_flight: Counter[int] = Counter()
         self._ended: Counter[int] = Counter()
         self._num_prepared: Counter[int] = Counter()
@@ -72,7 +71,7 @@ class ParameterServer(ServersStrategy):
 
     @property
     def _may_wait_long(self) -> bool:
-        """Whether workers may wait for the network while they could compute. One worker alone goes on to train as Keras
+        """True if workers may wait for the network while they could compute. One worker alone goes on to train as Keras
         does in one process."""
         hosts = {address.rpartition(":")[0] for address in self.addresses.values()}
         return len(hosts) > 1 and self._shape.num_workers > 1 and self._prepared.replica_step.updates.num_phases == 1

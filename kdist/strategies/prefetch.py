@@ -1,4 +1,4 @@
-"""How many steps a worker begins before the push of a step is applied, if nobody says: tried out.
+"""Tunes `strategy.prefetch`, the steps that a worker begins before the push of a step is applied, when it is `auto`.
 
 A worker of `parameter_server` pulls, computes and pushes. Over a slow network it waits most of the time. With a
 prefetch of 1 it pulls for the next step, and computes it, while the push of the last one is on its way (after
@@ -18,7 +18,7 @@ class PrefetchTuner:
     """Tries 1, 2 and 4 as long as each is faster than the one before.
 
     Attributes:
-        prefetch: what is used now.
+        prefetch: in use now.
         is_done: whether it stays.
         why: it stays.
     """
@@ -34,8 +34,8 @@ class PrefetchTuner:
         """Learns from some steps, in which nothing was prepared.
 
         Args:
-            num_steps: that finished, over all workers.
-            secs: how long that took.
+            num_steps: finished ones, over all workers.
+            secs: the time that took.
 
         Returns:
             Whether `prefetch` has changed.

@@ -1,4 +1,4 @@
-"""`PreparedTraining`: a training with its model built, and what strategies with a `ParameterStore` make of it."""
+"""`PreparedTraining`: a training with its model built, for strategies with a `ParameterStore`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PreparedTraining:
     """A training spec with its model built.
 
     Attributes:
-        spec: what is trained.
+        spec: of the training.
         replica_step: its step.
-        num_workers: how many workers share it.
+        num_workers: workers that share it.
     """
 
     spec: TrainingSpec
@@ -77,7 +77,7 @@ class PreparedTraining:
             )
 
     def check_fixed_tables(self, strategy: str) -> None:
-        """Refuses, with a `ConfigError`, dynamic tables where each replica would have rows of its own."""
+        """Refuses, with a `ConfigError`, dynamic tables where each replica would have other rows."""
         for index in self.replica_step.dynamic:
             raise ConfigError(
                 f"strategy={strategy}: every replica has a copy of all parameters, and the rows of the "
@@ -86,7 +86,7 @@ class PreparedTraining:
             )
 
     def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
-        """Where each variable goes, with its slots.
+        """Places each variable, with its slots.
 
         Raises:
             ConfigError: a variable is larger than what TensorFlow can send, and cannot be cut.
@@ -141,7 +141,7 @@ class PreparedTraining:
         return store
 
     def present_values(self, store: ParameterStore) -> PresentValues:
-        """What workers can read of a training."""
+        """Current values, for functions that workers run."""
         step = self.replica_step
 
         def pull() -> tuple[list[Any], RowSource | None]:
@@ -216,8 +216,8 @@ def prepare(spec: TrainingSpec, num_workers: int, num_replicas: int = 1) -> Prep
     """Builds the model for the batches of its data; needs no task.
 
     Args:
-        num_workers: how many workers share the steps.
-        num_replicas: how many of them make one step together.
+        num_workers: workers that share the steps.
+        num_replicas: workers that make one step together.
 
     Raises:
         ConfigError: the model cannot be trained.

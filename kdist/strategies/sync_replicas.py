@@ -85,7 +85,7 @@ class Gradient:
 
 
 class SyncReplicas(ServersStrategy):
-    """Synchronous parameter servers with backup workers. Args: those of `ServersStrategy`."""
+    """Synchronous parameter servers with backup workers. Args: as of `ServersStrategy`."""
 
     name: ClassVar[str] = "sync_replicas"
 
@@ -103,7 +103,7 @@ class SyncReplicas(ServersStrategy):
         self._iterators = WorkerIterators(self._dataset)
         #: Workers with a call in flight, and the step at which it was started.
         self._busy: dict[int, int] = {}
-        #: What happened since the last update to gradients that no update waited for.
+        #: Gradients since the last update that no update waited for.
         self._late: dict[int, GradientCounts] = {}
         #: Workers that have no more data.
         self._finished: set[int] = set()
@@ -115,9 +115,9 @@ class SyncReplicas(ServersStrategy):
         #: The calls on all tasks, traced when no worker is missing.
         self._lockstep: InGraphSyncCalls | None = None
         self._in_lockstep = False
-        #: Whether a step applies gradients more than once.
+        #: True if a step applies gradients more than once.
         self._has_phases = False
-        #: How many workers had been lost when the last of these calls started.
+        #: The losses of workers when the last of these calls started.
         self._num_lost_before = 0
         #: Calls on all tasks that failed in a row although no task was lost.
         self._failures = 0
@@ -311,7 +311,7 @@ class SyncReplicas(ServersStrategy):
         return set(range(self._shape.num_workers)) - set(self._running().available)
 
     def _needed(self) -> int:
-        """How many gradients make an update: as many as requested, or as the connected workers with data can compute.
+        """The number of gradients of an update: as requested, or as the connected workers with data can compute.
 
         Raises:
             ClusterError: too few workers are left, and waiting for them did not help.
@@ -323,7 +323,7 @@ class SyncReplicas(ServersStrategy):
         return min(self._quorum.replicas_to_aggregate, self._reachable())
 
     def _reachable(self) -> int:
-        """How many gradients of one step the connected workers with data can compute."""
+        """The number of gradients of one step that the connected workers with data can compute."""
         active = self._active()
         if self._quorum.shared_tokens and active:
             return self._quorum.tokens

@@ -45,12 +45,12 @@ class WorkerIterators:
         """Calls a function with the iterator of a worker, which continues with its next split at the end of one.
 
         Args:
-            splits: those of the data; None if it is endless.
+            splits: of the data; None if it is endless.
             call: reads exactly one batch if there are splits.
 
         Raises:
             NothingToRead: there is no split for the worker now.
-            DataSourceError: where the split is cannot be reached.
+            DataSourceError: the source of the split cannot be reached.
             tf.errors.OpError: from `call`; it names the split.
         """
         if splits is None:

@@ -1,6 +1,6 @@
-"""How shards are stored: all shards that a server's optimizer updates in the same way, element by element, form one
-vector (`Block`), so that a server reads and updates one variable, regardless of the number of layers. So do the rows of
-embedding tables, which form one table.
+"""`Block`: the variable that stores shards. All shards that a server's optimizer updates in the same way, element by
+element, form one vector, so that a server reads and updates one variable, regardless of the number of layers; the rows
+of embedding tables form one table.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ModelVariables:
         parameters, state: trainable variables, and the others that training may change, with their initial values.
         table_groups: the parameters that a step looks up by rows and never sees whole.
         dense: indices of the parameters that get a dense gradient in every step.
-        loss_scaling: what scales the loss of the model, built.
-        num_worker_states: how many states of layers stay on each worker.
+        loss_scaling: the optimizer that scales the loss of the model, built.
+        num_worker_states: states of layers that stay on each worker.
         replaced: indices of the state whose new value does not add to the old one.
     """
 
@@ -60,12 +60,12 @@ class ModelVariables:
         return next((g for g, group in enumerate(self.table_groups) if variable in group.tables), None)
 
     def is_dynamic(self, variable: int) -> bool:
-        """Whether it stands for a table without a length."""
+        """Tells whether it stands for a table without a length."""
         group = self.table_group(variable)
         return group is not None and bool(self.table_groups[group].dynamic)
 
     def is_row_wise(self, variable: int) -> bool:
-        """Whether it is a table of which only rows that were looked up are updated."""
+        """Tells whether it is a table of which only rows that were looked up are updated."""
         group = self.table_group(variable)
         return group is not None and self.table_groups[group].is_row_wise
 
@@ -103,7 +103,7 @@ class Block:
         is_table, is_row_wise: whether they are of tables that are looked up by rows; that are also updated so.
         is_dynamic: whether they are of dynamic tables; the variable is that of `DynamicTable.vectors`.
         is_replaced: whether a change is the new value, and not what is added to the old one.
-        aggregation: what synchronous replicas make of their changes: `mean`, `sum` or `first`.
+        aggregation: joins the changes of synchronous replicas: `mean`, `sum` or `first`.
     """
 
     server: int
@@ -118,7 +118,7 @@ class Block:
 
     @property
     def is_joint(self) -> bool:
-        """Whether it may have several shards: then what belongs to its elements has its shape."""
+        """True if it may have several shards: then values that belong to its elements have its shape."""
         return self.is_flat or self.is_row_wise
 
 
@@ -127,7 +127,7 @@ class Blocks(Sequence[Block]):
 
     Args:
         updates: of the parameters.
-        flat_parameters, flat_state: whether those that are treated alike are one block; if not, each has its own.
+        flat_parameters, flat_state: whether variables that are treated alike are one block; if not, each has one.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ class Blocks(Sequence[Block]):
         """At which row of its block a shard of a table begins."""
         return self.start_of(shard) // prod(self.shape_of(shard)[1:])
 
-    def part(self, shard: int, variable: keras.Variable) -> StoredShard:
-        """Where the elements of a shard are in the variable of its block, or in one of the same shape."""
+    def stored_shard(self, shard: int, variable: keras.Variable) -> StoredShard:
+        """The elements of a shard in the variable of its block, or in one of the same shape."""
         return StoredShard(variable.value, self.start_of(shard), self.shape_of(shard))
 
     @property
@@ -251,15 +251,15 @@ class Blocks(Sequence[Block]):
         return self._shards[shard].variable
 
     def variable_of(self, block: int) -> int:
-        """The variable of a block; of several the first, which is in the same updates as the others."""
+        """The variable of a block; the first of several, which is in the same updates as the others."""
         return self._shards[self._blocks[block].shards[0]].variable
 
     def original(self, block: int) -> keras.Variable:
-        """The variable of the model that a block stands for; of several the first, in all that matters like them."""
+        """The variable of the model that a block stands for; the first of several; the others are equivalent."""
         return self._all_variables[self.variable_of(block)]
 
     def starts_empty(self, block: int) -> bool:
-        """Whether a block is made without values, because this process has none, or they do not travel at once."""
+        """True if a block is made without values, because this process has none, or they do not travel at once."""
         shards = self._blocks[block].shards
         are_here = all(made_by(self._all_variables[self._shards[i].variable]) is None for i in shards)
         return not are_here or sum(map(self._num_bytes, shards)) > StoredShard.slice_bytes

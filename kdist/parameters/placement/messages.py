@@ -1,4 +1,4 @@
-"""How values travel between tasks: one fused tensor per server and dtype, and of tables only rows."""
+"""Messages between tasks: one fused tensor per server and dtype, and of tables only rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Wire:
 
     dtype: tf.DType | None = None
 
-    #: What is fused is not larger, before it is rounded; TensorFlow's limit for a tensor is 2 GiB.
+    #: The most that is fused, before it is rounded; TensorFlow's limit for a tensor is 2 GiB.
     max_bytes: ClassVar[int] = 512 << 20
 
     def pack(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -49,7 +49,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors are in the one that they travel as.
+    """The places of tensors in the one that they travel as.
 
     Rows of tables come first: how many there are of each, then their indices, both as the bits of int64 numbers, then
     their values. Then come dense tensors, flattened, one behind the other.
@@ -57,7 +57,7 @@ class Layout:
     Attributes:
         row_shapes: the shape of a row where some rows travel, by their keys.
         shapes: the shapes of dense tensors, by their keys.
-        dtype: what values are when they are not packed.
+        dtype: of values that are not packed.
     """
 
     row_shapes: dict[Any, tf.TensorShape]
@@ -115,7 +115,7 @@ def cut(items: Sequence[K], num_bytes: Callable[[K], int], max_bytes: int | None
 
 
 def _size(tensor: Any) -> int:
-    """The bytes of what is fused; of some rows nobody knows how many there will be."""
+    """The bytes of a tensor that is fused; of some rows nobody knows how many there will be."""
     return 0 if isinstance(tensor, tf.IndexedSlices) else tensor.shape.num_elements() * tensor.dtype.size
 
 
@@ -130,11 +130,11 @@ def fuse_by(
     """Fuses tensors by device and dtype.
 
     Args:
-        tensors: what to fuse; anything with `dtype` and a fixed `shape`, or `tf.IndexedSlices` of floating point.
+        tensors: anything with `dtype` and a fixed `shape`, or `tf.IndexedSlices` of floating point.
         device_of: key -> the device that the tensor comes from, or goes to.
         read: makes a tensor of what is fused, if it is dense.
         on_source: whether that is where it comes from, so that it is fused there; else it is fused on the caller's.
-        wire: how they travel.
+        wire: their format in transit.
     """
     by_place: dict[tuple[str, tf.DType], list[K]] = defaultdict(list)
     for key, tensor in tensors.items():
@@ -166,29 +166,27 @@ def _to_int64(words: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.bitcast(tf.reshape(words, [-1, per_word] if per_word > 1 else [-1]), tf.int64), [-1])
 
 
-#: What a step computes for a variable: a gradient, for an embedding that of some rows; None for no change.
+#: The result of a step for a variable: a gradient, for an embedding that of some rows; None for no change.
 Change: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """The key of what a step has assigned to the parameters of a block."""
+    """The key of values that a step has assigned to the parameters of a block."""
 
     block: int
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """The key of what tells a server whether the gradients of a step have overflowed."""
+    """The key of the overflow of the gradients of a step, for a server."""
 
     server: int
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The key of the weight of what one of several replicas has computed, for a server: of its gradients, or of what it
-    has done to state.
-    """
+    """The key of the weight of one of several replicas, for a server: of its gradients, or of its changes of state."""
 
     server: int
     of_state: bool = False
@@ -208,7 +206,7 @@ class Pulled:
         trainable: values of the trainable variables, in the model's order; None for tables that are looked up by rows.
         state: values of the state variables (BatchNormalization statistics), in the model's order.
         global_step: scalar int64 on the first server: the number of updates in these values.
-        rows: those of the tables; None if there are none.
+        rows: of the tables; None if there are none.
     """
 
     trainable: list[tf.Tensor | None]

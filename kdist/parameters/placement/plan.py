@@ -1,4 +1,4 @@
-"""Which server holds which variable: a pure function from variables, servers and policy to a plan."""
+"""Places variables on servers: a pure function from variables, servers and policy to a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from kdist.config.schema import PlacementOptions
 from kdist.model.lookup_rounds import WRONG_ID
 
-# The bytes that a server has to send in a step of all workers to be worth its while. Over loopback a tensor costs about
+# The bytes that a server must send in a step of all workers to be worth its while. Over loopback a tensor costs about
 # half a millisecond of CPU whatever its size, and so does half a megabyte of it.
 _WORTH_A_SERVER = 1 << 20
 
@@ -26,11 +26,11 @@ _SMALLEST_LABELLED = 14
 
 @dataclass(frozen=True)
 class PlacementPolicy:
-    """How variables are spread over servers; see `place`.
+    """A rule by which variables are spread over servers; see `place`.
 
     Attributes:
         partition_min_bytes: larger variables, slots not counted, are split under `partitioned` and `auto`.
-        num_workers: how many workers pull and push in every step; it matters under `auto`.
+        num_workers: workers that pull and push in every step; matters under `auto`.
     """
 
     name: str
@@ -43,11 +43,11 @@ class PlacementPolicy:
 
     @property
     def splits(self) -> bool:
-        """Whether large variables are on several servers."""
+        """True if large variables are on several servers."""
         return self.name in ("partitioned", "auto")
 
     def servers_for(self, variables: Sequence[Variable], num_servers: int) -> tuple[int, str]:
-        """How many servers hold what travels as a whole in every step, and why."""
+        """The number of servers for variables that travel as a whole in every step, and the reason."""
         if self.name != "auto":
             return num_servers, ""
         num_bytes = sum(variable.value_bytes for variable in variables if variable.travels)
@@ -196,7 +196,7 @@ class PlacementPlan:
 
 
 def wrong_id(message: str, plan: PlacementPlan) -> str | None:
-    """Which id is not in which table, if that is what an error of TensorFlow says."""
+    """Names the id and the table that does not have it, if an error of TensorFlow is about that."""
     if (found := _WRONG_ID.search(message)) is None:
         return None
     table = plan.variables[int(found[1])]
@@ -214,7 +214,7 @@ def place(
             round-robin order where that is more even. `partitioned` also splits large variables by rows over all
             servers. `auto` does so too, but what travels as a whole in every step goes to as few servers as its bytes
             and the number of workers need, the first ones.
-        max_bytes: what travels is cut into parts of at most this size, slots not counted; not at all if None.
+        max_bytes: of a shard that travels, slots not counted; any size if None.
     """
 
     num_used, reason = policy.servers_for(variables, num_servers)

@@ -19,7 +19,7 @@ class DeltaBase:
 
     Attributes:
         step: its global step.
-        interval: that it has ended.
+        interval: ended by it.
     """
 
     step: int

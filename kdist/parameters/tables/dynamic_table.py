@@ -1,7 +1,7 @@
 """`DynamicTable`: the rows of dynamic embedding tables that one server has.
 
-An index finds the row of an id in variables that grow. Rows come with the first lookup of an id in training, and go
-when the server sweeps. What takes or gives a row, and every update, holds one lock.
+An index finds the row of an id in resizable variables. Rows come with the first lookup of an id in training, and go
+when the server sweeps. Whoever takes or gives a row, and every update, holds one lock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
 from kdist.model.names import AVERAGE
 from kdist.model.table_groups import TableGroup
-from kdist.parameters.tables.admission import CountMinSketch, EvictionChoice
+from kdist.parameters.tables.admission import CountMinSketch, age_of_oldest, excess_rows, rows_to_evict
 from kdist.parameters.tables.rows import RowLock, replace_rows, resizable_variable, resize, set_rows
 
 #: The size of the other columns of a row, in bytes.
 _BESIDE_BYTES = 32
-#: The column that says in which interval between saves a row has changed last; only if anybody asks.
+#: The column with the interval between saves in which a row has changed last; only if anybody asks.
 CHANGED = "changed"
-#: The column that says which table of its group a row belongs to, -1 for none; and the one that identifies it there.
+#: The column with the position in its group of the table of a row, -1 for none; and the one that identifies it there.
 TABLES, IDS = "tables", "ids"
 
 
@@ -37,8 +37,8 @@ class DynamicTable:
     Args:
         group: of the tables.
         device: of the server.
-        server, num_servers: which of how many it is.
-        num_groups: how many groups of dynamic tables the server has.
+        server, num_servers: its number, and the number of servers.
+        num_groups: groups of dynamic tables on the server.
         interval: on the server, scalar int32: the present interval between saves, if anybody asks what changes in it.
 
     Attributes:
@@ -71,13 +71,12 @@ class DynamicTable:
         first = group.dynamic[0]
         self._initializer = first.row_initializer
         self._admission = first.admission or Admission()
-        eviction = first.eviction or Eviction(unseen_steps=2**31 - 1)
+        self._eviction = first.eviction or Eviction(unseen_steps=2**31 - 1)
         self._dim = group.row_shape[0]
         self._shifts = tf.constant(key_shifts(group))
         self._seeds = tf.constant([layer.row_initializer.seed for layer in group.dynamic], tf.int64)
-        most = eviction.max_rows
+        most = self._eviction.max_rows
         self._max_rows = None if most is None else (most + server) // num_servers
-        self._choice = EvictionChoice(eviction, self._max_rows)
         self.server, self.num_servers = server, num_servers
         dtype = tf.as_dtype(group.dtype)
         # With up to three slots.
@@ -222,7 +221,7 @@ class DynamicTable:
             self._write(keys, rows, {**values, "tables": tables}, updates)
 
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        """Gives rows with these values to ids of a table, in the place of those that they have; traced."""
+        """Gives rows with these values to ids of a table, in the place of their rows; traced."""
         self.remove(values[IDS], table)
         self.put(tf.fill(tf.shape(values[IDS]), table), values)
 
@@ -239,7 +238,7 @@ class DynamicTable:
         return {}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-        """Which ids of a table, int64 `[n]`, this server has: bool `[n]`."""
+        """True for ids of a table, int64 `[n]`, that this server has: bool `[n]`."""
         return tf.equal(server_of(ids + self._shifts[table], self.num_servers), self.server)
 
     def clear(self) -> None:
@@ -264,14 +263,14 @@ class DynamicTable:
             tf.while_loop(lambda start: start < num_rows, copy, [tf.zeros([], tf.int64)])
 
     def remove(self, ids: tf.Tensor, table: tf.Tensor) -> None:
-        """Takes the rows of ids of a table, int64 `[n]`, from those that have one; traced."""
+        """Takes their rows from ids of a table, int64 `[n]`; traced."""
         with self.lock.held([ids]) as updates:
             rows = self._find(ids + self._shifts[table])
             rows = tf.boolean_mask(rows, rows >= 0)
             self._free_rows(rows, tf.fill(tf.shape(rows), table), self.columns["ids"].sparse_read(rows), updates)
 
     def num_live(self) -> tf.Tensor:
-        """How many rows are in use, scalar int64."""
+        """The number of rows in use, scalar int64."""
         return self.num_rows.read_value() - self._num_free.read_value()
 
     def sweep(self, step: tf.Tensor) -> tf.Tensor:
@@ -284,7 +283,7 @@ class DynamicTable:
             Scalar int64: how many rows were evicted.
         """
         step, num_rows = tf.cast(step, tf.int32), self.num_rows.read_value()
-        excess = self._choice.excess(self.num_live())
+        excess = excess_rows(self._max_rows, self.num_live())
         oldest = tf.cond(excess > 0, lambda: self._oldest(step, excess), lambda: tf.constant(tf.int32.max))
 
         def go_on(start: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
@@ -306,7 +305,7 @@ class DynamicTable:
         return resizable_variable(row_shape, dtype, self._capacity_at_first)
 
     def _admitted(self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
-        """Which keys are new and get a row: bool `[n]`."""
+        """True for keys that are new and get a row: bool `[n]`."""
         admission = self._admission
         if admission.min_count > 1:
             new = tf.where(is_new)[:, 0]
@@ -357,22 +356,22 @@ class DynamicTable:
             updates.append(self._index.insert(keys, rows))
 
     def _oldest(self, step: tf.Tensor, excess: tf.Tensor) -> tf.Tensor:
-        """See `EvictionChoice.oldest`."""
+        """The age from which on `excess` rows go."""
         rows = tf.range(self.num_rows.read_value())
         tables, last_steps = (self.columns[name].sparse_read(rows) for name in ("tables", "last_steps"))
-        return self._choice.oldest(step - tf.boolean_mask(last_steps, tables >= 0), excess)
+        return age_of_oldest(step - tf.boolean_mask(last_steps, tables >= 0), excess)
 
     def _evict(
         self, start: tf.Tensor, stop: tf.Tensor, step: tf.Tensor, oldest: tf.Tensor, excess: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Evicts from rows `start` to `stop`; how many, and how many of them because they were the oldest."""
+        """Evicts from rows `start` to `stop`; returns their number, and the number of the oldest among them."""
         with self.lock.held([start, stop, excess]) as updates:
             rows = tf.range(start, stop)
             tables, counts, last_steps, ids = (
                 self.columns[name].sparse_read(rows) for name in ("tables", "counts", "last_steps", "ids")
             )
             is_live, ages = tables >= 0, step - last_steps
-            goes = self._choice.goes(ages, counts, self.vectors, rows)
+            goes = rows_to_evict(self._eviction, ages, counts, self.vectors, rows)
             is_old = is_live & ~goes & (ages >= oldest)
             is_old &= tf.cumsum(tf.cast(is_old, tf.int64)) <= excess
             chosen = tf.where(is_live & (goes | is_old))[:, 0]
@@ -394,7 +393,7 @@ class DynamicTable:
             updates.append(self._num_free.assign_add(count).op)
 
     def _marks(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The column that says that rows have changed, if there is one."""
+        """The column that marks rows as changed, if there is one."""
         return {} if self._interval is None else {CHANGED: tf.fill(tf.shape(rows), self._interval.read_value())}
 
 
@@ -403,8 +402,8 @@ class EvictedRows:
 
     Args:
         table: of the rows.
-        interval: the present one, on the server; None if nobody asks for what is evicted.
-        rows_at_once: how many are moved at once when there is no room for more.
+        interval: the present one, on the server; None if nobody asks for evicted ids.
+        rows_at_once: moved at once when there is no room for more.
     """
 
     def __init__(self, table: DynamicTable, interval: tf.Variable | None, rows_at_once: int) -> None:
@@ -464,7 +463,7 @@ class EvictedRows:
 
 
 def key_shifts(group: TableGroup) -> np.ndarray:
-    """What is added to an id to get its key, by table, so that tables of a group can share an index: int64 `[tables]`.
+    """The number that turns an id into its key, by table, so that a group can share an index: int64 `[tables]`.
 
     Keys of ids between minus and plus 2^63 / (number of tables) differ for sure; of hashes, with a probability like
     that of two hashes of 64 bits.
@@ -480,7 +479,7 @@ def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
 
 
 def split_by_server(keys: tf.Tensor, num_servers: int) -> Sequence[tf.Tensor]:
-    """Which keys each server has: int32 `[n]` for each."""
+    """The places of the keys of each server: int32 `[n]` for each."""
     places = tf.range(tf.size(keys))
     if num_servers == 1:
         return [places]

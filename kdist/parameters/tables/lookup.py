@@ -21,7 +21,7 @@ from kdist.parameters.tables.table import Table
 
 
 class _Places:
-    """Where the rows of a group are.
+    """Places of the rows of a group.
 
     Rows are numbered block by block, so that the block of a row follows from its number without a search.
 
@@ -38,7 +38,7 @@ class _Places:
         self._most = most = max(map(len, of_tables))
         #: Of each table, for each of as many parts as any table has, at which id it begins: at none, if it has fewer.
         self._starts = np.full([len(of_tables), most], tf.int64.max)
-        #: What is to be added to the ids of each part to get the numbers of their rows.
+        #: The difference between the numbers of rows and ids, of each shard.
         self._shifts = np.zeros([len(of_tables), most], np.int64)
         for t, of_table in enumerate(of_tables):
             for part, i in enumerate(of_table):
@@ -55,11 +55,11 @@ class _Places:
         return ids + tf.gather(self._shifts.reshape(-1), part)
 
     def requests(self, wanted: RowRequest) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """For each block what it is asked for, int64 `[n]`, and which of `wanted` it is, int32 `[n]`."""
+        """For each block a request, int64 `[n]`, and the places of its rows in `wanted`, int32 `[n]`."""
         return self.split(wanted.numbers)
 
     def split(self, numbers: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """For each block the rows in it, int64 `[n]`, and which of `numbers` they are, int32 `[n]`."""
+        """For each block the rows in it, int64 `[n]`, and their places in `numbers`, int32 `[n]`."""
         if len(self.blocks) == 1:
             return [(numbers, tf.range(tf.size(numbers)))]
         holder = tf.zeros_like(numbers, tf.int32)
@@ -70,7 +70,7 @@ class _Places:
 
 
 class _DynamicPlaces:
-    """Where the rows of a group of dynamic tables are: the number of a row is its key, which tells the server.
+    """Places of the rows of a group of dynamic tables: the number of a row is its key, which tells the server.
 
     Attributes:
         blocks: with its rows, in the order of the servers.
@@ -85,7 +85,7 @@ class _DynamicPlaces:
         return ids + tf.gather(self._shifts, tables) if self._num_tables > 1 else ids
 
     def requests(self, wanted: RowRequest) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """As `_Places.requests`: how many keys are of each table, then the keys."""
+        """As `_Places.requests`: the number of keys of each table, then the keys."""
         found = []
         for keys, chosen in self.split(wanted.numbers):
             tables = tf.gather(wanted.tables, chosen)
@@ -105,7 +105,7 @@ class TableRows:
         shards, blocks: their places.
         tables: by block.
         step_on: block -> the global step, on its server.
-        wire: how rows travel.
+        wire: the format of rows in transit.
         inserts: whether new ids of dynamic tables get a row.
     """
 
@@ -131,7 +131,7 @@ class TableRows:
         self._inserts = inserts
 
     def read_only(self) -> TableRows:
-        """The same rows, for lookups that are not those of training."""
+        """The same rows, for lookups outside training."""
         other = copy.copy(self)
         other._inserts = False
         return other

@@ -14,7 +14,7 @@ from kdist.parameters.tables.dynamic_table import TABLES, DynamicTable
 from kdist.parameters.tables.rows import open_shape
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.initial_values import on_servers
-from kdist.parameters.values.slices import ChosenSlices, Rows
+from kdist.parameters.values.slices import ChosenSlices, ServerRows
 
 
 class _Group:
@@ -29,7 +29,7 @@ class _Group:
         self.tables = tables
         self._columns = tables[0].stored
         self.names = [dynamic_names(name, [c for c in self._columns if c != TABLES]) for name in names]
-        self._rows = [Rows(table.device, table.stored, table.num_rows) for table in tables]
+        self._rows = [ServerRows(table.device, table.stored, table.num_rows) for table in tables]
         self.slices = ChosenSlices(self.names, tables, self._rows)
 
     @property
@@ -53,8 +53,8 @@ class _Group:
                 tf.TensorSpec([None, *vectors.shape[1:]], vectors.dtype),
                 tf.TensorSpec([], tf.int32),
             )
-            for start in range(0, len(ids), self.slices.chunk):
-                part = slice(start, start + self.slices.chunk)
+            for start in range(0, len(ids), self.slices.slice_rows):
+                part = slice(start, start + self.slices.slice_rows)
                 put(*map(tf.constant, (np.int32(table), ids[part], vectors[part], np.int32(step))))
 
     def read(self, wanted: Collection[str]) -> Iterator[dict[str, np.ndarray]]:
@@ -71,7 +71,7 @@ class _Group:
                     tf.TensorSpec([], tf.int32),
                     tf.TensorSpec([], tf.int64),
                 )
-                for start in range(0, int(rows.num_rows.numpy()), self.slices.chunk):
+                for start in range(0, int(rows.num_rows.numpy()), self.slices.slice_rows):
                     found = function(tf.constant(table), tf.constant(start, tf.int64))
                     for name, tensor in zip(own.values(), found):
                         parts[name].append(tensor.numpy())
@@ -95,7 +95,7 @@ class _Group:
                 values = {"ids": own, "vectors": tf.boolean_mask(vectors, is_own)}
                 server.put(tables, {**values, "last_steps": tf.fill(tf.shape(own), step)})
 
-    def _read(self, rows: Rows, columns: Sequence[str], table: tf.Tensor, start: tf.Tensor) -> list[tf.Tensor]:
+    def _read(self, rows: ServerRows, columns: Sequence[str], table: tf.Tensor, start: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(rows.device):
             chosen = self.slices.rows_of(rows, start, table)
             return [rows.columns[column].sparse_read(chosen) for column in columns]
@@ -136,7 +136,7 @@ class DynamicValues:
             group.fill(step)
 
     def hand_over(self) -> None:
-        """From now on the layers of the model do not look up rows of their own."""
+        """Lets the layers of the model look up no rows in this process from now on."""
         for group in self._groups:
             for layer in group.tables[0].layers:
                 layer.hand_over(on_servers(layer.path))
@@ -147,7 +147,7 @@ class DynamicValues:
             yield from group.read(self.shapes if wanted is None else wanted)
 
     def count(self) -> None:
-        """Tells the layers how many rows they have; those of a group, how many they have on average."""
+        """Tells the layers the number of their rows; layers of a group get the average."""
         for group in self._groups:
             total = sum(int(server.num_live().numpy()) for server in group.tables)
             for layer in group.tables[0].layers:

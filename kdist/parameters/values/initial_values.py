@@ -29,8 +29,9 @@ def set_initial_values(
 ) -> None:
     """Sets the values of slots, and of blocks that start empty.
 
-    Servers draw what the model has no values for: tables in blocks of rows, each server its own; other variables whole,
-    on the first of their servers, so that any initializer will do. The values of others travel in pieces.
+    Servers draw values that the model does not have: of tables some rows at a time, each server for itself; of other
+    variables all at once, on the first of their servers, so that any initializer will do. Other values travel some rows
+    at a time.
 
     Args:
         shards: of all blocks.
@@ -72,7 +73,7 @@ def set_initial_values(
 
 
 def on_servers(path: str) -> ConfigError:
-    """Why values of a model cannot be read in this process."""
+    """The error for reading values of a model that are not in this process."""
     return ConfigError(
         f"the values of {path} are on the parameter servers and in checkpoints; the model gets them at the end of fit, "
         "if it takes no more than export_max_bytes"

@@ -1,4 +1,4 @@
-"""`NamedValues`: the stored values by their names in checkpoints, whichever servers and variables hold them."""
+"""`NamedValues`: the stored values by their names in checkpoints, from any servers and variables that hold them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Slice:
     """Rows `start` to `stop` of a named value, all in one variable.
 
     Attributes:
-        name, shape: those of the whole value.
+        name, shape: of the whole value.
         start, stop: the rows, `stop` excluded; a scalar is one row.
-        variable: what holds them.
+        variable: holds them.
         offset: their first element in the variable.
     """
 
@@ -60,15 +60,17 @@ class NamedValues:
     """Reads and writes all named values at once.
 
     Args:
-        parts: the parts of each value by name, in the order of rows.
-        copies: all variables that hold the same value, by name; `parts` has the first one.
+        shards: the shards of each value by name, in the order of rows.
+        copies: all variables that hold the same value, by name; `shards` has the first one.
 
     Attributes:
         copies: as given.
     """
 
-    def __init__(self, parts: Mapping[str, Sequence[StoredShard]], copies: Mapping[str, Sequence[tf.Variable]]) -> None:
-        self._parts = {name: list(found) for name, found in parts.items()}
+    def __init__(
+        self, shards: Mapping[str, Sequence[StoredShard]], copies: Mapping[str, Sequence[tf.Variable]]
+    ) -> None:
+        self._shards = {name: list(found) for name, found in shards.items()}
         self.copies = copies
         self._large = [variable for variable in self.variables if self._is_large(variable)]
         groups: dict[tuple[str, tf.DType], list[tf.Variable]] = defaultdict(list)
@@ -81,35 +83,36 @@ class NamedValues:
     @property
     def variables(self) -> list[tf.Variable]:
         """All variables that hold a value, without copies."""
-        return list({id(p.variable): p.variable for p in chain.from_iterable(self._parts.values())}.values())
+        variables = [shard.variable for shard in chain.from_iterable(self._shards.values())]
+        return list({id(variable): variable for variable in variables}.values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each value, by name."""
         return {
-            name: parts[0].shape if len(parts) == 1 else (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-            for name, parts in self._parts.items()
+            name: (sum(shard.shape[0] for shard in (first, *others)), *first.shape[1:]) if others else first.shape
+            for name, (first, *others) in self._shards.items()
         }
 
     def slices(self) -> Iterator[Slice]:
-        """All values in pieces.
+        """All values in slices.
 
-        Rows are cut at the same places however many servers hold them, so that what one cluster has saved in pieces
-        another one reads in the same pieces.
+        Rows are cut at the same places however many servers hold them, so that any cluster reads the same slices as
+        another one has saved.
         """
         for name, shape in self.shapes.items():
             first = 0
-            for part in self._parts[name]:
-                num_rows, row_size = (part.shape[0], prod(part.shape[1:])) if shape else (1, 1)
-                step = max(1, StoredShard.slice_bytes // max(1, row_size * part.variable.dtype.size))
+            for shard in self._shards[name]:
+                num_rows, row_size = (shard.shape[0], prod(shard.shape[1:])) if shape else (1, 1)
+                step = max(1, StoredShard.slice_bytes // max(1, row_size * shard.variable.dtype.size))
                 end = first + num_rows
                 for start, stop in pairwise([first, *range((first // step + 1) * step, end, step), end]):
-                    yield Slice(name, shape, start, stop, part.variable, part.start + (start - first) * row_size)
+                    yield Slice(name, shape, start, stop, shard.variable, shard.start + (start - first) * row_size)
                 first = end
 
     def devices(self) -> dict[str, list[str]]:
-        """The devices of the parts of each value, by name."""
-        return {name: [part.variable.device for part in parts] for name, parts in self._parts.items()}
+        """The devices of the shards of each value, by name."""
+        return {name: [shard.variable.device for shard in shards] for name, shards in self._shards.items()}
 
     def read(self) -> dict[str, np.ndarray]:
         """Every value, by name."""
@@ -119,86 +122,86 @@ class NamedValues:
         """Values by name: the small ones, one tensor per server and dtype, and then each large one by itself.
 
         Args:
-            names: those that are wanted; all if None.
+            names: of wanted values; all if None.
         """
-        wanted = self._parts.keys() if names is None else names
+        wanted = self._shards.keys() if names is None else names
         flat: dict[int, np.ndarray] = {}
         for variables, fused in zip(self._groups, self._fuse_all()):
             bounds = np.cumsum([variable.shape.num_elements() for variable in variables])[:-1]
             flat |= zip(map(id, variables), np.split(fused.numpy(), bounds))
-        large = {n: parts for n, parts in self._parts.items() if any(id(part.variable) not in flat for part in parts)}
+        large = {n: shards for n, shards in self._shards.items() if any(id(s.variable) not in flat for s in shards)}
         yield {
-            name: np.concatenate([flat[id(p.variable)][p.start : p.stop] for p in parts]).reshape(self.shapes[name])
-            for name, parts in self._parts.items()
+            name: np.concatenate([flat[id(s.variable)][s.start : s.stop] for s in shards]).reshape(self.shapes[name])
+            for name, shards in self._shards.items()
             if name not in large and name in wanted
         }
-        for name, parts in large.items():
+        for name, shards in large.items():
             if name not in wanted:
                 continue
-            value = np.empty(self.shapes[name], parts[0].variable.dtype.as_numpy_dtype)
-            self._read_large(value.reshape(-1), parts)
+            value = np.empty(self.shapes[name], shards[0].variable.dtype.as_numpy_dtype)
+            self._read_large(value.reshape(-1), shards)
             yield {name: value}
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets values by name; the others stay unchanged."""
         written: dict[int, list[tuple[StoredShard, np.ndarray]]] = defaultdict(list)
         for name, value in values.items():
-            parts = self._parts[name]
-            pieces = [np.asarray(value)]
+            shards = self._shards[name]
+            arrays = [np.asarray(value)]
             if name in self.copies:
-                parts = [StoredShard(variable, 0, parts[0].shape) for variable in self.copies[name]]
-                pieces *= len(parts)
-            elif len(parts) > 1:
-                pieces = np.split(value, np.cumsum([part.shape[0] for part in parts])[:-1])
-            for part, piece in zip(parts, pieces):
-                written[id(part.variable)].append((part, piece))
+                shards = [StoredShard(variable, 0, shards[0].shape) for variable in self.copies[name]]
+                arrays *= len(shards)
+            elif len(shards) > 1:
+                arrays = np.split(value, np.cumsum([shard.shape[0] for shard in shards])[:-1])
+            for shard, array in zip(shards, arrays):
+                written[id(shard.variable)].append((shard, array))
         for pairs in written.values():
             variable = pairs[0][0].variable
             size = variable.shape.num_elements()
             if self._is_large(variable):
-                for part, piece in pairs:
-                    self._write_large(part, piece)
+                for shard, array in pairs:
+                    self._write_large(shard, array)
                 continue
-            if sum(part.stop - part.start for part, _ in pairs) == size:
+            if sum(shard.stop - shard.start for shard, _ in pairs) == size:
                 flat = np.empty(size, pairs[0][1].dtype)
             else:
                 flat = variable.numpy().ravel()
-            for part, piece in pairs:
-                flat[part.start : part.stop] = piece.ravel()
+            for shard, array in pairs:
+                flat[shard.start : shard.stop] = array.ravel()
             variable.assign(tf.cast(flat.reshape(variable.shape), variable.dtype))
 
     def write_from(self, name: str, value: tf.Tensor) -> None:
-        """Sets a large value to a tensor that any task has, in pieces."""
+        """Sets a large value to a tensor that any task has, some rows at a time."""
         begin = 0
-        for part in self._parts[name]:
-            self._write_large(part, value, begin)
-            begin += part.stop - part.start
+        for shard in self._shards[name]:
+            self._write_large(shard, value, begin)
+            begin += shard.stop - shard.start
 
     def _is_large(self, variable: tf.Variable) -> bool:
         return variable.shape.num_elements() * variable.dtype.size > StoredShard.slice_bytes
 
-    def _read_large(self, target: np.ndarray, parts: Sequence[StoredShard]) -> None:
-        """Reads parts one after the other, in pieces, into a vector."""
+    def _read_large(self, target: np.ndarray, shards: Sequence[StoredShard]) -> None:
+        """Reads shards one after the other, some rows at a time, into a vector."""
         end = 0
-        for part in parts:
-            variable, row_size = part.variable, prod(part.variable.shape[1:])
+        for shard in shards:
+            variable, row_size = shard.variable, prod(shard.variable.shape[1:])
             function = self._function("read", variable, lambda a, b, of=variable: of.read_value_no_copy()[a:b])
-            last, rows = part.stop // row_size, self._rows_at_once(variable)
-            for start in range(part.start // row_size, last, rows):
+            last, rows = shard.stop // row_size, self._rows_at_once(variable)
+            for start in range(shard.start // row_size, last, rows):
                 piece = function(tf.constant(start), tf.constant(min(last, start + rows))).numpy().ravel()
                 target[end : end + piece.size] = piece
                 end += piece.size
 
-    def _write_large(self, part: StoredShard, value: np.ndarray | tf.Tensor, begin: int = 0) -> None:
-        """Writes a part, in pieces, from element `begin` of a value on."""
-        variable, row_size = part.variable, prod(part.variable.shape[1:])
+    def _write_large(self, shard: StoredShard, value: np.ndarray | tf.Tensor, begin: int = 0) -> None:
+        """Writes a shard, some rows at a time, from element `begin` of a value on."""
+        variable, row_size = shard.variable, prod(shard.variable.shape[1:])
 
         def assign(start: tf.Tensor, stop: tf.Tensor, rows: tf.Tensor) -> None:
             assign_rows(variable, start, stop, rows)
 
         function = self._function("write", variable, assign, tf.TensorSpec([None, *variable.shape[1:]], variable.dtype))
-        first, rows = part.start // row_size, self._rows_at_once(variable)
-        source, end = begin // row_size, (part.stop - part.start) // row_size
+        first, rows = shard.start // row_size, self._rows_at_once(variable)
+        source, end = begin // row_size, (shard.stop - shard.start) // row_size
         is_there = tf.is_tensor(value)
         # Another task cuts what it has, and sends it by way of this process: servers do not know each other.
         with tf.device(value.device if is_there else None):
@@ -219,7 +222,7 @@ class NamedValues:
     def _function(
         self, kind: str, variable: tf.Variable, function: Callable[..., object], *specs: tf.TensorSpec
     ) -> tf.types.experimental.ConcreteFunction:
-        """A function of two rows, and what `specs` says, on the device of a variable; traced once."""
+        """A function of two rows and more arguments, on the device of a variable; traced once."""
         key = kind, id(variable)
         if key not in self._functions:
 

@@ -29,7 +29,7 @@ from kdist.parameters.tables.table import Table
 from kdist.parameters.values.named_values import Slice, assign_rows
 from kdist.storage.tensorflow_paths import open_checkpoint
 
-#: The interval before all others: what has changed since is everything.
+#: The interval before all others: all rows have changed since.
 _FIRST = -1
 
 
@@ -60,7 +60,7 @@ class WritePlan:
 
 
 class Slices(abc.ABC):
-    """What servers write to a checkpoint and read from it.
+    """Values that servers write to a checkpoint and read from it.
 
     Attributes:
         through_chief: whether this process reads and writes the files, because the servers do not see them; must not
@@ -79,13 +79,11 @@ class Slices(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, folder: str, label: str) -> WritePlan:
-        """The plan that writes them into files of a folder; traces the functions that do. Nothing may change them
-        meanwhile.
-        """
+        """Plans to write them into files of a folder; traces its functions. Nothing may change them meanwhile."""
 
     @abc.abstractmethod
     def copy(self, since: int | None = None) -> Slices:
-        """Copies them where they are, until `release`; a copy must be written before the next one is made.
+        """Makes a snapshot where they are, until `release`; it must be written before the next one is made.
 
         Args:
             since: of tables only rows that have changed after this interval are copied; all rows if None.
@@ -106,7 +104,7 @@ class Slices(abc.ABC):
         return self._functions[key]
 
     def _writer_of(self, device: str) -> str:
-        """Who reads and writes the files of what a device holds."""
+        """The task that reads and writes the files of the values of a device."""
         return self._chief if self.through_chief else host_of(device)
 
 
@@ -123,15 +121,15 @@ class FixedSlices(Slices):
     def __init__(self, slices: Sequence[Slice], not_restored: Collection[str] = ()) -> None:
         super().__init__()
         self._slices, self._not_restored = list(slices), not_restored
-        # What is in one variable comes in its order, so that a group has a run of its elements.
+        # Slices of one variable come in its order, so that a group has a run of its elements.
         number = {id(variable): i for i, variable in enumerate(self._variables)}
         self._groups: dict[str, list[list[Slice]]] = defaultdict(list)
-        for piece in sorted(slices, key=lambda piece: (number[id(piece.variable)], piece.offset)):
-            of_device = self._groups[piece.variable.device]
+        for each in sorted(slices, key=lambda each: (number[id(each.variable)], each.offset)):
+            of_device = self._groups[each.variable.device]
             size = sum(other.num_bytes for other in of_device[-1]) if of_device else 0
-            if not of_device or size + piece.num_bytes > StoredShard.slice_bytes:
+            if not of_device or size + each.num_bytes > StoredShard.slice_bytes:
                 of_device.append([])
-            of_device[-1].append(piece)
+            of_device[-1].append(each)
 
     @property
     def hosts(self) -> list[str]:
@@ -161,7 +159,7 @@ class FixedSlices(Slices):
     @property
     def _variables(self) -> list[tf.Variable]:
         """The variables that hold them."""
-        return list({id(piece.variable): piece.variable for piece in self._slices}.values())
+        return list({id(each.variable): each.variable for each in self._slices}.values())
 
     @property
     def _numbers(self) -> list[str]:
@@ -170,7 +168,7 @@ class FixedSlices(Slices):
 
     @cached_property
     def _snapshot(self) -> tuple[FixedSlices, Callable[[], object], Callable[[], object]]:
-        """The same slices of copies of their variables, empty; what fills and what empties them."""
+        """The same slices of copies of their variables, empty; functions that fill and that empty them."""
         variables = self._variables
         copies: dict[int, tf.Variable] = {}
         for variable in variables:
@@ -180,7 +178,7 @@ class FixedSlices(Slices):
         def fill() -> None:
             for variable in variables:
                 with tf.device(variable.device):
-                    # What is read shares its memory with the variable.
+                    # A value shares its memory with the variable.
                     value = tf.raw_ops.DeepCopy(x=variable.read_value_no_copy())
                     tf.raw_ops.AssignVariableOp(resource=copies[id(variable)].handle, value=value)
 
@@ -191,7 +189,7 @@ class FixedSlices(Slices):
                     nothing = tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.dtype), None)
                     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
 
-        other = FixedSlices([replace(piece, variable=copies[id(piece.variable)]) for piece in self._slices])
+        other = FixedSlices([replace(each, variable=copies[id(each.variable)]) for each in self._slices])
         other.through_chief = self.through_chief
         functions = [tf.function(f, autograph=False).get_concrete_function() for f in (fill, release)]
         return other, *functions
@@ -200,20 +198,20 @@ class FixedSlices(Slices):
         """The names of the values that contain NaN or infinity.
 
         Args:
-            of_devices: what `_check` returns.
+            of_devices: the result of `_check`.
         """
         flags = [flag for of_device in of_devices for flag in of_device.numpy()]
         keys = [key for of_device in self._floats().values() for key in of_device]
         broken = {key for key, is_good in zip(keys, flags) if not is_good}
-        suspects = [piece for piece in self._slices if id(piece.variable) in broken]
-        return list(dict.fromkeys(piece.name for piece in suspects if not is_finite(read_run([piece])[0].numpy())))
+        suspects = [each for each in self._slices if id(each.variable) in broken]
+        return list(dict.fromkeys(each.name for each in suspects if not is_finite(read_run([each])[0].numpy())))
 
     def _floats(self) -> dict[str, dict[int, tf.Variable]]:
         """The variables of each device that may hold NaN or infinity, by their `id`."""
         floats: dict[str, dict[int, tf.Variable]] = defaultdict(dict)
-        for piece in self._slices:
-            if piece.variable.dtype.is_floating:
-                floats[piece.variable.device][id(piece.variable)] = piece.variable
+        for each in self._slices:
+            if each.variable.dtype.is_floating:
+                floats[each.variable.device][id(each.variable)] = each.variable
         return floats
 
     def _check(self) -> list[tf.Tensor]:
@@ -224,20 +222,20 @@ class FixedSlices(Slices):
         for device, groups in self._groups.items():
             before: list[tf.Operation] = []
             for group in groups:
-                # One after the other: what one group needs is free before the next one is read.
+                # One after the other: the memory of one group is free before the next one is read.
                 with tf.control_dependencies(before):
                     with tf.device(device):
                         tensors = [tensor for run in _runs(group) for tensor in read_run(run)]
                     with tf.device(self._writer_of(device)):
                         saved = tf.raw_ops.SaveV2(
                             prefix=tf.strings.join([folder, "/", label, "-", next(numbers)]),
-                            tensor_names=[piece.name for piece in group],
-                            shape_and_slices=[piece.slice_spec for piece in group],
+                            tensor_names=[each.name for each in group],
+                            shape_and_slices=[each.slice_spec for each in group],
                             tensors=tensors,
                         )
                 before = [saved]
             last += before
-        # A function runs what its output needs.
+        # A function runs the operations that its output needs.
         with tf.control_dependencies(last), tf.device(self._chief):
             return tf.constant(len(last))
 
@@ -245,15 +243,15 @@ class FixedSlices(Slices):
         for device, groups in self._groups.items():
             before: list[tf.Operation] = []
             for group in groups:
-                # What several variables hold is written to all of them by the chief.
-                if not (read := [piece for piece in group if piece.name not in self._not_restored]):
+                # The chief writes values with copies to all of them.
+                if not (read := [each for each in group if each.name not in self._not_restored]):
                     continue
                 with tf.control_dependencies(before), tf.device(self._writer_of(device)):
                     tensors = tf.raw_ops.RestoreV2(
                         prefix=path,
-                        tensor_names=[piece.name for piece in read],
-                        shape_and_slices=[piece.slice_spec for piece in read],
-                        dtypes=[piece.variable.dtype for piece in read],
+                        tensor_names=[each.name for each in read],
+                        shape_and_slices=[each.slice_spec for each in read],
+                        dtypes=[each.variable.dtype for each in read],
                     )
                 given = iter(tensors)
                 with tf.device(device):
@@ -261,8 +259,8 @@ class FixedSlices(Slices):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a table on a server, or a copy of them.
+class ServerRows:
+    """The rows of a table on a server, or a snapshot of them.
 
     Attributes:
         columns: variables by name, each `[capacity, ...]`, `ids` and `tables` among them.
@@ -280,14 +278,14 @@ class ChosenSlices(Slices):
     Args:
         names: for each table of the group the tensors of its columns, by column; `ids` is one of them.
         tables: of the servers.
-        rows: what is written, of each server; without, only copies are.
+        rows: of each server, to be written; without, only snapshots are.
 
     Attributes:
-        chunk: how many rows a server writes or reads at once.
+        slice_rows: the number of rows that a server writes or reads at once.
     """
 
     def __init__(
-        self, names: Sequence[Mapping[str, str]], tables: Sequence[Table | EvictedRows], rows: Sequence[Rows] = ()
+        self, names: Sequence[Mapping[str, str]], tables: Sequence[Table | EvictedRows], rows: Sequence[ServerRows] = ()
     ) -> None:
         super().__init__()
         self._names, self._tables, self._rows = names, tables, rows
@@ -295,7 +293,7 @@ class ChosenSlices(Slices):
         #: The dtype of each column, and its shape.
         self._columns = {IDS: tf.TensorSpec([None], tf.int64), **specs}
         row_bytes = sum(prod(column.shape[1:]) * column.dtype.size for column in self._columns.values())
-        self.chunk = max(1, StoredShard.slice_bytes // row_bytes)
+        self.slice_rows = max(1, StoredShard.slice_bytes // row_bytes)
 
     @property
     def hosts(self) -> list[str]:
@@ -307,8 +305,8 @@ class ChosenSlices(Slices):
         files, calls = list[str](), list[Callable[[], object]]()
         end = np.zeros(len(self._names), np.int64)
         for server, (rows, of_server) in enumerate(zip(self._rows, counts)):
-            for chunk, of_chunk in enumerate(of_server):
-                present = tuple(np.flatnonzero(of_chunk).tolist())
+            for number, of_slice in enumerate(of_server):
+                present = tuple(np.flatnonzero(of_slice).tolist())
                 if not present:
                     continue
                 function = self.traced(
@@ -318,11 +316,11 @@ class ChosenSlices(Slices):
                     tf.TensorSpec([], tf.int64),
                     tf.TensorSpec([None, 2], tf.int64),
                 )
-                files.append(f"{label}-{server}-{chunk}")
+                files.append(f"{label}-{server}-{number}")
                 where = np.stack([totals, end], 1)[list(present)]
-                arguments = f"{folder}/{files[-1]}", np.int64(chunk * self.chunk), where
+                arguments = f"{folder}/{files[-1]}", np.int64(number * self.slice_rows), where
                 calls.append(partial(function, *map(tf.constant, arguments)))
-                end = end + of_chunk
+                end = end + of_slice
         empty = [table for table, total in enumerate(np.broadcast_to(totals, [len(self._names)])) if not total]
         if empty:
             files.append(f"{label}-empty")
@@ -346,14 +344,14 @@ class ChosenSlices(Slices):
 
     @cached_property
     def _snapshot(self) -> tuple[ChosenSlices, Callable[[tf.Tensor], object], Callable[[], object]]:
-        """The slices of copies, empty at first, each on the server of its rows; what fills and what empties them."""
+        """The slices of copies, empty at first, each on the server of its rows; functions that fill and empty them."""
         copies = []
         for table in self._tables:
             specs = {name: (column.shape[1:], column.dtype) for name, column in table.stored.items()}
             specs = {IDS: ((), tf.int64), TABLES: ((), tf.int32), **specs}
             with tf.device(table.device):
                 columns = {name: resizable_variable(*spec) for name, spec in specs.items()}
-                copies.append(Rows(table.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False)))
+                copies.append(ServerRows(table.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False)))
 
         def fill(since: tf.Tensor) -> None:
             for table, copy in zip(self._tables, copies):
@@ -376,7 +374,7 @@ class ChosenSlices(Slices):
         return other, fills, tf.function(release, autograph=False).get_concrete_function()
 
     def restore(self, path: str) -> None:
-        """Lets every server take its rows from a checkpoint, in the place of those that their ids have."""
+        """Lets every server take its rows from a checkpoint, in the place of the rows that their ids have."""
         shapes = open_checkpoint(Path(path)).get_variable_to_shape_map()
         columns = list(self._names[0])
         load = self.traced(
@@ -391,8 +389,8 @@ class ChosenSlices(Slices):
             if names[IDS] not in shapes:
                 raise tf.errors.NotFoundError(None, None, f"{path} has no {names[IDS]}")
             total = shapes[names[IDS]][0]
-            for start in range(0, total, self.chunk):
-                place = (np.int64(number) for number in (total, start, min(self.chunk, total - start)))
+            for start in range(0, total, self.slice_rows):
+                place = (np.int64(number) for number in (total, start, min(self.slice_rows, total - start)))
                 arguments = path, [names[column] for column in columns], np.int32(table), *place
                 load(*map(tf.constant, arguments))
 
@@ -401,29 +399,29 @@ class ChosenSlices(Slices):
         broken = {name for name, is_good in zip(floats, check().numpy()) if not is_good}
         return [name for names in self._names for column, name in names.items() if column in broken]
 
-    def rows_of(self, rows: Rows, start: tf.Tensor, table: Any) -> tf.Tensor:
-        """The rows of a table among those of a chunk, int64 `[n]`; traced."""
-        of_chunk = tf.range(start, tf.minimum(start + self.chunk, rows.num_rows.read_value()))
-        return tf.boolean_mask(of_chunk, tf.equal(rows.columns[TABLES].sparse_read(of_chunk), table))
+    def rows_of(self, rows: ServerRows, start: tf.Tensor, table: Any) -> tf.Tensor:
+        """The rows of a table in a slice of all rows, int64 `[n]`; traced."""
+        of_slice = tf.range(start, tf.minimum(start + self.slice_rows, rows.num_rows.read_value()))
+        return tf.boolean_mask(of_slice, tf.equal(rows.columns[TABLES].sparse_read(of_slice), table))
 
-    def _counts(self, rows: Rows) -> np.ndarray:
-        """How many rows each chunk has of each table: int64 `[chunks, tables]`."""
+    def _counts(self, rows: ServerRows) -> np.ndarray:
+        """The number of rows of each table in each slice: int64 `[slices, tables]`."""
         num_tables = len(self._names)
 
         def count() -> tf.Tensor:
             with tf.device(rows.device):
                 used = tf.range(rows.num_rows.read_value())
                 tables = tf.cast(rows.columns[TABLES].sparse_read(used), tf.int64)
-                where = tf.boolean_mask(used // self.chunk * num_tables + tables, tables >= 0)
-                num_chunks = (tf.size(used, tf.int64) + self.chunk - 1) // self.chunk
-                return tf.math.bincount(tf.cast(where, tf.int32), minlength=tf.cast(num_chunks, tf.int32) * num_tables)
+                where = tf.boolean_mask(used // self.slice_rows * num_tables + tables, tables >= 0)
+                num_slices = (tf.size(used, tf.int64) + self.slice_rows - 1) // self.slice_rows
+                return tf.math.bincount(tf.cast(where, tf.int32), minlength=tf.cast(num_slices, tf.int32) * num_tables)
 
         return self.traced(("count", id(rows.num_rows)), count)().numpy().reshape(-1, num_tables)
 
     def _save(
-        self, rows: Rows, present: Sequence[int], prefix: tf.Tensor, start: tf.Tensor, places: tf.Tensor
+        self, rows: ServerRows, present: Sequence[int], prefix: tf.Tensor, start: tf.Tensor, places: tf.Tensor
     ) -> tf.Tensor:
-        """Writes a chunk; `places` says of each table how many rows there are in all, and where these begin."""
+        """Writes a slice; `places` says of each table how many rows there are in all, and where these begin."""
         names, specs, tensors = list[str](), list[tf.Tensor](), list[tf.Tensor]()
         with tf.device(rows.device):
             for number, table in enumerate(present):
@@ -460,7 +458,7 @@ class ChosenSlices(Slices):
         start: tf.Tensor,
         count: tf.Tensor,
     ) -> None:
-        """Lets every server read a chunk of a table, and take the rows of its ids."""
+        """Lets every server read a slice of a table, and take the rows of its ids."""
         columns = self._columns
         dtypes = {column: columns[column].dtype for column in self._names[0]}
         specs = {c: _slice_spec(columns[c].shape[1:], total, start, count) for c in dtypes}
@@ -498,9 +496,9 @@ class ChosenSlices(Slices):
             with tf.device(holder.device):
                 tf.cond(tf.reduce_any(holder.keys_here(ids, table)), load, lambda: False)
 
-    def _are_finite(self, rows: Rows, columns: Sequence[str]) -> tf.Tensor:
+    def _are_finite(self, rows: ServerRows, columns: Sequence[str]) -> tf.Tensor:
         def check(start: tf.Tensor, flags: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            stop = tf.minimum(start + self.chunk, num_rows)
+            stop = tf.minimum(start + self.slice_rows, num_rows)
             values = [rows.columns[column].sparse_read(tf.range(start, stop)) for column in columns]
             return stop, flags & tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
@@ -511,33 +509,33 @@ class ChosenSlices(Slices):
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Whether no element is NaN or infinity."""
+    """True if no element is NaN or infinity."""
     # numpy does not count bfloat16 as a float; everything but integers and bools is checked.
     return value.dtype.kind in "iub" or bool(np.isfinite(value.astype(np.float32)).all())
 
 
 def _runs(group: Sequence[Slice]) -> list[list[Slice]]:
     """The slices of each variable."""
-    return [list(run) for _, run in itertools.groupby(group, key=lambda piece: id(piece.variable))]
+    return [list(run) for _, run in itertools.groupby(group, key=lambda each: id(each.variable))]
 
 
 def read_run(run: Sequence[Slice]) -> list[tf.Tensor]:
-    """The values of pieces that are next to each other, on the device of their variable.
+    """The values of slices that are next to each other, on the device of their variable.
 
     They are views of the variable where TensorFlow can make them, so nothing may change it meanwhile.
     """
     value = run[0].variable.read_value_no_copy()
-    places = [piece.place_in(value.shape) for piece in run]
+    places = [each.place_in(value.shape) for each in run]
     if not _cover(places, value):
         value = value[places[0].start : places[-1].stop]
     parts = tf.split(value, [place.stop - place.start for place in places]) if len(run) > 1 else [value]
-    return [tf.reshape(part, piece.own_shape) for part, piece in zip(parts, run)]
+    return [tf.reshape(part, each.own_shape) for part, each in zip(parts, run)]
 
 
 def _assign(run: Sequence[Slice], values: Sequence[tf.Tensor]) -> tf.Operation:
-    """Sets pieces that are next to each other, in place."""
+    """Sets slices that are next to each other, in place."""
     variable = run[0].variable
-    places = [piece.place_in(variable.shape) for piece in run]
+    places = [each.place_in(variable.shape) for each in run]
     parts = [tf.reshape(value, [-1, *variable.shape[1:]]) for value in values]
     joined = tf.concat(parts, 0) if len(run) > 1 else parts[0]
     if _cover(places, variable):
@@ -546,12 +544,12 @@ def _assign(run: Sequence[Slice], values: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 def _cover(places: Sequence[slice], whole: tf.Tensor | tf.Variable) -> bool:
-    """Whether places that are next to each other are all of a variable, or of its value."""
+    """True if places that are next to each other are all of a variable, or of its value."""
     return whole.shape.rank == 0 or places[-1].stop - places[0].start == whole.shape[0]
 
 
 def _are_finite(device: str, variables: Sequence[tf.Variable]) -> tf.Tensor:
-    """For each variable of a device whether all its elements are finite: bool `[n]`."""
+    """True for variables of a device whose elements are all finite: bool `[n]`."""
 
     def is_finite(variable: tf.Variable) -> tf.Tensor:
         value = variable.read_value_no_copy()

@@ -31,7 +31,7 @@ _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 class ValueFiles:
     """Saves and restores all named values without bringing them to the chief.
 
-    To save, every task writes its rows to files of its own, and the chief merges their indices
+    To save, every task writes its rows to other files, and the chief merges their indices
     (`tf.raw_ops.MergeV2Checkpoints`, as `tf.train.Checkpoint` does for sharded variables): the result is one checkpoint
     in which each value is one tensor. To restore, every task reads the rows that it holds now. Tasks that do not see
     the files of the chief can do neither; then the slices travel through the chief, one group after the other.
@@ -42,7 +42,7 @@ class ValueFiles:
     Values that are small together travel at once: for them, the first save is ten times as fast.
 
     Args:
-        values: what is saved.
+        values: to save.
         dynamic: rows that are saved, too.
         groups: for each group that is updated by rows, the names of its tables without `parameters/`, and its tables on
             the servers.
@@ -78,21 +78,21 @@ class ValueFiles:
             changed.append(ChosenSlices(by_column, tables))
         self.by_rows = frozenset(names_by_rows)
         slices = list(values.slices())
-        #: What a checkpoint has, and what a delta has. What several variables hold is written to all by the chief.
+        #: The content of a checkpoint, and of a delta. The chief writes values with copies to all of them.
         self._whole: list[Slices] = [FixedSlices(slices, values.copies), *self._dynamic.slices]
-        of_delta = [piece for piece in slices if piece.name not in self.by_rows]
+        of_delta = [each for each in slices if each.name not in self.by_rows]
         self._delta: list[Slices] = [FixedSlices(of_delta, values.copies), *changed]
-        #: Whether it is known which tasks see the files of the chief.
+        #: True once it is known which tasks see the files of the chief.
         self._has_looked = False
 
     def next_interval(self, since: int | None) -> int | None:
         """Begins another interval; nothing may change rows meanwhile.
 
         Args:
-            since: the interval after which the next delta has what changed; None if there is no such delta.
+            since: the interval after which rows have changed that the next delta has; None if there is none.
 
         Returns:
-            The number of the one that it ends; None if there are none.
+            The number of the interval that it ends; None if there are none.
         """
         if self._intervals is None:
             return None
@@ -131,7 +131,7 @@ class ValueFiles:
         return self._plan(prefix, others, parts, since, copied)
 
     def restore(self, path: Path) -> None:
-        """Reads all values from a checkpoint but those that several variables hold.
+        """Reads all values from a checkpoint except values with copies.
 
         Raises:
             tf.errors.OpError: it is damaged; some values may have been read all the same.
@@ -146,7 +146,7 @@ class ValueFiles:
         self._restore(path, self._whole[1:])
 
     def restore_delta(self, path: Path) -> None:
-        """Reads a delta of what was restored last but what several variables hold; raises what `restore` raises."""
+        """Reads a delta of the checkpoint that was restored last, as `restore`."""
         self._restore(path, self._delta)
 
     @property
@@ -170,9 +170,9 @@ class ValueFiles:
         since: DeltaBase | None,
         copied: Collection[Slices] = (),
     ) -> Callable[[], None]:
-        """Copies some parts of a checkpoint or delta; returns what writes all of them, in any thread.
+        """Copies some of the slices of a checkpoint or delta; returns a function that writes all, in any thread.
 
-        What it calls is traced here, because another thread may not trace functions.
+        Its functions are traced here, because another thread may not trace any.
         """
         follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
         folder = self._make_folder(prefix, {**others, **follows})
@@ -183,7 +183,7 @@ class ValueFiles:
         return partial(self._write_parts, prefix, folder, plan + WritePlan(["others"]), copied)
 
     def _write_parts(self, prefix: Path, folder: Path, plan: WritePlan, copied: Collection[Slices]) -> None:
-        """Lets every task write what it holds, makes one checkpoint of it, and gives the memory of copies back."""
+        """Lets every task write its values, makes one checkpoint of them, and gives the memory of snapshots back."""
         try:
             try:
                 plan.check()
@@ -219,7 +219,7 @@ class ValueFiles:
 
     def _make_folder(self, prefix: Path, others: Mapping[str, np.ndarray]) -> Path:
         """Makes a folder for the files of a checkpoint, with `others` in it."""
-        # A name of its own: a task that could not finish may still be writing when the next attempt begins.
+        # Another name each time: a task that could not finish may still be writing when the next attempt begins.
         folder = literal_path(prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}"))
         folder.mkdir()
         self._write(folder / "others", others)
