@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kdist._compat import op_libraries
 from kdist.cluster.spec import ClusterSpec, Task
+from kdist.config.hparams import SEED, flat
 from kdist.errors import ConfigError
 from kdist.version import __version__
 
 #: Parts of the config that say what is trained, and how. The others are of one task: where it writes, and what it says.
 _GROUPS = ("model", "data", "optimizer", "loss", "metrics", "strategy", "train", "fit")
-_SEED = "run.seed"
 #: Of the chief alone: when it stops, restarts and validates. The next chief of servers that stay may have others.
 _OF_CHIEF = (
     "train.steps",
@@ -55,11 +55,11 @@ class TaskFingerprint:
         versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "kdist": __version__}
         versions |= {name: _version(name) for name in ("tensorflow", "keras")}
         addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
-        flat = dict(_flat("", {name: config[name] for name in _GROUPS if name in config}))
+        given = flat({name: config[name] for name in _GROUPS if name in config})
         if "fit" not in config:
             # That of a program is random if it is not given.
-            flat[_SEED] = (config.get("run") or {}).get("seed")
-        compared = {key: value for key, value in flat.items() if key not in _OF_CHIEF}
+            given[SEED] = (config.get("run") or {}).get("seed")
+        compared = {key: value for key, value in given.items() if key not in _OF_CHIEF}
         # As it arrives: JSON has no tuples.
         return cls.from_json(cls(versions, addresses, compared, op_libraries.loaded_by()).to_json())
 
@@ -124,14 +124,6 @@ def _version(package: str) -> str:
     module = sys.modules.get(package)
     # TensorFlow is installed under several names.
     return getattr(module, "__version__", None) or importlib.metadata.version(package)
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    else:
-        yield prefix, value
 
 
 def _shown(value: Any) -> str:

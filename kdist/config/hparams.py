@@ -62,6 +62,14 @@ def plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     }
 
 
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings, by keys with dots."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def value_of(text: str) -> bool | int | float | str:
     """A number or a boolean, if the text is one."""
     if text.lower() in ("true", "false"):

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 _MAX_ITEMS = 5
 
-
-#: Printed at the beginning of a run without a last step.
+#: The line at the beginning of a run without a last step.
 ENDLESS_LINE = "steps     no end is given: training ends by a hook, a callback, a signal or Ctrl-C"
 #: The same, with data that keeps arriving.
 ARRIVING_LINE = "steps     no end is given: training ends with the data, by a hook, a callback, a signal or Ctrl-C"
-
 #: The same, with data of unknown length.
 PASSES_LINE = "steps     the length of the data is not known: an epoch ends where the data does"
 
@@ -51,7 +49,7 @@ def event_line(
 ) -> Line:
     """A line of a custom hook: `speed | step    100/2000 | 412.3 examples/sec`, from `speed` and its columns.
 
-    `values` are what `run.log_format=json` reports.
+    `run.log_format=json` reports `values`.
     """
     return _line(event, _step(step, last_step), *columns, step=step, values=values)
 
@@ -73,7 +71,7 @@ def over_steps(num_steps: int) -> str:
 def train_columns(
     step: int, last_step: int | None, logs: Mapping[str, Any], steps_per_second: float | None, *over: str
 ) -> list[str]:
-    """The step, metrics, what they are `over`, rate and remaining time of training."""
+    """The step, metrics, the steps that these are `over`, rate and remaining time of training."""
     columns = [_step(step, last_step), *_metrics(logs), *over]
     if steps_per_second:
         columns.append(f"{steps_per_second:6.1f} steps/s")
@@ -106,16 +104,16 @@ def save_line(step: int, last_step: int | None, path: Path) -> Line:
 
 
 def best_line(step: int, last_step: int | None, best: int) -> Line:
-    """`best  | step   1000      | has the values of step 600, the best validation`"""
+    """`best  | step   1000      | restored step 600, which validated best`"""
     text = _step(step).ljust(len(_step(step, last_step)))
-    what = f"has the values of step {best}, the best validation"
+    what = f"restored step {best}, which validated best"
     return _line("best", text, what, step=step, values={"best_step": best})
 
 
 def wait_line(step: int, last_step: int | None, place: str, idle_secs: float) -> Line:
-    """`wait  | step    500/2000 | incoming/*.csv: all is read; waiting up to 3600 s for more`"""
+    """`wait  | step    500/2000 | incoming/*.csv: all data read; waiting up to 3600 s for more`"""
     return _line(
-        "wait", _step(step, last_step), f"{place}: all is read; waiting up to {idle_secs:g} s for more", step=step
+        "wait", _step(step, last_step), f"{place}: all data read; waiting up to {idle_secs:g} s for more", step=step
     )
 
 
@@ -151,8 +149,8 @@ def resume_line(step: int, last_step: int | None, path: Path) -> Line:
 
 
 def reached_line(step: int, run: str) -> Line:
-    """`done  | step   2000      | nothing is left to do: runs/mine has got there`"""
-    return _line("done", _step(step), f"nothing is left to do: {run} has reached its last step", step=step)
+    """`done  | step   2000      | runs/mine is already finished; nothing to do`"""
+    return _line("done", _step(step), f"{run} is already finished; nothing to do", step=step)
 
 
 def no_epoch_line(step: int, epochs: int, first_epoch: int) -> Line:
@@ -174,7 +172,7 @@ def last_lines(
     overflowed_steps: int | None,
     done: Line,
 ) -> list[Line]:
-    """The end of a run: each worker's gradients, what was lost, what had no effect, and `done_line`.
+    """The end of a run: each worker's gradients, losses, steps without effect, and `done_line`.
 
     `sync  | worker:0 | accepted    300 | dropped     12 | stale     12`
     `lost  | worker restarts 1 | cluster restarts 0 | extra steps 12`, unless nothing was lost

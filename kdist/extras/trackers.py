@@ -1,4 +1,4 @@
-"""Hooks that send a run to an experiment tracker: MLflow, Weights & Biases, or one of the user's own."""
+"""Hooks that send a run to an experiment tracker: MLflow, Weights & Biases, or a custom one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist.config.checks import check_more_than_zero, check_one_of
+from kdist.config.hparams import flat
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
@@ -33,7 +34,7 @@ class Tracker(Hook, abc.ABC):
     that fails costs a warning; the rest of the run is not tracked. A run that resumes continues in the tracker.
 
     Args:
-        package: what has to be installed.
+        package: the package to install.
         extra: the extra of kdist that installs it; also the name of the file in the run dir that says which run of the
             tracker this one is.
         save_model: whether `model.keras` is sent, too.
@@ -50,7 +51,7 @@ class Tracker(Hook, abc.ABC):
         self._extra = extra
         self._save_model = save_model
         self._timeout = timeout
-        #: What the thread is to call; None between two fits.
+        #: Calls for the thread; None between two fits.
         self._calls: queue.Queue[tuple[Callable[[], None], Future[None]] | None] | None = None
         self._error: Exception | None = None
 
@@ -59,11 +60,11 @@ class Tracker(Hook, abc.ABC):
         """Starts a run of the tracker, or continues one.
 
         Args:
-            earlier: what the last `_start` for this run dir returned; empty in a new one.
-            result: what is known at the start: config, strategy, cluster, seed.
+            earlier: the result of the last `_start` for this run dir; empty in a new one.
+            result: the facts of the start: config, strategy, cluster, seed.
 
         Returns:
-            What is needed to continue.
+            The data to continue from.
         """
 
     @abc.abstractmethod
@@ -121,7 +122,7 @@ class Tracker(Hook, abc.ABC):
         self._calls = None
         if wait_for([ended], self._timeout).not_done:
             name = type(self).__name__
-            warn(f"{name}: the tracker did not take the end of the run within {self._timeout:g} s ({name}.timeout)")
+            warn(f"{name}: the tracker did not confirm the end of the run within {self._timeout:g} s ({name}.timeout)")
         else:
             self._report_error()
 
@@ -156,7 +157,7 @@ class Tracker(Hook, abc.ABC):
             warn(f"{type(self).__name__}: {message}; training goes on, and the rest of the run is not tracked")
 
 
-#: What MLflow takes in one request.
+#: The most entries of one request to MLflow.
 _AT_ONCE = 100
 #: The longest value of a parameter.
 _LONGEST = 6000
@@ -272,17 +273,9 @@ def _params(result: Result) -> Iterator[tuple[str, str]]:
     yield "strategy", result.strategy
     yield "cluster", result.cluster
     yield "seed", str(result.seed)
-    for name, value in _leaves(result.config):
+    for name, value in flat(result.config).items():
         if value is not None and name not in ("strategy.name", "cluster.name", "run.seed"):
             yield name, str(value)[:_LONGEST]
-
-
-def _leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    elif name:
-        yield name, node
 
 
 def _parts(items: list[Any]) -> Iterator[list[Any]]:

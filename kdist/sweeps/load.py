@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from kdist.config.hparams import by_key, value_of
+from kdist.config.hparams import by_key, flat, value_of
 from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError
 from kdist.log import warn
@@ -196,7 +196,11 @@ def _read(folder: Folder, name: str) -> _Run | None:
             "seed": record.get("seed", value_of(overrides[SEED]) if SEED in overrides else None),
         },
         overrides=overrides,
-        config=_flat(record.get("config") or {}),
+        # Hyperparameters of a run from Python have their own names, and lists are texts.
+        config={
+            key.removeprefix(f"{_HPARAMS}."): str(value) if isinstance(value, list) else value
+            for key, value in flat(record.get("config") or {}).items()
+        },
         metrics=metrics,
         speed=speed,
         modes={f"best/{n}": best["mode"] for n, best in (record.get("best") or {}).items() if best.get("mode")},
@@ -241,15 +245,3 @@ def _is_key(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     """Whether runs from Python have a column for a key: a hyperparameter, or an argument in which they differ."""
     # A seed that nobody has chosen is another one in each run.
     return key != SEED and ("." not in key or len({repr(config.get(key)) for config in configs}) > 1)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Row:
-    """The values of a config by key, lists as texts; hyperparameters of a run from Python under their own names."""
-    found: Row = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{key}.")
-        else:
-            found[key.removeprefix(f"{_HPARAMS}.")] = str(value) if isinstance(value, list) else value
-    return found

@@ -89,7 +89,7 @@ def test_a_tracker_that_does_not_end_is_left_behind(tmp_path: Path) -> None:
     tracker = Notebook(timeout=0.05)
     tracker.may_end.clear()
     (warning,) = run(tracker, tmp_path)
-    assert "did not take the end of the run within 0.05 s (Notebook.timeout)" in warning
+    assert "did not confirm the end of the run within 0.05 s (Notebook.timeout)" in warning
     tracker.may_end.set()
 
 

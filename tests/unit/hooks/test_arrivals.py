@@ -43,7 +43,7 @@ def test_waiting_is_told_once_a_minute_at_most_and_once_for_each_wait() -> None:
     hook: Any = Arrivals(Waited(), clock=lambda: clock.now)  # type: ignore[arg-type]
     for clock.now in (0.0, 100.0, 200.0):
         hook.while_waiting(session)
-    assert lines == ["wait  | step      7 | here: all is read; waiting up to 600 s for more"]
+    assert lines == ["wait  | step      7 | here: all data read; waiting up to 600 s for more"]
     hook.after_run(None, None)
     hook.while_waiting(session)
     assert len(lines) == 2

@@ -17,7 +17,7 @@ from kdist.errors import ConfigError
 from kdist.strategies.single import Single
 
 X, Y = toy_data(64)
-LINE = "nothing is left to do: {} has reached its last step"
+LINE = "{} is already finished; nothing to do"
 
 
 def trainer_in(run_dir: Path, **arguments: Any) -> kdist.Trainer:
