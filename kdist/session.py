@@ -238,7 +238,7 @@ class TrainSession:
             arrays[LEARNING_RATE] = learning_rate
         self.strategy.values.check(arrays)
         self.strategy.values.write(arrays)
-        self._saves.written(arrays, self.strategy.values)
+        self._saves.note_write(arrays, self.strategy.values)
 
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
@@ -392,7 +392,7 @@ class TrainSession:
         if (path := self.checkpoints.restore(self.strategy.values)) is None:
             return False
         step = self.strategy.values.global_step()
-        self._saves.restored(step)
+        self._saves.note_restore(step)
         # Those that were damaged would count as newer than what is saved from now on.
         self.checkpoints.set_aside(after=step)
         self.print_line(lines.resume_line(step, self.last_step, path))

@@ -52,10 +52,6 @@ _FULL, _DELTA = "ckpt", "delta"
 DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
 
 
-def _is_index(name: str) -> bool:
-    return name.endswith(INDEX_SUFFIX)
-
-
 class Checkpoints:
     """The checkpoints of one run, `<folder>/ckpt-<global step>`.
 
@@ -65,7 +61,7 @@ class Checkpoints:
 
     Args:
         folder: the place of their files on this machine.
-        run: the run dir, of which it is a folder; None: that of `folder`, on a disk.
+        run: the run dir that `folder` is in; None: the folder above, on a disk.
     """
 
     def __init__(self, folder: Path, run: Folder | None = None) -> None:
@@ -86,11 +82,11 @@ class Checkpoints:
         return sorted({*self._steps_of(_FULL), *self._steps_of(_DELTA)})
 
     def path(self, step: int) -> Path:
-        """The full checkpoint of `step` as TensorFlow names it: the prefix of its files."""
+        """The full checkpoint of a step as TensorFlow names it: the prefix of its files."""
         return self.folder / f"{_FULL}-{step}"
 
     def delta_path(self, step: int) -> Path:
-        """The delta of `step`: the prefix of its files."""
+        """The delta of a step: the prefix of its files."""
         return self.folder / f"{_DELTA}-{step}"
 
     def newest(self) -> Path | None:
@@ -105,7 +101,7 @@ class Checkpoints:
 
         Args:
             values: to save.
-            since: what it follows if it is a delta.
+            since: the checkpoint or delta that it follows, if it is a delta.
 
         Raises:
             NonFiniteError: a value is NaN or infinite; nothing is written.
@@ -129,7 +125,7 @@ class Checkpoints:
     def finish_save(
         self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
-        """Completes what `begin_save` has begun; see `write`.
+        """Completes a checkpoint that `begin_save` has begun; see `write`.
 
         Args:
             wait: waits until it is written.
@@ -141,7 +137,7 @@ class Checkpoints:
         return target
 
     def _complete(self, step: int, target: Path, keep: int | None) -> None:
-        """Makes what was written a checkpoint."""
+        """Gives a written checkpoint its name, and deletes old ones."""
         self._move_into_place(target)
         # When an earlier save failed, other tasks may still have been writing.
         self._remove_left_behind()
@@ -160,7 +156,7 @@ class Checkpoints:
 
     @contextmanager
     def _explaining(self, step: int) -> Iterator[None]:
-        """Says what it means that a step cannot be saved."""
+        """Turns an error into one that names the step, the place and the last good checkpoint."""
         try:
             yield
         except NonFiniteError as error:
@@ -172,8 +168,9 @@ class Checkpoints:
         except (tf.errors.OpError, OSError) as error:
             # A full disk should not be filled by what could not be written.
             self._remove_left_behind()
+            why = str(error.strerror if isinstance(error, OSError) else reason(error))
             raise CheckpointError(
-                f"step {step} could not be saved to {self.place}: {in_a_line(error)}\n"
+                f"step {step} could not be saved to {self.place}: {' '.join(why.split())}\n"
                 f"  last good checkpoint: {self.newest() or 'none was saved'}"
             ) from error
 
@@ -235,7 +232,7 @@ class Checkpoints:
     def _unbroken(self, chain: Chain) -> list[Path]:
         """The newest delta of a chain from which it goes back to the full checkpoint, after those before it.
 
-        A delta that did not arrive, of which the next one has all rows, too, is in no way.
+        A delta that was never completed is in no way: the next one has all of its rows, too.
         """
         follows, left_out = dict[int, int](), set[int]()
         for step in chain.deltas:
@@ -264,7 +261,7 @@ class Checkpoints:
         return follows
 
     def _is_undamaged(self, delta: Path) -> bool:
-        """Whether all of a delta can be read; warns if not."""
+        """True if all of a delta can be read; warns if not."""
         try:
             check_all(delta)
             return True
@@ -298,7 +295,7 @@ class Checkpoints:
                 return values
             way = way_to(step, {later: self._followed_by(later) for later in chain.deltas if later <= step})
             if self._followed_by(way[0]) == chain.full:
-                return reduce(replayed, map(values_of, map(self.delta_path, way)), values)
+                return reduce(replay, map(values_of, map(self.delta_path, way)), values)
         return None
 
     def seed(self) -> int | None:
@@ -312,23 +309,22 @@ class Checkpoints:
         return int(begin[1]) if begin is not None and begin[0] == first_step else 0
 
     def _in_newest(self, name: str) -> Any:
-        """A value that the newest readable checkpoint has beside those of the model; None if there is none."""
+        """A value of the newest readable checkpoint that is not of the model; None without one."""
         for step in reversed(self.steps()):
-            path = self._path_of(step)
-            self._fetch(path)
             # `restore` warns about damaged ones.
             with suppress(*DAMAGE_ERRORS):
-                reader = open_checkpoint(path)
-                return reader.get_tensor(name) if reader.has_tensor(name) else None
+                return self._value(step, name)
         return None
 
     def data_state(self, step: int) -> str | None:
-        """What was read, at a step, of data that may end; None if the checkpoint is missing or has none."""
-        if step not in self.steps():
-            return None
+        """The position in data that may end, at a step; None if the checkpoint is missing or has none."""
+        state = self._value(step, DATA_STATE) if step in self.steps() else None
+        return None if state is None else state.decode()
+
+    def _value(self, step: int, name: str) -> Any:
         self._fetch(path := self._path_of(step))
         reader = open_checkpoint(path)
-        return reader.get_tensor(DATA_STATE).decode() if reader.has_tensor(DATA_STATE) else None
+        return reader.get_tensor(name) if reader.has_tensor(name) else None
 
     def tidy(self) -> None:
         """Cleans up after a killed process: finishes a save that was complete, removes the rest."""
@@ -355,14 +351,15 @@ class Checkpoints:
         """Moves checkpoints and deltas to a folder beside this one: they no longer count, and nothing is lost.
 
         Args:
-            after: only those of later steps are moved, as training continues from this one; None: all of them.
+            after: the step from which training continues: only later ones are moved; None: all of them.
 
         Raises:
             CheckpointError: they cannot be moved.
         """
         found = filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
         # The data first: without its index a checkpoint does not exist.
-        later = sorted((m[0] for m in found if after is None or int(m[3]) > after), key=_is_index)
+        later = [match[0] for match in found if after is None or int(match[3]) > after]
+        later.sort(key=lambda name: name.endswith(INDEX_SUFFIX))
         if not later:
             return
         names = (f"{self.folder.name}-before-{number}" for number in itertools.count(1))
@@ -378,9 +375,14 @@ class Checkpoints:
             warn(f"{self.place}: checkpoints after step {after} are moved to {aside}")
 
     def _chains(self, *, complete: bool = True, until: float = math.inf) -> list[Chain]:
-        """All chains, oldest first; of complete checkpoints only, or also of what lacks its index."""
+        """All chains, oldest first; of complete checkpoints only, or also of what lacks its index.
+
+        Deltas before all full checkpoints belong to none.
+        """
         kinds = (self._steps_of(kind, complete=complete) for kind in (_FULL, _DELTA))
-        return chains(*([step for step in steps if step <= until] for steps in kinds))
+        full, deltas = ([step for step in steps if step <= until] for steps in kinds)
+        ends = [*full[1:], math.inf]
+        return [Chain(step, [d for d in deltas if step < d <= end]) for step, end in zip(full, ends)]
 
     def _steps_of(self, kind: str, *, complete: bool = True) -> list[int]:
         """The steps of checkpoints, or of deltas, oldest first; complete ones, or also what lacks its index."""
@@ -491,15 +493,8 @@ class Chain:
     deltas: Sequence[int]
 
 
-def chains(full: Sequence[int], deltas: Iterable[int]) -> list[Chain]:
-    """The chains of full checkpoints, oldest first; deltas before all of them belong to none."""
-    found = sorted(deltas)
-    ends = [*full[1:], float("inf")]
-    return [Chain(step, [d for d in found if step < d <= end]) for step, end in zip(full, ends)]
-
-
 def way_to(step: int, follows: Mapping[int, int]) -> list[int]:
-    """The delta of a step after those that it follows, oldest first, as far as they are there.
+    """The deltas up to a step, each of which follows the one before, oldest first, as far as they are there.
 
     Args:
         follows: the step that each delta follows.
@@ -510,8 +505,8 @@ def way_to(step: int, follows: Mapping[int, int]) -> list[int]:
     return way
 
 
-def replayed(values: Mapping[str, np.ndarray], delta: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The values of a checkpoint, and then of a delta of it, by name."""
+def replay(values: Mapping[str, np.ndarray], delta: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The values of a checkpoint after one of its deltas, by name."""
     new = {name: value for name, value in delta.items() if not name.startswith((CHANGED_IDS, EVICTED, FOLLOWS))}
     for name, ids in delta.items():
         if name.startswith(CHANGED_IDS):
@@ -536,7 +531,7 @@ def _with_rows(value: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarr
 
 
 def values_of(path: Path) -> dict[str, np.ndarray]:
-    """All values of a model in a checkpoint, and what else a delta has."""
+    """All values of a model in a checkpoint or delta, and the marks of a delta."""
     reader = open_checkpoint(path)
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name not in BESIDE}
 
@@ -555,7 +550,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Lines that say how the values of a checkpoint differ from those of the model; empty if they do not."""
+    """Lines about the differences between the values of a checkpoint and of a model; empty without any."""
     differences = {
         "missing": sorted(shapes.keys() - saved.keys()),
         "unexpected": sorted(saved.keys() - shapes.keys()),
@@ -569,14 +564,8 @@ def differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple
 
 
 def _fits(saved: Sequence[int], shape: Sequence[int | None]) -> bool:
-    """Whether a saved value has a shape, in which None stands for any number."""
+    """True if a saved value has a shape, in which None stands for any number."""
     return len(saved) == len(shape) and all(wanted in (None, size) for size, wanted in zip(saved, shape))
-
-
-def in_a_line(error: tf.errors.OpError | OSError) -> str:
-    """Why something could not be written."""
-    text = error.strerror if isinstance(error, OSError) else reason(error)
-    return " ".join(str(text).split())
 
 
 def data_part(path: Path) -> str:

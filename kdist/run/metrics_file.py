@@ -1,8 +1,8 @@
 """`metrics.csv`: loss, metrics and speed of a run, one line for each report, appended while it trains.
 
-`kind` says what a line is: `train`, the steps since the last such line, whenever `LoggingTensor` reports; `validation`,
-the parameters of its step; `epoch`, what Keras's `History` has of an epoch, with `val_` before the names of validation.
-An empty cell is a value that the line does not have.
+A line has a `kind`: `train`, the steps since the last such line, whenever `LoggingTensor` reports; `validation`, the
+parameters of its step; `epoch`, an epoch of Keras's `History`, with `val_` before the names of validation. An empty
+cell is a value that the line does not have.
 
 Lines are written whole. A file that a killed process has left may end in half a line, which counts as not written.
 """
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 class Epoch(NamedTuple):
-    """What `History` has of an epoch.
+    """An epoch in `History`.
 
     Attributes:
         step: the global step at its end.
@@ -89,8 +89,8 @@ class MetricsFile:
         """Writes a line.
 
         Args:
-            values: of `COLUMNS`, by name; None is the same as absent.
-            metrics: by name, `val_` before those of validation; a number or an array each.
+            values: values of `COLUMNS`, by name; None is the same as absent.
+            metrics: numbers or arrays by name, with `val_` before the names of validation.
 
         Raises:
             ConfigError: another chief has taken over the run dir.
@@ -179,9 +179,9 @@ def epochs_of(
     """The epochs that ended after one step and not after another, as `History` had them.
 
     Args:
-        are_complete: whether epochs have a known length: then one that was stopped in its middle and continued counts
-            once, with its last row.
-        with_learning_rate: whether callbacks had added the learning rate to the logs of epochs.
+        are_complete: True if epochs have a known length: then an epoch that was stopped in its middle and continued
+            counts once, with its last row.
+        with_learning_rate: True if callbacks had added the learning rate to the logs of epochs.
     """
     added = ("learning_rate",) if with_learning_rate else ()
     found = [

@@ -118,7 +118,7 @@ class Gradients:
         dropped: the number of computed gradients that were not applied.
         staleness_mean, staleness_max: over the applied ones: how many others were applied between the pull of the
             parameters and the push of the gradient.
-        by_worker: what happened to each worker's gradients, by its name (`worker:0`); empty without servers.
+        by_worker: the fate of each worker's gradients, by its name (`worker:0`); empty without servers.
     """
 
     applied: int = 0
@@ -155,7 +155,7 @@ class Result:
         seed: the start of shuffling and random states; None if the run failed before it had one.
         git, host, started: see `Origin`.
         ended: the time of the end; ISO 8601, UTC.
-        versions: of kdist, TensorFlow, Keras and others, and of Python.
+        versions: the versions of kdist, TensorFlow, Keras and others, and of Python.
     """
 
     status: str = "failed"
@@ -207,7 +207,7 @@ def content_of(file: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def checked_record(file: bytes, place: object) -> dict[str, Any]:
+def require_record(file: bytes, place: object) -> dict[str, Any]:
     """The content of a `result.json` that must be there.
 
     Args:

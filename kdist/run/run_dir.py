@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class RunDir:
-    """Names the files of a run dir, and writes those that are written once. Every file is complete or absent.
+    """The files of a run dir; writes the result, the model and the plan. Every file is complete or absent.
 
     Its chief, which `lock` keeps alone, writes it; `open_for` opens it for other processes.
 
@@ -43,7 +43,7 @@ class RunDir:
         path: a path, a URL on object storage, or a folder. None creates a new `runs/<name>/<date_time>`; in a step of a
             Slurm job it is `runs/<name>/slurm-<job id>`, with a number for the second one of a program, so that a
             requeued job resumes.
-        name: of the run.
+        name: the name of the run.
         storage_timeout: seconds for which object storage may fail.
         is_joined: True if this process is one of tasks that were started externally.
 
@@ -102,7 +102,7 @@ class RunDir:
 
     @property
     def lock(self) -> RunLock | Mirror:
-        """The lock that keeps other chiefs out while it is entered; that of a URL mirrors the folder as well."""
+        """The lock that keeps other chiefs out while it is entered; at a URL, it mirrors the folder as well."""
         return lock_of(self.folder)
 
     @property
@@ -135,7 +135,7 @@ class RunDir:
         return shlex.quote(self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path))
 
     def write_plan(self, plan: PlacementPlan | None) -> None:
-        """Writes `placement.txt` and `placement.png`; without a plan, removes those of an earlier run."""
+        """Writes `placement.txt` and `placement.png`; without a plan, removes the ones of an earlier run."""
         table, picture = files = self.path / "placement.txt", self.path / "placement.png"
         if plan is None:
             for path in files:
@@ -191,7 +191,7 @@ class RunDir:
             warn(f"model.keras could not be written ({error}); the weights are in {self.path / 'checkpoints'}")
 
     def has_result_since(self, time: float) -> bool:
-        """Whether `result.json` was written at `time`, in seconds since the epoch, or later."""
+        """True if `result.json` was written at `time`, in seconds since the epoch, or later."""
         written = self.result_written_at()
         return written is not None and written >= time
 
@@ -231,7 +231,7 @@ class RunDir:
             warn(message)
 
     def upload(self) -> None:
-        """Uploads what is not on object storage yet, if the run dir is there; raises `KdistError`."""
+        """Uploads all files that are not at the URL yet, if the run dir has one; raises `KdistError`."""
         self.folder.push()
 
 

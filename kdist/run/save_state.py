@@ -1,4 +1,4 @@
-"""`SaveState`: which step of a session has a checkpoint, and which one is being written."""
+"""`SaveState`: the step of a session that is saved, and the one that is being saved."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A checkpoint that is to be written.
+class _PendingSave:
+    """A checkpoint that was begun.
 
     Attributes:
-        step: of its values.
-        values: what is saved.
-        since: what it follows if it is a delta.
-        ends: what a delta that follows it has to know; None if there can be none.
-        written: raises what was wrong.
+        step: the step of its values.
+        values: the values to save.
+        since: the checkpoint or delta that it follows, if it is a delta.
+        ends: the base of a delta that follows it; None if there can be none.
+        written: raises the errors of writing.
     """
 
     step: int
@@ -43,15 +43,15 @@ class _Begun:
 
 
 class SaveState:
-    """Saves the present step, at once or in the background, and knows what is saved.
+    """Saves the present step, at once or in the background, and remembers the saved one.
 
     Args:
-        checkpoints: where checkpoints go.
+        checkpoints: the checkpoints of the run.
         has_saved: called with the step and the path of each complete checkpoint, and whether it is a delta.
 
     Attributes:
         newest: the step of the newest complete checkpoint that this session has saved or restored.
-        diverged: whether the parameters are worthless, so that there is nothing to save.
+        diverged: True if the parameters are worthless, so that there is nothing to save.
     """
 
     def __init__(self, checkpoints: Checkpoints, has_saved: Callable[[int, Path, bool], None]) -> None:
@@ -59,14 +59,14 @@ class SaveState:
         self.diverged = False
         self._checkpoints = checkpoints
         self._has_saved = has_saved
-        self._begun: _Begun | None = None
-        #: What the next delta would follow; None if the next checkpoint has to be a full one.
+        self._begun: _PendingSave | None = None
+        #: The base of the next delta; None if the next checkpoint has to be a full one.
         self._since: DeltaBase | None = None
-        #: How many deltas came after the full checkpoint.
+        #: The number of deltas after the full checkpoint.
         self._num_deltas = 0
 
     def is_saved(self, values: Values, *, in_full: bool = False) -> bool:
-        """Whether there is nothing to save, also if a delta of the present step would not do."""
+        """True if the present step is saved, or worthless; with `in_full`, a delta does not count."""
         has_step = self.newest == values.global_step() and not (in_full and self._num_deltas)
         return self.diverged or has_step
 
@@ -92,8 +92,8 @@ class SaveState:
         """Completes the checkpoint that is being written, once it is; returns whether it is complete now.
 
         Args:
-            keep: how many full checkpoints to keep; all of them if None.
-            wait: whether to wait for it.
+            keep: the number of full checkpoints to keep; None: all of them.
+            wait: waits for it if true.
         """
         if self._begun is None or not (wait or self._begun.written.done()):
             return False
@@ -102,24 +102,24 @@ class SaveState:
         self._complete(begun, self._checkpoints.finish_save(begun.step, wait_for_it, keep=keep, since=begun.since))
         return True
 
-    def restored(self, step: int | None) -> None:
-        """The values are those of a checkpoint of a step; None: of no step. The next one has to be a full one."""
+    def note_restore(self, step: int | None) -> None:
+        """Notes that a saved step was restored; None: values of no saved step. The next checkpoint is a full one."""
         self.newest, self._since, self._num_deltas = step, None, 0
 
-    def written(self, names: Iterable[str], values: Values) -> None:
-        """Values were set; if they are of tables, the next checkpoint has to be a full one."""
+    def note_write(self, names: Iterable[str], values: Values) -> None:
+        """Notes that values were set; if they are of tables, the next checkpoint is a full one."""
         if any(name in values.by_rows for name in names):
             self._since = None
             if self._begun is not None:
                 self._begun = replace(self._begun, ends=None)
 
     def restore_values(self, values: Values, others: Checkpoints) -> None:
-        """Gives the present step the values of the newest of other checkpoints; it has to be saved again."""
+        """Gives the present step the values of the newest of other checkpoints; it counts as not saved."""
         self.finish(keep=None)
         step = values.global_step()
-        self.restored(None)
+        self.note_restore(None)
         if others.restore(values) is None:
-            raise CheckpointError(f"there is no checkpoint in {others.place}, where the values were")
+            raise CheckpointError(f"no checkpoint left in {others.place} to restore from")
         values.write({GLOBAL_STEP: np.array(step, np.int64)})
 
     def settle(self, *, cluster_is_there: bool) -> None:
@@ -128,16 +128,16 @@ class SaveState:
             self.finish(keep=None, wait=cluster_is_there)
         self._begun = None
 
-    def _begin(self, values: Values, full_every: int) -> _Begun:
+    def _begin(self, values: Values, full_every: int) -> _PendingSave:
         check_not_taken_over(Folder(self._checkpoints.folder.parent))
         # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
         step = values.global_step()
         # If a full one fails, the next one has to be full, too: servers forget what they have evicted.
         self._since = self._since if self._num_deltas + 1 < full_every else None
         ended = values.next_interval(None if self._since is None else self._since.interval)
-        return _Begun(step, values, self._since, None if ended is None else DeltaBase(step, ended))
+        return _PendingSave(step, values, self._since, None if ended is None else DeltaBase(step, ended))
 
-    def _complete(self, begun: _Begun, path: Path) -> None:
+    def _complete(self, begun: _PendingSave, path: Path) -> None:
         is_delta = begun.since is not None
         self.newest, self._since = begun.step, begun.ends
         self._num_deltas = self._num_deltas + 1 if is_delta else 0

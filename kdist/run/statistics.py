@@ -119,7 +119,7 @@ class RunStatistics:
 
 @dataclass(frozen=True)
 class _Part:
-    """Consecutive steps: which part they are, how many examples they had, and the sums of their metrics."""
+    """Consecutive steps: the number of the part, the number of examples, and the sums of the metrics."""
 
     number: int
     num_examples: int
@@ -132,7 +132,7 @@ class _Part:
 class MetricWindow:
     """The metrics of the newest steps, summed in parts, of which the oldest is dropped as a whole.
 
-    The window covers at most `size` examples and, once there were so many, at least 95 % of them less those of a step.
+    The window covers at most `size` examples and, once there were so many, at least 95 % of them less one step.
     A step with more examples than that is a window of its own.
 
     Args:
@@ -149,7 +149,7 @@ class MetricWindow:
 
         Args:
             num_examples: int array `[num_steps]`.
-            metrics: of the same steps.
+            metrics: the metrics of the same steps.
         """
         ends = self._num_seen + np.cumsum(num_examples)
         numbers = (ends - num_examples) * _NUM_PARTS // self._size
@@ -164,7 +164,7 @@ class MetricWindow:
 
     @property
     def num_examples(self) -> int:
-        """How many examples it covers."""
+        """The number of examples that it covers."""
         return sum(part.num_examples for part in self._parts)
 
     @property
@@ -178,9 +178,9 @@ class Best:
     """The best value of a metric.
 
     Attributes:
-        value: the best one so far; the last one if it is not known which values are better.
+        value: the best one so far; the last one without a known mode.
         step: the global step of the value.
-        mode: `min` or `max`: which values are better; None if it is not known.
+        mode: `min` or `max`, the better values; None if it is not known.
     """
 
     value: float
@@ -192,8 +192,8 @@ class BestValues:
     """Keeps the best value of each metric.
 
     Args:
-        model: its metrics know which values are better.
-        earlier: those of the run that is resumed, as in `result.json`.
+        model: its metrics know their better values.
+        earlier: the best values of the run that is resumed, as in `result.json`.
     """
 
     def __init__(self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -219,14 +219,14 @@ class BestValues:
 
 
 def is_better(value: float, than: float, mode: str) -> bool:
-    """Whether a value is better than another one; any number is better than NaN."""
+    """True if a value is better than another one; any number is better than NaN."""
     if math.isnan(value) or math.isnan(than):
         return math.isnan(than) and not math.isnan(value)
     return value > than if mode == "max" else value < than
 
 
 def mode_of(model: keras.Model, name: str) -> str | None:
-    """Which values of a metric are better, `min` or `max`; None if neither Keras nor the metric tells."""
+    """The better values of a metric, `min` or `max`; None if neither Keras nor the metric tells."""
     # Not above: hooks, which --help lists, import this module, and need no Keras for it.
     from kdist._compat.keras import better_is
 

@@ -101,11 +101,11 @@ class Summaries:
         """Writes a row of the HParams tab, to `hparams`.
 
         Args:
-            name: of the row; rows of the same name are one.
+            name: the name of the row; rows of the same name are one.
             hparams: the chosen values, by key.
             metrics: the final metrics, by tag.
-            began: when, in seconds since the epoch.
-            ok: whether the run succeeded.
+            began: the time of the start, in seconds since the epoch.
+            ok: True if the run succeeded.
         """
         self.scalars("hparams", metrics, 0)
         status = Status.STATUS_SUCCESS if ok else Status.STATUS_FAILURE

@@ -1,4 +1,1 @@
-"""Folders on a disk or at a URL: files that are complete or absent, a lock, a mirror on object storage.
-
-This room knows nothing of what is stored.
-"""
+"""A folder on a disk or at a URL: files that are complete or absent, a lock, a mirror on object storage."""

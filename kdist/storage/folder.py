@@ -116,7 +116,7 @@ class Folder:
 
     @contextmanager
     def open_for(self, reader: str) -> Iterator[Folder]:
-        """Yields the folder for a process that does not own it; at a URL, with a place for copies of its own.
+        """Yields the folder for a process that does not own it; at a URL, its copies have their own place.
 
         Args:
             reader: the name of the process.

@@ -26,7 +26,7 @@ from kdist.storage.object_storage import (
     UNFINISHED_SUFFIX,
     ObjectStorage,
     StorageError,
-    checked_url,
+    check_url,
     is_url,
     working_folder,
 )
@@ -61,7 +61,7 @@ class Mirror(Folder):
     def __init__(
         self, url: str, timeout: float, path: Path | None = None, *, interval_secs: float = _INTERVAL_SECS
     ) -> None:
-        url = checked_url(url)
+        url = check_url(url)
         super().__init__(path or working_folder(url), url)
         self.storage = ObjectStorage(url, timeout, self.path)
         self._interval_secs = interval_secs
@@ -296,12 +296,12 @@ def chief_folder(place: str, path: Path, timeout: float) -> Folder:
 
 
 def lock_of(folder: Folder) -> RunLock | Mirror:
-    """The lock that keeps other chiefs out of a run dir; entered, that of a URL mirrors the folder as well."""
+    """The lock that keeps other chiefs out of a run dir while it is entered; a `Mirror` mirrors the folder as well."""
     return folder if isinstance(folder, Mirror) else RunLock(folder)
 
 
 def _is_passing(name: str) -> bool:
-    """Whether a file is a lock, or being written under another name."""
+    """True for a lock, and for a file that is being written under another name."""
     return any((part.startswith(".") and part != _CONFIG) or LEFT_BEHIND.fullmatch(part) for part in name.split("/"))
 
 

@@ -58,7 +58,7 @@ class NotThereError(StorageError):
 
 
 def is_url(location: object) -> bool:
-    """Whether a run dir is on object storage.
+    """True if a location is a URL.
 
     Raises:
         ConfigError: it is a `Path` that was made of a URL.
@@ -68,14 +68,14 @@ def is_url(location: object) -> bool:
     return isinstance(location, str) and "://" in location
 
 
-def checked_url(url: str, key: str = "run.dir") -> str:
+def check_url(url: str, key: str = "run.dir") -> str:
     """The URL without a slash at its end.
 
     Args:
-        key: the config key that it is the value of.
+        key: its config key.
 
     Raises:
-        ConfigError: an unknown protocol, no bucket, or something that may be a secret.
+        ConfigError: the protocol is unknown, there is no bucket, or a part of it may be secret.
     """
     protocol, _, rest = url.partition("://")
     if re.search(r"[@?#]", url) or ":" in rest.partition("/")[0]:
@@ -98,19 +98,19 @@ def folder_of(run_dir: str) -> Path:
 
 
 def working_folder(url: str, key: str = "run.dir") -> Path:
-    """The folder on this machine in which the chief of a run dir at `url` works: always the same one.
+    """The folder on this machine in which the chief of a run dir at a URL works: always the same one.
 
     Raises:
-        ConfigError: see `checked_url`.
+        ConfigError: see `check_url`.
     """
-    return cache_folder() / hashlib.sha256(checked_url(url, key).encode()).hexdigest()[:16]
+    return cache_folder() / hashlib.sha256(check_url(url, key).encode()).hexdigest()[:16]
 
 
 class ObjectStorage(Folder):
     """A folder at a URL, whose failures are waited out.
 
     Args:
-        url: as `checked_url` returns it.
+        url: as `check_url` returns it.
         timeout: seconds for which an operation that fails is tried again.
         path: a folder on this machine for copies of its files; None: `working_folder` of the URL.
         key: the config key that holds the URL.
@@ -331,7 +331,7 @@ def folder_at(place: str | Path, timeout: float, key: str = "run.dir") -> Folder
         ConfigError: the URL is not allowed, or the storage fails or refuses.
     """
     if is_url(place):
-        return ObjectStorage(checked_url(str(place), key), timeout, key=key).connect()
+        return ObjectStorage(check_url(str(place), key), timeout, key=key).connect()
     return Folder(Path(place), str(relative(Path(place))))
 
 
@@ -348,7 +348,7 @@ def _google_files() -> Any:
 
 
 def _is_denied(error: Exception) -> bool:
-    """Whether access was refused, or a library found no credentials; each says so in its own way."""
+    """True if access was refused, or a library found no credentials."""
     is_googles = str(error).startswith("Forbidden: ") or getattr(error, "code", None) == 401
     return isinstance(error, PermissionError) or "Credentials" in type(error).__name__ or is_googles
 

@@ -1,4 +1,4 @@
-"""`kdist runs FOLDER`: the runs below a folder as a table, those that differ in their seed as one row."""
+"""`kdist runs FOLDER`: the runs below a folder as a table, with one row for runs that differ in their seed only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from kdist.errors import ConfigError
-from kdist.sweeps.groups import Group, best_first, grouped, keys_but_seed, listed, status_of, table, text_of
+from kdist.sweeps.groups import Group, best_first, group_by, keys_but_seed, list_text, status_of, table, text_of
 from kdist.sweeps.load import Runs, runs_folder, runs_in
 
 _SPEED = ("steps_per_second", "staleness", "seconds")
@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     keys = keys_but_seed(runs) if options.group_by is None else options.group_by.split(",")
     _check("--group-by", keys, runs.columns)
     _check("--sort", [options.sort] if options.sort else [], [*runs.metrics, *runs.speed])
-    groups = grouped(runs.rows, keys)
+    groups = group_by(runs.rows, keys)
     if options.sort:
         groups = best_first(groups, options.sort, runs.modes)
     if options.csv:
@@ -48,14 +48,14 @@ def _check(option: str, names: Sequence[str], columns: Sequence[str]) -> None:
 
 
 def _table(runs: Runs, keys: Sequence[str], groups: Sequence[Group], sort: str | None) -> list[str]:
-    """The groups with the metrics that say most, and what failed."""
+    """The groups with the metrics that say most, and the errors of failed runs."""
     columns = [*dict.fromkeys([*_telling(runs.metrics), *([sort] if sort else []), *_SPEED])]
     columns = [name for name in columns if name not in keys]
     rows = [
         [
             *(text_of(group.values[key]) for key in keys),
             str(len(group.rows)),
-            listed(row["seed"] for row in group.rows) if len(group.rows) < 10 else "...",
+            list_text(row["seed"] for row in group.rows) if len(group.rows) < 10 else "...",
             *("" if (s := group.spread(name)) is None else s.text(_FORMS.get(name, ".4g")) for name in columns),
             status_of(group.rows),
         ]
@@ -66,7 +66,7 @@ def _table(runs: Runs, keys: Sequence[str], groups: Sequence[Group], sort: str |
 
 
 def _telling(metrics: Sequence[str]) -> list[str]:
-    """The best values of validation, or else the final ones, or those of training."""
+    """The best metrics of validation, or else the final ones, or the ones of training."""
     for split in ("best/", "validation/", "train/"):
         if found := [name for name in metrics if name.startswith(split)]:
             return found

@@ -20,9 +20,9 @@ class Spread:
     """A value over several runs.
 
     Attributes:
-        mean: of the values.
+        mean: the mean of the values.
         deviation: their standard deviation; None for a single one.
-        count: how many there are.
+        count: the number of values.
     """
 
     mean: float
@@ -50,7 +50,7 @@ class Group:
 
     Attributes:
         values: by key.
-        rows: of the runs.
+        rows: the rows of the runs.
     """
 
     values: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Group:
         return Spread.of(row.get(column) for row in self.rows if row["status"] == "done")
 
 
-def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
+def group_by(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
     """The runs by their values of these keys, in the order in which they appear."""
     groups: dict[str, Group] = {}
     for row in rows:
@@ -92,7 +92,7 @@ def text_of(value: Any) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def listed(values: Iterable[Any]) -> str:
+def list_text(values: Iterable[Any]) -> str:
     """Values in a row: `1,2,5`; whole numbers that follow each other as `1-9`."""
     found = list(dict.fromkeys(value for value in values if value is not None))
     if not all(isinstance(value, int) for value in found):

@@ -1,4 +1,4 @@
-"""`load_runs`: one row for each run dir below a folder: what was run, how it ended, what it reported."""
+"""`load_runs`: one row for each run dir below a folder: its config, its end, its metrics and its speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, metrics_of, rows_in
 from kdist.run.metrics_file import NAME as METRICS
-from kdist.run.result import checked_record, content_of
+from kdist.run.result import content_of, require_record
 from kdist.storage.folder import Folder
 from kdist.storage.object_storage import folder_at, is_url
 
@@ -33,7 +33,7 @@ _RECORDS = (RESULT, TRIAL, METRICS)
 _ABOUT = ("run", "status", "strategy", "cluster", "seed")
 #: The last columns, after those of metrics.
 _SPEED = ("steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers")
-#: Keys that say where a run is and not what, and those that are columns of their own.
+#: Keys that say where a run is, or that have another column.
 _NOT_KEYS = ("run.dir", "run.name", "sweep.", "hydra.", "cluster.shape", "strategy.name")
 _DONE, _FAILED = "done", "failed"
 _ENDED = (_DONE, _FAILED, "preempted")
@@ -46,10 +46,10 @@ class Runs:
     """Rows of runs.
 
     Attributes:
-        rows: of runs, each with all columns; None is a value that a run does not have.
-        keys: columns of keys: those that a run overrides, and those in which runs from Python differ.
+        rows: the rows of runs, each with all columns; None is a value that a run does not have.
+        keys: columns of config keys that a run overrides, or in which runs from Python differ.
         metrics: columns of metrics: `train/loss`, `validation/loss`, `best/loss`.
-        modes: `min` or `max` by metric, for those of which it is known which values are better.
+        modes: `min` or `max` by metric, as far as the better values are known.
         errors: the first lines of the errors of failed runs, by their names.
     """
 
@@ -118,7 +118,7 @@ def run_dirs(folder: Folder) -> list[str]:
     """The paths of all run dirs in a folder, with `/`, sorted as a person would; `.` is the folder itself."""
     parts = (name.rpartition("/") for name in folder.names())
     found = {PurePosixPath(within) for within, _, name in parts if name in _RECORDS}
-    # What is in a run dir belongs to the run.
+    # Folders in a run dir belong to the run.
     return sorted((str(path) for path in found if found.isdisjoint(path.parents)), key=_as_numbered)
 
 
@@ -151,7 +151,7 @@ def runs_in(folder: Folder, names: Sequence[str] | None = None) -> Runs:
 
 @dataclass
 class _Run:
-    """What is known of one run: parts of its row, and its record."""
+    """One run: parts of its row, and its record."""
 
     about: Row
     overrides: Mapping[str, str]
@@ -178,7 +178,7 @@ def _read(folder: Folder, name: str) -> _Run | None:
     record: dict[str, Any] = {}
     if (content := folder.read(f"{within}{RESULT}")) is not None:
         if "status" in content_of(content):
-            record = checked_record(content, f"{place}/{RESULT}")
+            record = require_record(content, f"{place}/{RESULT}")
         elif not trial:
             warn(f"{place}/{RESULT}: is not the record of a run; left out")
             return None
@@ -219,7 +219,7 @@ def _of_record(record: Mapping[str, Any]) -> tuple[Row, Row]:
 
 
 def _of_rows(content: bytes, place: str) -> tuple[Row, Row]:
-    """Metrics and speed of a run that has not: those of its last rows."""
+    """Metrics and speed of a run that has not ended, from its last rows."""
     rows = rows_in(content, f"{place}/{METRICS}")
     metrics: Row = {}
     speed: Row = {}
@@ -242,6 +242,6 @@ def _keys_of(runs: Sequence[_Run]) -> list[str]:
 
 
 def _is_key(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether runs from Python have a column for a key: a hyperparameter, or an argument in which they differ."""
+    """True if runs from Python have a column for a key: a hyperparameter, or an argument in which they differ."""
     # A seed that nobody has chosen is another one in each run.
     return key != SEED and ("." not in key or len({repr(config.get(key)) for config in configs}) > 1)

@@ -9,7 +9,7 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kdist.sweeps.groups import Group, grouped, text_of
+from kdist.sweeps.groups import Group, group_by, text_of
 from kdist.sweeps.load import SEED, Row
 from kdist.sweeps.sweep import OBJECTIVE, Sweep
 
@@ -60,9 +60,9 @@ def picture_of(sweep: Sweep) -> bytes | None:
 def _draw(rows: Sequence[Row], keys: Sequence[str], key: str, column: str, label: str, axes: Axes) -> None:
     """A column over a key, with a series for each value of the other keys."""
     others = [other for other in keys if other != key]
-    series = grouped(rows, others)
+    series = group_by(rows, others)
     if len(series) > _MAX_SERIES:
-        series = grouped(rows, [])
+        series = group_by(rows, [])
     values = list(dict.fromkeys(row[key] for row in rows))
     if key != SEED and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         for each in series:
@@ -85,7 +85,7 @@ def _draw(rows: Sequence[Row], keys: Sequence[str], key: str, column: str, label
 
 def _draw_line(series: Group, key: str, column: str, axes: Axes) -> None:
     """Means over numbers, joined, in a band of a standard deviation."""
-    found = [(g.values[key], s) for g in grouped(series.rows, [key]) if (s := g.spread(column)) is not None]
+    found = [(g.values[key], s) for g in group_by(series.rows, [key]) if (s := g.spread(column)) is not None]
     found.sort(key=lambda pair: pair[0])
     places, means = [place for place, _ in found], [spread.mean for _, spread in found]
     deviations = [spread.deviation or 0.0 for _, spread in found]
@@ -96,7 +96,7 @@ def _draw_line(series: Group, key: str, column: str, axes: Axes) -> None:
 
 def _draw_points(series: Group, key: str, column: str, places: dict[object, float], axes: Axes) -> None:
     """Means of categories with a bar of a standard deviation to each side, and what they are the means of."""
-    found = [(g, s) for g in grouped(series.rows, [key]) if (s := g.spread(column)) is not None]
+    found = [(g, s) for g in group_by(series.rows, [key]) if (s := g.spread(column)) is not None]
     means = [spread.mean for _, spread in found]
     deviations = [spread.deviation or 0.0 for _, spread in found]
     at = [places[group.values[key]] for group, _ in found]

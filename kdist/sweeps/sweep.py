@@ -1,4 +1,4 @@
-"""Sweeps: which trials in a sweep's folder are done, and how they compare, as a table.
+"""Sweeps: the trials in a sweep's folder, run unless they are done, and compared as a table.
 
 A sweep is one folder with one folder per trial, named by `hydra.sweep.subdir`. There, `trial.json` records the
 overrides of the trial and how it ended, beside the `result.json` of its run. A sweep that is run again needs nothing
@@ -21,7 +21,7 @@ from kdist.run.result import content_of
 from kdist.storage.files import OWNER_ONLY
 from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock
-from kdist.sweeps.groups import Group, best_first, grouped, listed, status_of, table
+from kdist.sweeps.groups import Group, best_first, group_by, list_text, status_of, table
 from kdist.sweeps.load import RESULT, SEED, TRIAL, Row, runs_in
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Trial:
     """One trial of a sweep.
 
     Attributes:
-        name: of its run dir in the sweep's folder, which may have slashes.
+        name: the name of its run dir in the sweep's folder, which may have slashes.
         overrides: its own overrides: values by keys.
         status: `running` (or killed), `done`, `failed` or `preempted`.
         error: the message of its error.
@@ -77,7 +77,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Objective:
-    """The value of metric `name` (without `val_`) by which trials are compared; whether `min` or `max` is better."""
+    """The value of metric `name` (without `val_`) by which trials are compared; `min` or `max` is better."""
 
     name: str
     value: float
@@ -226,11 +226,11 @@ class Sweep:
 
     Attributes:
         trials: by number.
-        failed: those that failed.
+        failed: the failed ones.
         swept: the keys in which trials differ; all of a sweep of one trial.
-        rows: of `kdist.load_runs`, in the same order, with their objectives in the column `OBJECTIVE`.
+        rows: the rows of `kdist.load_runs`, in the same order, with their objectives in the column `OBJECTIVE`.
         metric: the name by which trials are compared.
-        mode: whether its smaller or its larger values are better.
+        mode: `min` or `max`: its better values.
     """
 
     def __init__(self, folder: Folder, metric: str | None = None, mode: str | None = None) -> None:
@@ -256,7 +256,7 @@ class Sweep:
 
     def groups(self) -> list[Group]:
         """Trials that differ in their seed only, best first, and those without a result last."""
-        groups = grouped(self.rows, [key for key in self.swept if key != SEED])
+        groups = group_by(self.rows, [key for key in self.swept if key != SEED])
         return best_first(groups, OBJECTIVE, {OBJECTIVE: self.mode})
 
     def table(self) -> list[str]:
@@ -264,8 +264,8 @@ class Sweep:
         trials = {trial.name: trial for trial in self.trials}
         rows = [
             [
-                listed(trials[row["run"]].number for row in group.rows),
-                *(listed(row[key] for row in group.rows) for key in self.swept),
+                list_text(trials[row["run"]].number for row in group.rows),
+                *(list_text(row[key] for row in group.rows) for key in self.swept),
                 *(
                     "" if (found := group.spread(column)) is None else found.text(form)
                     for column, form in ((OBJECTIVE, ".4g"), ("steps_per_second", ".1f"), ("staleness", ".2f"))

@@ -16,7 +16,7 @@ from helpers import in_short
 
 from kdist.errors import CheckpointError
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.run.checkpoint import Checkpoints, replayed, values_of
+from kdist.run.checkpoint import Checkpoints, replay, values_of
 
 TABLE, IDS = "parameters/table", "delta/ids/table"
 
@@ -52,7 +52,7 @@ class Table:
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self.values = values_of(path)
         for delta in deltas:
-            self.values = replayed(self.values, values_of(delta))
+            self.values = replay(self.values, values_of(delta))
 
 
 def at(step: int) -> Table:

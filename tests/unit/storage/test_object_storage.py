@@ -24,7 +24,7 @@ from kdist.run.checkpoint import Checkpoints
 from kdist.run.run_dir import RunDir
 from kdist.storage.lock import RunLock
 from kdist.storage.mirror import Mirror
-from kdist.storage.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, checked_url, working_folder
+from kdist.storage.object_storage import UNFINISHED_SUFFIX, ObjectStorage, StorageError, check_url, working_folder
 
 URL = "memory://bucket/run"
 NO_WAIT = 0.1
@@ -158,7 +158,7 @@ def failing(error: Exception, *operations: str, of: str = "") -> Callable[[str, 
     ],
 )
 def test_urls_that_are_refused(url: str, message: str) -> None:
-    for refused in (checked_url, working_folder, lambda url: RunDir(url, "x")):
+    for refused in (check_url, working_folder, lambda url: RunDir(url, "x")):
         with pytest.raises(ConfigError, match=message) as caught:
             refused(url)
         assert "hunter2" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Runs as rows: what is found below a folder, what is refused, and how seeds are grouped."""
+"""Runs as rows: what is found below a folder, what is refused, and how seeds are group_by."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ import kdist
 from kdist.cli.main import run
 from kdist.errors import ConfigError
 from kdist.run.metrics_file import MetricsFile
-from kdist.sweeps.groups import Spread, listed
+from kdist.sweeps.groups import Spread, list_text
 from kdist.sweeps.load import runs_folder, runs_in
 
 COLUMNS = ["run", "status", "strategy", "cluster", "seed"]
@@ -227,7 +227,7 @@ def test_the_table_as_csv_by_other_keys(sweep: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_values_of_a_row(values: list[Any], text: str) -> None:
-    assert listed(values) == text
+    assert list_text(values) == text
 
 
 def test_spreads() -> None:
