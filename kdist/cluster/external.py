@@ -15,7 +15,7 @@ from kdist.cluster.network.sockets import HeldPorts, bind_to
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
-from kdist.cluster.processes.server import ServerOptions
+from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import Cluster, ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.log import warn
@@ -67,7 +67,7 @@ class ExternalCluster(Cluster):
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
-        options = ServerOptions(jobs, task.job, task.index, patience=config.patience)
+        options = TaskOptions(jobs, task.job, task.index, patience=config.patience)
         log = self._log_dir / f"{task.job}-{task.index}-server.log"
         log.unlink(missing_ok=True)
         self._own = start_child(

@@ -16,7 +16,7 @@ from kdist.cluster.network.sockets import HeldPorts, bind_to
 from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
-from kdist.cluster.processes.server import READY, ServerOptions
+from kdist.cluster.processes.server import READY, TaskOptions
 from kdist.cluster.processes.task_processes import TaskProcesses
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
@@ -183,7 +183,7 @@ class LocalCluster(Cluster):
             self._guard.stdin.flush()
 
     def _launch(self, task: Task) -> Child:
-        options = ServerOptions(self.spec.jobs, task.job, task.index, *share_of_machine(task, self.shape))
+        options = TaskOptions(self.spec.jobs, task.job, task.index, *share_of_machine(task, self.shape))
         program = TaskProgram(
             "kdist.cluster.processes.server",
             options.to_json(),

@@ -14,7 +14,7 @@ from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes import chief_board
 from kdist.cluster.processes.chief_board import Chief, tell_tasks
 from kdist.cluster.processes.child import end_children, start_child
-from kdist.cluster.processes.server import ServerOptions
+from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread
@@ -30,7 +30,7 @@ class ChiefsServer:
     def __init__(self) -> None:
         (port,) = free_ports(1)
         self.spec = ClusterSpec(ps=["127.0.0.1:1", "127.0.0.1:2"], worker=["127.0.0.1:3"], chief=f"127.0.0.1:{port}")
-        options = ServerOptions({"chief": [self.spec.chief]}, "chief", 0, intra_op_threads=0, inter_op_threads=0)
+        options = TaskOptions({"chief": [self.spec.chief]}, "chief", 0, intra_op_threads=0, inter_op_threads=0)
         self.process = start_child(
             [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
             stdout=subprocess.DEVNULL,

@@ -181,7 +181,7 @@ def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdist.cluster.processes.server.ServerOptions.to_json", lambda self: "not json")
+    monkeypatch.setattr("kdist.cluster.processes.server.TaskOptions.to_json", lambda self: "not json")
     cluster = LocalCluster(ClusterShape(1, 1), tmp_path)
     cluster.launch()
     with pytest.raises(ClusterError, match=r"(?s)(ps|worker):0 exited while starting \(exit code 1\).*JSONDecodeError"):

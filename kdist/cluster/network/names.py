@@ -42,7 +42,7 @@ def plain(ip: str) -> str:
     return str(parsed.ipv4_mapped or parsed) if isinstance(parsed, ipaddress.IPv6Address) else host
 
 
-def resolve(host: str, port: int, timeout: float = _LOOKUP_SECS) -> AddressInfo:
+def address_info(host: str, port: int, timeout: float = _LOOKUP_SECS) -> AddressInfo:
     """Calls `socket.getaddrinfo` for TCP; waits at most `timeout` seconds.
 
     Raises:
@@ -59,14 +59,14 @@ def peers_at(address: str) -> set[tuple[str, int]]:
     """The IP addresses of `host:port`, each with the port; empty if the name cannot be resolved."""
     host, port = host_and_port(address)
     try:
-        return {(plain(str(found[4][0])), port) for found in resolve(host, port)}
+        return {(plain(str(found[4][0])), port) for found in address_info(host, port)}
     except OSError:
         return set()
 
 
 @cache
 def look_up(hosts: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
-    """Looks up several names at the same time; returns the IP addresses of those that resolve within a few seconds."""
+    """Looks up several names at once; returns the IP addresses of names that resolve within a few seconds."""
     lookups = {host: _lookup(host, 0) for host in sorted(hosts)}
     in_time = wait(lookups.values(), _LOOKUP_SECS).done
     found = {host: of.result() for host, of in lookups.items() if of in in_time and of.exception() is None}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kdist.cluster.network import sockets
-from kdist.cluster.network.names import host_and_port, resolve
+from kdist.cluster.network.names import address_info, host_and_port
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
 from kdist.threads import in_thread
@@ -56,7 +56,7 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> ProbeResult:
     deadline = time.monotonic() + timeout
     host, port = host_and_port(address)
     try:
-        found = resolve(host, port, timeout)
+        found = address_info(host, port, timeout)
     except (OSError, UnicodeError):
         return ProbeResult(State.SILENT, f"the name {host} has not been resolved", is_of_lookup=True)
     why = ProbeResult(State.SILENT, f"{address} has not responded")

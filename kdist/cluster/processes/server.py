@@ -1,4 +1,4 @@
-"""One parameter server or worker: `python -m kdist.cluster.processes.server '<ServerOptions as JSON>'`.
+"""One parameter server or worker: `python -m kdist.cluster.processes.server '<TaskOptions as JSON>'`.
 
 The process serves TensorFlow until its standard input closes or its parent exits, so that no task outlives its chief,
 however the chief ends (a pipe is closed by the kernel even after `kill -9`). It knows nothing of the model. It writes
@@ -35,7 +35,7 @@ _servers: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class TaskOptions:
     """The options of one server task; the last three are by default those of the process that makes them.
 
     Attributes:
@@ -66,11 +66,11 @@ class ServerOptions:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> ServerOptions:
+    def from_json(cls, text: str) -> TaskOptions:
         return cls(**json.loads(text))
 
 
-def serve(options: ServerOptions) -> NoReturn:
+def serve(options: TaskOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent exits."""
     # From the first moment on: importing TensorFlow takes seconds.
     end_with_parent()
@@ -195,8 +195,8 @@ def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) ->
 
 
 def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:
-    """Serves what `ServerOptions`, as JSON, say: see `kdist.cluster.processes.task_processes`."""
-    serve(ServerOptions.from_json(options))
+    """Serves what `TaskOptions`, as JSON, say: see `kdist.cluster.processes.task_processes`."""
+    serve(TaskOptions.from_json(options))
 
 
 if __name__ == "__main__":

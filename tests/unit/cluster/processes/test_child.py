@@ -1,0 +1,48 @@
+"""A process that was started knows its deadline, its part of the log, and how it ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kdist.cluster.processes.child import end_children, start_child
+
+PROGRAM = "import sys; print('for the log', file=sys.stderr); print('out', flush=True); sys.stdin.read(); sys.exit({})"
+
+
+def test_the_end_of_its_log_has_its_own_lines_only(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "task.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier process\n")
+    child = start_child([sys.executable, "-c", PROGRAM.format(3)], log, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"out\n"
+    assert child.poll() is None
+    child.stdin.close()
+    assert child.how_it_ended() == "exit code 3"
+    assert child.last_lines() == "for the log"
+    assert child.log_tail() == f"\n  log: {log} (last lines follow)\nfor the log"
+    assert log.read_text() == "of an earlier process\nfor the log\n"
+    end_children([child], 1)
+
+
+def test_it_prints_to_its_log_and_is_killed_if_it_does_not_end(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "task.log"
+    program = "import signal; print('out', flush=True); signal.pause()"
+    child = start_child([sys.executable, "-c", program], log, prints_to_log=True)
+    while not log.read_text():
+        time.sleep(0.01)
+    end_children([child], 0.1)
+    assert child.how_it_ended() == "signal 9, SIGKILL"
+    assert child.last_lines() == "out"
+
+
+def test_it_is_late_until_it_has_started() -> None:
+    child = start_child([sys.executable, "-S", "-c", "input()"], start_timeout=0.01, stderr=subprocess.DEVNULL)
+    time.sleep(0.02)
+    assert child.is_late
+    child.has_started()
+    assert not child.is_late
+    assert child.log_tail() == ""
+    end_children([child], 5)
