@@ -16,19 +16,27 @@ from kdist.errors import ConfigError
 from kdist.storage import lock as run_lock
 from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock, check_not_taken_over
+from kdist.storage.object_storage import ObjectStorage
 
 
-def test_a_lock_is_there_while_it_is_held_and_can_be_taken_again(run_dir: Path) -> None:
+@pytest.fixture(params=["{}", "file://{}"])
+def folder(request: pytest.FixtureRequest, run_dir: Path, tmp_path: Path) -> Folder:
+    """The run dir, on a disk or at a URL."""
+    place = request.param.format(run_dir)
+    return Folder(run_dir) if place == str(run_dir) else ObjectStorage(place, 1.0, tmp_path / "copies")
+
+
+def test_a_lock_is_there_while_it_is_held_and_can_be_taken_again(run_dir: Path, folder: Folder) -> None:
     for _ in range(2):
-        with RunLock(Folder(run_dir)):
+        with RunLock(folder):
             assert json.loads((run_dir / ".lock").read_text())["pid"] == os.getpid()
         assert list(run_dir.iterdir()) == []
 
 
-def test_it_is_released_when_what_it_guards_fails(run_dir: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RunLock(Folder(run_dir)):
+def test_it_is_released_when_what_it_guards_fails(run_dir: Path, folder: Folder) -> None:
+    with pytest.raises(KeyboardInterrupt), RunLock(folder):
         raise KeyboardInterrupt
-    RunLock(Folder(run_dir)).check()
+    RunLock(folder).check()
 
 
 def test_a_second_chief_is_refused_with_who_is_there(run_dir: Path) -> None:
@@ -46,7 +54,7 @@ def test_a_second_chief_is_refused_with_who_is_there(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["gone", "another process by now", "killed before it wrote", "no lock file of kdist"])
-def test_a_stale_lock_is_taken_over(run_dir: Path, what: str) -> None:
+def test_a_stale_lock_is_taken_over(run_dir: Path, folder: Folder, what: str) -> None:
     contents = {
         "gone": held_by(pid=ended_process()),
         "another process by now": held_by(started=(ME.started or 0) - 1),
@@ -54,8 +62,8 @@ def test_a_stale_lock_is_taken_over(run_dir: Path, what: str) -> None:
         "no lock file of kdist": '{"pid": 1}',
     }
     write_lock(run_dir, contents[what])
-    RunLock(Folder(run_dir)).check()
-    with RunLock(Folder(run_dir)):
+    RunLock(folder).check()
+    with RunLock(folder):
         assert json.loads((run_dir / ".lock").read_text()) == {**vars(ME), "since": ME.since} | {
             "since": json.loads((run_dir / ".lock").read_text())["since"]
         }
@@ -134,10 +142,10 @@ def test_a_chief_elsewhere_without_a_heartbeat_is_waited_for_a_minute(run_dir: P
         assert json.loads((run_dir / ".lock").read_text())["host"] == ME.host
 
 
-def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, clock: Clock) -> None:
+def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, folder: Folder, clock: Clock) -> None:
     write_lock(run_dir, held_by(host="elsewhere"))
     os.utime(run_dir / ".lock", (clock.now - 61, clock.now - 61))
-    RunLock(Folder(run_dir)).check()
+    RunLock(folder).check()
     assert clock.now == 1_000_000
 
 
@@ -145,47 +153,50 @@ def test_an_old_lock_of_another_machine_is_taken_over_at_once(run_dir: Path, clo
     ("job", "restarts", "is_taken_over"), [("17", 0, True), ("17", 1, True), ("17", 2, False), ("18", 0, False)]
 )
 def test_a_job_that_was_requeued_replaces_its_predecessor_at_once(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int, is_taken_over: bool
+    run_dir: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int, is_taken_over: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     write_lock(run_dir, held_by(host="elsewhere", job=job, job_restarts=restarts))
-    assert (RunLock(Folder(run_dir)).living_owner() is None) is is_taken_over
+    assert (RunLock(folder).living_owner() is None) is is_taken_over
 
 
 def test_a_process_of_the_same_job_on_this_machine_keeps_its_lock(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    with RunLock(Folder(run_dir)), pytest.raises(ConfigError, match="in use by this process itself"):
-        RunLock(Folder(run_dir)).check()
+    with RunLock(folder), pytest.raises(ConfigError, match="in use by this process itself"):
+        RunLock(folder).check()
 
 
-def test_a_lock_that_is_held_has_a_heartbeat(run_dir: Path) -> None:
-    with RunLock(Folder(run_dir), heartbeat_secs=0.01):
+def test_a_lock_that_is_held_has_a_heartbeat(run_dir: Path, folder: Folder) -> None:
+    with RunLock(folder, heartbeat_secs=0.01):
         os.utime(run_dir / ".lock", (1, 1))
         wait_until(lambda: (run_dir / ".lock").stat().st_mtime > 1, 10, "a heartbeat")
-        # Another chief's is left alone.
+
+
+def test_the_lock_of_another_chief_gets_no_heartbeat(run_dir: Path) -> None:
+    with RunLock(Folder(run_dir), heartbeat_secs=0.01):
         (run_dir / ".lock").write_text(held_by(host="elsewhere"))
         os.utime(run_dir / ".lock", (1, 1))
         wait_until(lambda: "kdist-run-lock" not in {t.name for t in threading.enumerate()}, 10, "no more heartbeats")
         assert (run_dir / ".lock").stat().st_mtime == 1
 
 
-def test_a_run_whose_lock_was_taken_over_is_told_so(run_dir: Path) -> None:
-    check_not_taken_over(Folder(run_dir))
-    with RunLock(Folder(run_dir)):
-        check_not_taken_over(Folder(run_dir))
+def test_a_run_whose_lock_was_taken_over_is_told_so(run_dir: Path, folder: Folder) -> None:
+    check_not_taken_over(folder)
+    with RunLock(folder):
+        check_not_taken_over(folder)
         # The host has got another name.
         (run_dir / ".lock").write_text(held_by(host="elsewhere"))
-        check_not_taken_over(Folder(run_dir))
+        check_not_taken_over(folder)
         (run_dir / ".lock").write_text(held_by(host="elsewhere", boot="another"))
         with pytest.raises(ConfigError, match=r"was taken over by process \d+ on elsewhere"):
-            check_not_taken_over(Folder(run_dir))
+            check_not_taken_over(folder)
 
 
-def test_somebody_elses_lock_is_not_removed(run_dir: Path) -> None:
-    with RunLock(Folder(run_dir)):
+def test_somebody_elses_lock_is_not_removed(run_dir: Path, folder: Folder) -> None:
+    with RunLock(folder):
         (run_dir / ".lock").write_text(held_by(host="elsewhere"))
     assert (run_dir / ".lock").exists()
 
