@@ -43,11 +43,7 @@ class CheckpointEvaluator:
 
     def evaluate_newest(self) -> Evaluation | None:
         """Evaluates the newest checkpoint; None if it was evaluated before, or cannot be read."""
-        try:
-            newest = max(self._checkpoints.steps(), default=-1)
-        except OSError:
-            # The chief has just set the folder of an earlier run aside.
-            return None
+        newest = max(self._checkpoints.steps(), default=-1)
         # A run that starts over has smaller steps.
         if newest in (-1, self._after):
             return None
