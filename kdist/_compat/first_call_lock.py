@@ -3,7 +3,7 @@
 TensorFlow's chief records the functions on other tasks in one vector, and reads it without its lock
 (`EagerClusterFunctionLibraryRuntime::Run`; read and seen in 2.21). The first call of a function makes that vector grow:
 a call that another thread starts at that moment reads freed memory. A task then answers "Unable to parse request", or
-the chief crashes. Fetching a tensor from a task is such a call; what a worker runs by itself is not.
+the chief crashes. Fetching a tensor from a task is such a call; a worker's own calls are not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FirstCalls:
         self._known: set[Hashable] = set()
         #: How often `forget` was called; calls from before no longer count.
         self._generation = 0
-        #: When the present calls started: those that run alone, and the others.
+        #: Start times of the present calls: of calls that run alone, and of the others.
         self._alone: dict[object, float] = {}
         self._others: dict[object, float] = {}
         self._num_waiting_to_be_alone = 0
@@ -112,6 +112,6 @@ def fetch(tensor: tf.Tensor) -> Any:
 
 
 def call_in_turn(function: Callable[[], T], kind: Hashable) -> T:
-    """Calls a function that calls tasks, in a thread of its own; `kind` as in `FirstCalls.call`."""
+    """Calls a function that calls tasks, from any thread; `kind` as in `FirstCalls.call`."""
     with first_calls.call(kind), executor_scope(QuietExecutor()):
         return function()

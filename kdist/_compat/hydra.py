@@ -24,10 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 
 
 class CheckedLoader(ConfigLoaderImpl):
-    """Composes every config that Hydra uses, also those of trials; each is checked before Hydra uses any of it.
+    """Composes every config that Hydra uses, also for trials; each is checked before Hydra uses any of it.
 
     Args:
-        check: raises what is wrong with a config.
+        check: raises the error of a config.
         check_searchpath: the same of `hydra.searchpath` in a file, before anything there is imported.
     """
 
@@ -56,7 +56,7 @@ class CheckedLoader(ConfigLoaderImpl):
 
 
 def parse_command_line(arguments: Sequence[str]) -> Namespace:
-    """Hydra's own options and the overrides: what runs has to be known before Hydra makes a folder for it."""
+    """Parses Hydra's own options and the overrides, before Hydra makes a folder for the run."""
     return get_args_parser().parse_args(arguments)
 
 

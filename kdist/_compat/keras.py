@@ -24,12 +24,12 @@ from kdist._compat.tensorflow import outside_of_functions
 
 
 def global_seed() -> keras.Variable:
-    """The state that `keras.random` draws from without a seed; a pure step has to put its own in that place."""
+    """The state that `keras.random` draws from without a seed; a pure step must put its own in that place."""
     return global_seed_generator().state
 
 
 def acts_on(callback: keras.callbacks.Callback, event: str) -> bool:
-    """Tells whether a callback does anything at an event: only then does a batch have to return to the chief."""
+    """Tells whether a callback does anything at an event: only then must a batch return to the chief."""
     return not is_default(getattr(callback, event)) and not _idles_at(callback, event)
 
 
@@ -67,10 +67,10 @@ class Reduction:
     """The reduction of the values of a batch to one number, by a loss.
 
     Attributes:
-        index: of the loss among those that the model was compiled with.
+        index: of the loss among the compiled ones.
         value: the number, or the values if they are not reduced.
         is_number: whether the loss was one before, so that only its function knows how.
-        is_sum: whether the gradient is that of the sum of the values.
+        is_sum: whether the gradient belongs to the sum of the values.
         divisor: of their sum, if it depends on more than the shape of the batch.
     """
 
@@ -260,7 +260,7 @@ class ModelDetails:
 
     Attributes:
         layers: the name and the settings of each layer.
-        paths: those of the variables.
+        paths: of the variables.
     """
 
     layers: Sequence[tuple[str, dict[str, Any]]]
@@ -318,9 +318,9 @@ def custom_objects_of(model: keras.Model) -> dict[str, Any]:
 
 @contextmanager
 def name_functions_apart(model: keras.Model) -> Iterator[dict[str, Any]]:
-    """Gives each function of a model a name of its own while the model is saved, and yields them by these names.
+    """Gives each function of a model a unique name while the model is saved, and yields them by these names.
 
-    Several may have the same name, as those that one function returns, and Keras saves the code of a lambda without
+    Several may have the same name, as the closures of one function, and Keras saves the code of a lambda without
     what it reads.
     """
     functions = {id(part): part for part in _parts_of(model) if isinstance(part, FunctionType)}
@@ -337,7 +337,7 @@ def name_functions_apart(model: keras.Model) -> Iterator[dict[str, Any]]:
 
 
 def _parts_of(model: keras.Model) -> list[Any]:
-    """The layers of a model, what it was compiled with, and what these consist of, as far as Keras saves it."""
+    """The layers of a model, its `compile` arguments, and the parts of both that Keras saves."""
     found: dict[int, Any] = {}
     waiting = [*layers_of(model), *_items(compile_arguments(model))]
     while waiting:
@@ -382,7 +382,7 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def loss_scaling(model: keras.Model) -> keras.optimizers.LossScaleOptimizer | None:
-    """The optimizer around that of a compiled model that scales its loss; None if there is none."""
+    """The `LossScaleOptimizer` of a compiled model; None if it has none."""
     optimizer = model.optimizer
     return optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
 
@@ -410,7 +410,7 @@ def parts_of(
 
 
 def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables of an optimizer without those of its parts."""
+    """The variables of an optimizer, without its parts' variables."""
     return list(optimizer._variables)
 
 
@@ -420,7 +420,7 @@ def built_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """The variable behind `iterations`, which is what a scope has to map: the property may return another tensor."""
+    """The variable behind `iterations`, for scopes to map: the property may return another tensor."""
     return optimizer._iterations
 
 
@@ -513,7 +513,7 @@ def unbuilt_copy(
     """An optimizer of class `kind` with the settings of another one, but none of its variables.
 
     Takes the attributes as they are, since a config need not exist: schedules and callables may have none, and neither
-    may an optimizer of the user's own.
+    may a custom optimizer.
     """
     rate = learning_rate_variable(optimizer)
     copy: Any = object.__new__(kind)

@@ -26,7 +26,7 @@ class ProgramSettings:
 
     Attributes:
         of_process, of_thread: of Keras.
-        objects: those that are registered with Keras, and those of a scope that is entered.
+        objects: registered with Keras, or of a scope that is entered.
         of_tensorflow: see `_set_tensorflow`.
     """
 
@@ -80,7 +80,7 @@ def as_in_this_thread(function: Callable[[], T]) -> Callable[[], T]:
 
 
 def _present() -> dict[str, Any]:
-    """Keras's state of this thread; what changes in it, changes there."""
+    """Keras's state of this thread itself, not a copy."""
     from keras.src.backend.common import global_state
 
     # `clear_session` replaces it.
@@ -100,7 +100,7 @@ def _of_tensorflow() -> dict[str, Any]:
 
 
 def _set_tensorflow(wanted: Mapping[str, Any]) -> None:
-    """Sets what differs from `wanted`: compilation by XLA, Grappler's options, TensorFloat-32 and determinism."""
+    """Sets what `wanted` changes: compilation by XLA, Grappler's options, TensorFloat-32 and determinism."""
     import tensorflow as tf
 
     present = _of_tensorflow()

@@ -1,6 +1,6 @@
 """Libraries of ops that TensorFlow has loaded beside its own; `tf.load_op_library` marks them by a private name.
 
-A graph with an op of such a library, as those of TensorFlow Text, runs in processes that have loaded it, too. They
+A graph with an op of such a library, such as TensorFlow Text, runs in processes that have loaded it, too. They
 import the modules that did so in this process.
 """
 
@@ -23,7 +23,7 @@ def loaded_by() -> list[str]:
 
 
 def load(modules: Iterable[str]) -> None:
-    """Imports modules that load libraries of ops; what fails is printed, and its ops are missing."""
+    """Imports modules that load libraries of ops; prints failures, whose ops are missing."""
     for name in modules:
         try:
             for module in _modules_in(importlib.import_module(name)):
@@ -43,7 +43,7 @@ def _modules_in(module: object) -> list[ModuleType]:
 
 
 def _attributes(module: object) -> dict[str, Any]:
-    """The attributes of a module, without loading a lazy one; none of what only looks like a module, as in cffi."""
+    """The attributes of a module, without loading a lazy one; empty for objects that only look like one, as in cffi."""
     try:
         return object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
     except AttributeError:

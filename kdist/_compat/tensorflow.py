@@ -75,7 +75,7 @@ def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
 
 
 def forget_traced_functions() -> None:
-    """Lets TensorFlow trace again what it keeps of datasets of the tf.data service.
+    """Lets TensorFlow trace its functions for datasets of the tf.data service again.
 
     A function that was traced before tasks joined is unknown to them, and is missing where it is only referred to.
     """
@@ -102,10 +102,10 @@ def function_for_tasks(
 
 @contextmanager
 def send_to_joining_tasks(function: tf.types.experimental.ConcreteFunction) -> Iterator[None]:
-    """Makes a function, and those that it calls, known to the tasks that this process joins in this context.
+    """Makes a function, and its callees, known to the tasks that this process joins in this context.
 
     TensorFlow sends a function to the tasks when it is added to this process, and only then. So it is added again, and
-    removed before: there are no tasks then that would be told to remove what they do not have.
+    removed before: no tasks are there then, to be told to remove functions that they lack.
     """
     own, definitions = context.context(), dict[str, Any]()
     waiting: list[Any] = [function._inference_function]
@@ -169,7 +169,7 @@ def call_with(
 def outside_of_functions() -> Iterator[None]:
     """As `tf.init_scope`; and a function that is being traced takes no variables from there for its own.
 
-    It would have to be traced again, without them.
+    It would be traced again, without them.
     """
     graph = tf.compat.v1.get_default_graph()
     creators = graph._variable_creator_stack
@@ -206,7 +206,7 @@ def function_of_its_own(function: Callable[..., Any]) -> Any:
 
 
 def offer_python_function(name: str, function: Callable[..., Any]) -> None:
-    """Lets `tf.raw_ops.PyFunc` call a function of this process by a name of its own, as its `token`.
+    """Lets `tf.raw_ops.PyFunc` call a function of this process by a given name, as its `token`.
 
     The public `tf.numpy_function` chooses a name that only this process knows; so it cannot be called on other tasks.
     TensorFlow keeps no reference to the function.
@@ -224,7 +224,7 @@ def watch_in_every_tape(value: tf.Tensor) -> None:
 
 
 def with_handle_of(source: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """The tensor `value`; asked for its gradient, a tape gives that of `source`, which it watches."""
+    """The tensor `value`, for whose gradient a tape gives the gradient of `source`, which it watches."""
     value.handle = source
     return value
 
@@ -305,7 +305,7 @@ class QuietExecutor(Executor):
 
 
 def executor_scope(executor: QuietExecutor) -> Any:
-    """Runs the ops of this thread by an executor of its own."""
+    """Runs the ops of this thread by `executor`."""
     return context.executor_scope(executor)
 
 
@@ -354,8 +354,8 @@ _configs: list[Any] = []
 
 
 def _remember_config() -> None:
-    """Remembers the config of TensorFlow's context when it is made: what the program sets later is not in effect there,
-    and TensorFlow returns the config as it is set now. If it was made before kdist is used, that of now has to do.
+    """Remembers the config of TensorFlow's context when it is made: later settings of the program have no effect there,
+    and TensorFlow returns the present settings. If it was made before kdist is used, the present ones must do.
     """
     own = context.context()
     if own._initialized:
@@ -375,7 +375,7 @@ _remember_config()
 
 
 def filters_as_proto(filters: tf.config.experimental.ClusterDeviceFilters) -> Any:
-    """Device filters for a server definition of one's own."""
+    """Converts device filters for a custom server definition."""
     return filters._as_cluster_device_filters()
 
 

@@ -15,7 +15,7 @@ from kdist.config.hparams import SEED, flat
 from kdist.errors import ConfigError
 from kdist.version import __version__
 
-#: Parts of the config that say what is trained, and how. The others are of one task: where it writes, and what it says.
+#: Parts of the config that describe the training. The others are of one task: its folders and its messages.
 _GROUPS = ("model", "data", "optimizer", "loss", "metrics", "strategy", "train", "fit")
 #: Of the chief alone: when it stops, restarts and validates. The next chief of servers that stay may have others.
 _OF_CHIEF = (
@@ -33,9 +33,9 @@ class TaskFingerprint:
     """The properties of a task that the others compare with their own.
 
     Attributes:
-        versions: of Python and the packages that tasks have to agree on.
+        versions: of Python and of the packages that must be the same on all tasks.
         addresses: of all tasks, by job, as this task knows them.
-        config: plain values by key, without what may differ; references to the environment as they were written.
+        config: plain values by key, without values that may differ; references to the environment as they were written.
         op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`; not compared.
     """
 
@@ -72,7 +72,7 @@ class TaskFingerprint:
 
     @property
     def is_of_program(self) -> bool:
-        """True if a `Trainer` of a program made it: its arguments are not those of the command line."""
+        """True if a `Trainer` of a program made it, whose arguments differ from the command line's."""
         return any(key.startswith("fit.") for key in self.config)
 
 

@@ -82,11 +82,11 @@ class ExternalCluster(Cluster):
         self._tcp_timeouts.start()
 
     def wait(self) -> None:
-        """Waits until every task serves, and has compared its versions and config with those of this process.
+        """Waits until every task serves, and has compared its versions and config with this process.
 
         Raises:
-            ClusterError: names those that do not serve in time.
-            ConfigError: names those that differ, and in what.
+            ClusterError: names the tasks that do not serve in time.
+            ConfigError: names the tasks that differ, and the differences.
         """
         while missing := self._missing():
             assert self._own is not None

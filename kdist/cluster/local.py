@@ -151,7 +151,7 @@ class LocalCluster(Cluster):
                 self._starting.discard(task)
             elif _can_read(child.stdout):
                 self._starting.discard(task)
-                # Not before: a task that is not forked yet has no process id of its own.
+                # Not before: a task that is not forked yet has no process id.
                 self._watch_over([task])
         return set(self._starting)
 

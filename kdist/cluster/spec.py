@@ -101,7 +101,7 @@ class ClusterSpec:
 
     Attributes:
         ps, worker: by index.
-        chief: of the chief, if it is a task of its own; otherwise worker 0 is also the chief, or the process that
+        chief: of the chief, if it is a separate task; otherwise worker 0 is also the chief, or the process that
             started the tasks.
     """
 
@@ -186,7 +186,7 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def launch(self) -> None:
-        """Starts the tasks that this process has to start, and returns at once."""
+        """Starts the tasks of this process, and returns at once."""
 
     @abc.abstractmethod
     def wait(self) -> None:

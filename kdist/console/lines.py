@@ -64,7 +64,7 @@ def train_line(
 
 
 def over_steps(num_steps: int) -> str:
-    """The part of a line that says what an average is over: `over 100 steps`."""
+    """The scope of an average, `over 100 steps`."""
     return f"over {num_steps} step{'s' * (num_steps != 1)}"
 
 

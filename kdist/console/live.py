@@ -50,7 +50,7 @@ class TerminalLine:
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=terminal is None,
-            # Output to a file has to stay there.
+            # Output to a file must stay there.
             redirect_stderr=terminal is None and sys.stderr.isatty(),
         )
         self._live.start()

@@ -1,4 +1,4 @@
-"""Redirects only what C++ code writes to standard error; for the command line: a user's process keeps its own."""
+"""Redirects the output of C++ code to standard error; for the command line: a user's process keeps its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def keep_python_stderr() -> None:
-    """Gives Python's `sys.stderr` a descriptor of its own, so that it stays on the console when 2 is redirected."""
+    """Gives Python's `sys.stderr` another descriptor, so that it stays on the console when 2 is redirected."""
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
 

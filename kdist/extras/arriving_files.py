@@ -114,7 +114,7 @@ class ArrivingFiles(SplitSource):
         """The reader of the files.
 
         Raises:
-            ConfigError: the columns are to be those of the first file, and there is none.
+            ConfigError: the first file has the columns, and there is none.
         """
         if self.format_name == "tfrecord":
             return TfRecords()
@@ -213,7 +213,7 @@ class TfRecords(FileFormat):
 class Csv(FileFormat):
     """CSV files as of RFC 4180, also compressed by gzip (`.gz`); the first line of each has the names of its columns.
 
-    A batch is a dict of tensors `[n]`. Every value has to be there.
+    A batch is a dict of tensors `[n]`. Every value must be there.
 
     Args:
         dtypes: of all columns by name, in the order of the file.

@@ -98,7 +98,7 @@ class KafkaTopic(SplitSource):
             fields = read_by("kdist.kafka.messages", [config, split, number], list(specs.values()))
             return tf.data.Dataset.from_tensor_slices(dict(zip(specs, fields))).batch(batch_size)
 
-        # In a dataset of its own, so that it is read when the first batch is needed.
+        # In a separate dataset, so that it is read when the first batch is needed.
         return tf.data.Dataset.from_tensors(num_read).flat_map(messages).map(self.parse, tf.data.AUTOTUNE)
 
 
@@ -119,7 +119,7 @@ class TopicEnumerator(SplitEnumerator):
         self.idle_secs = source.idle_secs
         self._source = source
         self._client = client_of(json.dumps(dict(source.config)))
-        #: The offset that follows what was found, by partition.
+        #: The next offset to find, by partition.
         self._found: dict[int, int] = {}
         try:
             present = self._client.ranges(source.topic)
@@ -198,7 +198,7 @@ def require_confluent_kafka() -> None:
 
 
 class Client:
-    """A consumer of no group: it is told what to read, and commits nothing. One thread at a time may use it.
+    """A consumer of no group: it reads given offsets, and commits nothing. One thread at a time may use it.
 
     Args:
         config: of librdkafka; values that begin with `$` name environment variables.

@@ -128,7 +128,7 @@ class MetricsServer(Hook):
 
 @dataclass
 class _Window:
-    """Some steps, since `began`; those that count for the rates have `steady` in their names."""
+    """Some steps, since `began`; the `steady` ones count for the rates."""
 
     began: float
     num_steps: int = 0
@@ -193,7 +193,7 @@ class HealthCheck(Hook):
     Args:
         port: where it listens; at least 1.
         clock: returns seconds; replaced in tests.
-        interface: the network interface at which it listens; None for that of `cluster.bind`.
+        interface: the network interface at which it listens; None for `cluster.bind`.
 
     Raises:
         ConfigError: the port is no port; when training starts, it cannot be used.

@@ -30,7 +30,7 @@ from kdist.storage.files import written_whole
 class Tracker(Hook, abc.ABC):
     """Sends a run to an experiment tracker: its config at the start, metrics by global step, and how it ended.
 
-    A thread of its own makes the calls, in their order, so that training does not wait for a network. The first call
+    A background thread makes the calls, in their order, so that training does not wait for a network. The first call
     that fails costs a warning; the rest of the run is not tracked. A run that resumes continues in the tracker.
 
     Args:
@@ -73,7 +73,7 @@ class Tracker(Hook, abc.ABC):
 
     @abc.abstractmethod
     def _finish(self, result: Result, files: list[Path]) -> None:
-        """Ends the run of the tracker; `files` are to be kept with it."""
+        """Ends the run of the tracker; the tracker keeps `files` with it."""
 
     @property
     def _name(self) -> str:
@@ -289,9 +289,9 @@ class WandbTracker(Tracker):
     group.
 
     Args:
-        project: its name; None is that of W&B, from WANDB_PROJECT.
+        project: its name; None is W&B's own, from WANDB_PROJECT.
         entity: the user or team; None is the default of the account.
-        mode: `online`, `offline` (`wandb sync` sends it later) or `disabled`; None is that of W&B, from WANDB_MODE.
+        mode: `online`, `offline` (`wandb sync` sends it later) or `disabled`; None is W&B's own, from WANDB_MODE.
         save_model: whether `model.keras` becomes an artifact.
         timeout: seconds that W&B has at the end of the run.
 
@@ -329,7 +329,7 @@ class WandbTracker(Tracker):
                 name=self._name,
                 group=None if folder is None else folder.name,
                 dir=self._run_dir,
-                # The console has what kdist prints.
+                # The console has the lines of kdist.
                 settings=wandb.Settings(console="off", silent=True),
             )
         else:

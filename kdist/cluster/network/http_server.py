@@ -43,7 +43,7 @@ class Page:
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves pages until it is closed, from threads of its own.
+    """Serves pages in background threads until it is closed.
 
     Args:
         key: the config key of the port, for messages.
@@ -140,13 +140,13 @@ class Health:
 def health_server(port: int, health: Callable[[], Health], interface: str | None = None) -> HttpServer:
     """Serves the health of a task, as `run.health_port` says.
 
-    `/healthz` answers with status 200 as long as the process can answer at all: how long a step may take is what kdist
-    itself watches. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
+    `/healthz` answers with status 200 as long as the process can answer at all: kdist itself watches the time of a
+    step. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
 
     Args:
         port: where it listens.
         health: called for every request.
-        interface: see `HttpServer`; None for that of `cluster.bind`.
+        interface: see `HttpServer`; None for `cluster.bind`.
 
     Raises:
         ConfigError: the port cannot be used.

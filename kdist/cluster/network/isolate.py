@@ -1,6 +1,6 @@
 """A network namespace for a run on this machine: no other process reaches its servers, which listen on all interfaces.
 
-Linux lets a process leave the system's network for one of its own, with nothing but a loopback device, and its children
+Linux lets a process leave the system's network for a private one, with nothing but a loopback device, and its children
 follow. A process with threads cannot do that, so the command line does it before it imports anything that starts
 threads. See unshare(2), network_namespaces(7) and user_namespaces(7).
 """
@@ -40,7 +40,7 @@ def is_isolated() -> bool:
 
 
 def enter(mode: str) -> None:
-    """Moves this process, and its future children, to a network namespace of its own.
+    """Moves this process, and its future children, to a private network namespace.
 
     It does so on a machine without a network as well, where other processes share the loopback device.
 

@@ -177,7 +177,7 @@ class SilenceTimer:
 
 
 class PortProbes:
-    """Probes tasks continuously, each in a thread of its own, so that nothing waits for a silent one.
+    """Probes tasks continuously, one thread per task, so that nothing waits for a silent one.
 
     Args:
         addresses: `host:port` by task.

@@ -1,7 +1,7 @@
 """The TCP sockets of this process: bound to one network interface, as `cluster.bind` says; and ports kept for tasks.
 
 TensorFlow's servers listen at every address, and have no option for it. But a process may attach a filter to any of its
-sockets, and Linux drops what the filter rejects before the socket gets it: here, packets that come by another
+sockets, and Linux drops rejected packets before the socket gets them: here, packets that come by another
 interface, so that nobody there can connect. What this machine sends to itself, at whatever address, passes the loopback
 device, and is let in. See socket(7), SO_ATTACH_FILTER, and "BPF extensions" in the kernel's networking/filter.rst.
 """

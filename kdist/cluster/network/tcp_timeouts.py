@@ -23,7 +23,7 @@ _CHECK_SECS, _DISCONNECTED_CHECK_SECS = 1.0, 0.25
 _TCP_RTO_MAX_MS = 44
 _SYN_SENT = "02"
 _RTO_MAX_SECS = 2.0
-# A connection is to end before its task counts as lost, so that nobody waits for it then.
+# A connection must end before its task counts as lost, so that nobody waits for it then.
 _SHARE_OF_PATIENCE = 0.9
 
 
@@ -101,7 +101,7 @@ class TcpTimeouts:
             self._changed.clear()
 
     def _end_connections(self) -> None:
-        """Closes the connections with tasks that are cut off, including those that are being established."""
+        """Closes the connections with disconnected tasks, also while they are being established."""
         resolved = {address: peers_at(address) for address in list(self._disconnected)}
         if not resolved:
             return

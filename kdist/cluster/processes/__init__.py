@@ -1,1 +1,1 @@
-"""Processes of tasks: started, watched, ended; what they run; what they say to each other at the chief."""
+"""Processes of tasks: their start, watch and end, their programs, and their meeting place at the chief."""

@@ -41,7 +41,7 @@ _EXIT_SECS = 1.5
 
 
 def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
-    """Address and task of the server that belongs to the chief: its own, or that of worker 0, which it also is."""
+    """Address and task of the chief's server: if the chief is no separate task, it is worker 0."""
     return (spec.chief, Task("chief", 0)) if spec.chief else (spec.worker[0], Task("worker", 0))
 
 
@@ -226,7 +226,7 @@ def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, wi
     """Tells the waiting tasks that the chief has finished, and gives them `timeout` seconds to acknowledge.
 
     Args:
-        tasks: those that can acknowledge.
+        tasks: the tasks that can acknowledge.
         will_resume: whether the chief was told to stop before the end of the run.
 
     Returns:

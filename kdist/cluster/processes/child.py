@@ -53,7 +53,7 @@ class Child:
 
     Args:
         start: starts it, with its log in place.
-        log: gets its messages, after those of earlier processes; None if it has none of its own.
+        log: gets its messages, after earlier ones; None if they go elsewhere.
         start_timeout: seconds that it has until `has_started`.
 
     Attributes:
@@ -142,12 +142,12 @@ def start_child(
 ) -> Child:
     """Starts a process that calls `end_with_parent`.
 
-    It has a session of its own: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
+    It has its own session: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
     before it ignores them wait until it does.
 
     Args:
         command: of the process.
-        log: gets its standard error; None for that of this process.
+        log: gets its standard error; None if it shares this process's.
         prints_to_log: whether its standard output goes there, too.
         start_timeout: see `Child`.
         **options: of `subprocess.Popen`.

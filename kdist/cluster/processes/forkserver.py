@@ -32,7 +32,7 @@ from kdist.cluster.processes.child import KILLED_SECS, Child, end_children, end_
 
 #: The name of the process.
 NAME = "kdist-forks"
-#: Modules that it imports: for tasks that serve TensorFlow, and for those that run a training loop.
+#: Modules that it imports: for tasks that serve TensorFlow, and for tasks that run a training loop.
 SERVING, TRAINING = "kdist.data.python_readers", "kdist.strategies.remote"
 
 _REPORT_SECS = 0.05
@@ -48,7 +48,7 @@ class TaskProgram:
 
     Attributes:
         module, options: the program, and its argument.
-        environment: the variables of the task; those that TensorFlow reads on import may have no effect.
+        environment: the variables of the task; some that TensorFlow reads on import may have no effect.
         log: gets its standard error, at the end.
         prints_to_log: whether its standard output goes there, too; otherwise, `stdout` of the process has it.
         pass_fds: open files that it gets; `descriptors` has their numbers there, by those here.
@@ -70,7 +70,7 @@ class _Order:
         number: identifies the task in reports.
         module: the one whose `run` is called.
         options: its argument.
-        environment: variables that differ from those of the fork server; None unsets the variable.
+        environment: variables that differ from the fork server's; None unsets the variable.
         folder: the chief's working directory; None if it was deleted.
         descriptors: the numbers that the other open files have in the chief.
     """
@@ -89,7 +89,7 @@ class ForkedTask:
     Attributes:
         stdin: the task exits when this is closed.
         stdout: the standard output of the task.
-        returncode: as that of `Popen`; None while the task runs.
+        returncode: as in `Popen`; None while the task runs.
     """
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int) -> None:
@@ -103,7 +103,7 @@ class ForkedTask:
 
     @property
     def pid(self) -> int:
-        """Its process id; that of the fork server before it is forked."""
+        """Its process id; before it is forked, the fork server's."""
         self._server.update(0.0)
         return self._server.process.pid if self.forked_pid is None else self.forked_pid
 
@@ -159,7 +159,7 @@ class ForkServer:
     """The chief's side: starts the process, lets it fork tasks, and reads its reports about them.
 
     Args:
-        environment: that of the process.
+        environment: of the process.
         log: gets its output.
         module: imported before tasks are forked: `SERVING` or `TRAINING`.
     """

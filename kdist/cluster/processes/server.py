@@ -36,7 +36,7 @@ _servers: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """The options of one server task; the last three are by default those of the process that makes them.
+    """The options of one server task; the last three default to those of this process.
 
     Attributes:
         jobs: addresses (`host:port`) of every task by job.
@@ -195,7 +195,7 @@ def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) ->
 
 
 def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:
-    """Serves what `TaskOptions`, as JSON, say: see `kdist.cluster.processes.task_processes`."""
+    """Serves with `TaskOptions` as JSON: see `kdist.cluster.processes.task_processes`."""
     serve(TaskOptions.from_json(options))
 
 

@@ -69,7 +69,7 @@ class TaskProcesses:
         )
 
     def close(self) -> None:
-        """Ends the fork server, and with it all processes that are left, unless it is that of a `fork_server` block.
+        """Ends the fork server, and with it all processes that are left, unless a `fork_server` block has started it.
 
         More can be started afterwards.
         """

@@ -2,7 +2,7 @@
 
 `python -S watchdog.py stopped <seconds>` is for tasks of this machine that were stopped (SIGSTOP) and do not continue:
 TensorFlow sends a new function to every task, and waits for a stopped one without a limit. It reads process ids from
-its standard input, one per line, and writes those that it kills to its standard output.
+its standard input, one per line, and writes the ids of killed processes to its standard output.
 
 `python -S watchdog.py limit <seconds> <text>` kills its parent when time is up, and says why: some calls wait for other
 tasks without a limit that could be set; see `kdist.cluster.processes.child.kill_after`.
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Stopped:
-    """Tracks how long processes of this machine have been stopped without a break; has to be called often."""
+    """Tracks how long processes of this machine have been stopped without a break; to call often."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -63,7 +63,7 @@ def kill_parent(secs: float, text: str, parent: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Does what `kdist.cluster.processes.child.end_with_parent` does, which would take long to import."""
+    """Stands for `kdist.cluster.processes.child.end_with_parent`, which would take long to import."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):

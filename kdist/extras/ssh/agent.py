@@ -2,7 +2,7 @@
 
 Its source is sent over the connection, so that it needs nothing but Python there. Messages are JSON, one a line. On
 standard input come `prepare`, then `start`, and from then on signals for the tasks, and a sign of life every few
-seconds. Standard output has the answers, which begin with `MARK`: what a shell says at login has not.
+seconds. Standard output has the answers, which begin with `MARK`, unlike the messages of a shell at login.
 
 No task outlives the connection: when standard input closes, or has been silent for too long, all of them are killed. On
 Linux so they are when this process is killed.
@@ -25,12 +25,12 @@ from typing import IO, Any
 
 MARK = "kdist-agent "
 _LINE_BYTES = 1 << 16
-#: A child of a task that has a session of its own ends by itself, and closes the output then.
+#: A child of a task in its own session ends by itself, and closes the output then.
 _OUTPUT_SECS = 6.0
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _LAST_PORT = 65535
-#: In which a launcher that connects says what it wants.
+#: For the first order of a launcher that connects.
 _FIRST_ORDER_SECS = 60.0
 
 _orders = sys.stdin.buffer
@@ -39,7 +39,7 @@ _held: list[socket.socket] = []
 
 
 def main() -> None:
-    """Does what the launcher says, until all tasks have ended."""
+    """Obeys the launcher until all tasks have ended."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     asked = _next_order(_FIRST_ORDER_SECS)
     why, ports = _prepare(asked["folder"], asked["number"], asked["port"])
@@ -63,7 +63,7 @@ def _next_order(patience: float) -> Any:
 
 
 def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]]:
-    """Why tasks cannot be started here, which is empty if they can, and ports for them."""
+    """Finds ports for tasks; the first value is the reason why they cannot be started, empty if they can."""
     try:
         os.chdir(folder)
     except OSError as error:
@@ -89,7 +89,7 @@ def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]
 
 
 def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | str:
-    """The process of a task, in a session of its own; why there is none, if it cannot be started."""
+    """Starts the process of a task, in its own session; returns the reason if it cannot be started."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def end_with_parent() -> None:
@@ -111,7 +111,7 @@ def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[byt
 
 
 def _watch(tasks: dict[str, Any], patience: float) -> None:
-    """Passes on what comes, until all tasks have ended or the launcher is gone."""
+    """Handles events until all tasks have ended or the launcher is gone."""
     events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     running = {name: task for name, task in tasks.items() if not isinstance(task, str)}
     for name, task in tasks.items():
@@ -148,7 +148,7 @@ def _read_orders(events: queue.SimpleQueue[tuple[str, Any]]) -> None:
 
 
 def _follow(name: str, task: subprocess.Popen[bytes], events: queue.SimpleQueue[tuple[str, Any]]) -> None:
-    """Passes on what a task prints, and how it ends."""
+    """Passes on the output of a task, and its end."""
     readers = [
         threading.Thread(target=_read_output, args=(name, number, stream), daemon=True)
         for number, stream in ((1, task.stdout), (2, task.stderr))

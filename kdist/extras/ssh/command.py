@@ -1,4 +1,4 @@
-"""`kdist launch`: what is to be started, and where, from the command line."""
+"""`kdist launch`: the tasks to start, and their hosts, from the command line."""
 
 from __future__ import annotations
 

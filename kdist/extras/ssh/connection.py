@@ -53,7 +53,7 @@ class TaskOutput:
 
 @dataclass(frozen=True)
 class TaskExited:
-    """A task has ended; a negative code is that of a signal."""
+    """A task has ended; a negative code is the number of a signal."""
 
     task: str
     code: int
@@ -64,7 +64,7 @@ class ConnectionClosed:
     """A connection has ended, and with it every task of the host.
 
     Attributes:
-        code: the exit code of ssh, which is that of the remote command, or 255.
+        code: the exit code of ssh: the remote command's, or 255.
         said: the messages of ssh, or of the shell of the host.
     """
 
@@ -144,7 +144,7 @@ class Connection:
     def start(
         self, tasks: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], environment: Mapping[str, str]
     ) -> None:
-        """Starts tasks, each with its command and variables of its own, in addition to those of all."""
+        """Starts tasks, each with its command and its own variables beside the common ones."""
         listed = [(name, list(command), dict(own)) for name, (command, own) in tasks.items()]
         self._tell(tasks=listed, environment=dict(environment))
 
@@ -182,7 +182,7 @@ class Connection:
             stdin.flush()
 
     def _follow(self) -> None:
-        """Turns what comes into events, until the connection has ended."""
+        """Turns messages of the host into events, until the connection has ended."""
         said: list[str] = []
         reader = threading.Thread(target=_collect, args=(self._process.stderr, said), daemon=True)
         reader.start()

@@ -66,7 +66,7 @@ class Request:
         port: of the first task of a host, whose others follow; None for any free ports.
         connect_timeout: seconds within which every host must be ready.
         patience: seconds of silence after which a connection counts as lost.
-        grace_secs: seconds that tasks have to end when another one has failed.
+        grace_secs: seconds for tasks to end when another one has failed.
     """
 
     hosts: tuple[Host, ...]
@@ -82,7 +82,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Starts the tasks, shows what they print, and forwards signals to them; returns the exit code.
+    """Starts the tasks, shows their output, and forwards signals to them; returns the exit code.
 
     That is the code of the task that failed first, or 75 if a signal or the end of its connection ended it.
 
@@ -121,7 +121,7 @@ def run(request: Request) -> int:
 
 
 def variables_to_send(environment: Mapping[str, str]) -> dict[str, str]:
-    """Selects the variables for the hosts: all but those of this machine, this session and other launchers."""
+    """Selects the variables for the hosts: all but variables of this machine, this session and other launchers."""
     return {
         name: value
         for name, value in environment.items()
@@ -248,7 +248,7 @@ class _Tasks:
             # They have been told to end, and the first one has.
             return
         _report(f"{what}; ending the other tasks" if self._running else what)
-        # Those that notice end by themselves, and say what it means for the run. A config is wrong for all of them.
+        # Tasks that notice end by themselves, and say what it means for the run. A config is wrong for all of them.
         self._stop_at = now if code == ConfigError.exit_code else now + _NOTICE_SECS
 
     def _tell(self, number: int) -> None:
