@@ -12,8 +12,6 @@ from kdist.hooks.base import Session
 from kdist.hooks.monitor import Monitor, MonitoringHook
 from kdist.log import warn
 from kdist.storage.files import write_whole
-from kdist.storage.folder import Folder
-from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
@@ -68,7 +66,6 @@ class BestCheckpoint(MonitoringHook):
     def _save(self, session: Session, logs: Mapping[str, Any]) -> None:
         # In the middle of asynchronous training there may be more steps than the hooks have seen.
         step, checkpoints = session.strategy.values.global_step(), _best(session)
-        check_not_taken_over(Folder(session.run_dir))
         path = checkpoints.write(step, session.strategy.values)
         checkpoints.keep_only(step)
         record = {"global_step": step, "validation": dict(logs)}

@@ -12,8 +12,6 @@ from kdist.config.checks import check_whole_number
 from kdist.console import lines
 from kdist.hooks.base import Session
 from kdist.hooks.monitor import Monitor, MonitoringHook
-from kdist.storage.folder import Folder
-from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
@@ -78,7 +76,6 @@ class EarlyStopping(MonitoringHook):
                 session.publish_validation(logs)
 
     def _keep(self, session: Session, logs: Mapping[str, Any]) -> None:
-        check_not_taken_over(Folder(session.run_dir))
         # In the middle of asynchronous training there may be more steps than the hooks have seen.
         step = session.strategy.values.global_step()
         _kept(session).write(step, session.strategy.values)

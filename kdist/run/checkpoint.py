@@ -40,6 +40,7 @@ from kdist.model.names import (
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 from kdist.storage.folder import Folder
+from kdist.storage.lock import check_not_taken_over
 from kdist.storage.object_storage import NotThereError, StorageError
 from kdist.storage.tensorflow_paths import open_checkpoint
 
@@ -106,9 +107,10 @@ class Checkpoints:
         Raises:
             NonFiniteError: a value is NaN or infinite; nothing is written.
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
+            ConfigError: another chief has taken over the run dir.
         """
         target = self._target(step, since)
-        with self._explaining(step):
+        with self._saving(step):
             self.folder.mkdir(parents=True, exist_ok=True)
             values.begin_save(self._unfinished(target), since, aside=False)
             self._complete(step, target, keep)
@@ -116,7 +118,7 @@ class Checkpoints:
 
     def begin_save(self, step: int, values: Values, *, since: DeltaBase | None = None) -> Future[None]:
         """As `write`, but returns when the values may change; pass what it returns to `finish_save`."""
-        with self._explaining(step):
+        with self._saving(step):
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self._target(step, since)
             written = values.begin_save(self._unfinished(target), since)
@@ -131,7 +133,7 @@ class Checkpoints:
             wait: waits until it is written.
         """
         target = self._target(step, since)
-        with self._explaining(step):
+        with self._saving(step):
             wait()
             self._complete(step, target, keep)
         return target
@@ -155,8 +157,9 @@ class Checkpoints:
             self._write_state([self.path(old).name for old in self._steps_of(_FULL)])
 
     @contextmanager
-    def _explaining(self, step: int) -> Iterator[None]:
-        """Turns an error into one that names the step, the place and the last good checkpoint."""
+    def _saving(self, step: int) -> Iterator[None]:
+        """Checks that the run has no other chief; errors then name the step, the place and the last good checkpoint."""
+        check_not_taken_over(Folder(self.folder.parent))
         try:
             yield
         except NonFiniteError as error:

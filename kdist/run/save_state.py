@@ -15,8 +15,6 @@ import numpy as np
 from kdist.errors import CheckpointError, ClusterError
 from kdist.model.names import GLOBAL_STEP
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.storage.folder import Folder
-from kdist.storage.lock import check_not_taken_over
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
@@ -129,7 +127,6 @@ class SaveState:
         self._begun = None
 
     def _begin(self, values: Values, full_every: int) -> _PendingSave:
-        check_not_taken_over(Folder(self._checkpoints.folder.parent))
         # Reading the servers waits for steps in flight; there may be more than the hooks have seen.
         step = values.global_step()
         # If a full one fails, the next one has to be full, too: servers forget what they have evicted.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from fakes import ValuesHere
+from fakes import ValuesHere, held_by
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
 from kdist.parameters.placement.blocks import StoredShard
@@ -325,3 +325,20 @@ def test_set_aside_keeps_what_was_there(checkpoints: Checkpoints) -> None:
     checkpoints.set_aside()
     assert checkpoints.newest() is None
     assert (checkpoints.folder.with_name("checkpoints-before-1") / "ckpt-1.index").exists()
+
+
+def test_a_chief_that_was_replaced_writes_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.write(1, ValuesHere(VALUES))
+    written = checkpoints.begin_save(2, ValuesHere(VALUES))
+    written.result()
+    before = {path: path.read_bytes() for path in checkpoints.folder.iterdir()}
+    (tmp_path / ".lock").write_text(held_by(host="elsewhere", boot="another"))
+    for save in (
+        lambda: checkpoints.write(3, ValuesHere(VALUES)),
+        lambda: checkpoints.begin_save(3, ValuesHere(VALUES)),
+        lambda: checkpoints.finish_save(2, written.result),
+    ):
+        with pytest.raises(ConfigError, match="was taken over by process"):
+            save()
+    assert {path: path.read_bytes() for path in checkpoints.folder.iterdir()} == before
