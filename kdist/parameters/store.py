@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,7 +21,9 @@ from kdist.model.names import (
     LEARNING_RATE,
     STATE_RESETS,
 )
-from kdist.model.updates import ReplicaOutput, StepUpdates, Update
+from kdist.model.replica_step import ReplicaStep
+from kdist.model.train_step import ClockKind
+from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates, Update
 from kdist.parameters.optimizer import ServerOptimizers
 from kdist.parameters.placement.blocks import Blocks, ModelVariables, StoredShard
 from kdist.parameters.placement.messages import (
@@ -211,16 +214,6 @@ class ParameterStore:
         """The learning rate of a group after `step` updates, a scalar on a server; called while a call is traced."""
         return self._optimizers.learning_rate(step, group)
 
-    def loss_scale(self) -> tf.Tensor:
-        """The factor of the loss of a step, a float32 scalar on the first server; called while a call is traced."""
-        assert self._loss_scale is not None
-        return self._loss_scale.read()
-
-    def state_resets(self) -> tf.Tensor:
-        """The number of resets of each state of stateful layers, int64 `[n]`, on the first server; called as above."""
-        with tf.device(self.devices[0]):
-            return self._resets.read_value()
-
     def gather(self, only: Collection[int] | None = None) -> Gathered:
         """The present values on their servers, fused; for several `pull`s of the same values.
 
@@ -257,6 +250,26 @@ class ParameterStore:
         wanted = sorted(self.updates.pulled_again[phase])
         by_shard = self._arrived(gathered or self.gather(wanted))
         return {index: self._whole(index, by_shard) for index in wanted}
+
+    def run_step(
+        self, replica_step: ReplicaStep, pulled: Pulled, batch: Any, seeds: tf.Tensor, metrics: list[tf.Tensor]
+    ) -> RunningStep:
+        """Runs a step of the model on pulled values, with the learning rates and the scale of the loss of the store."""
+        clock = []
+        for read in replica_step.clock:
+            iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
+            if read.kind is ClockKind.LOSS_SCALE:
+                assert self._loss_scale is not None
+                value = self._loss_scale.read()
+            else:
+                value = iteration if read.kind is ClockKind.STEP else self.learning_rate(iteration, read.group)
+            clock.append(tf.identity(value))
+        moment = None
+        if replica_step.worker_state.variables:
+            with tf.device(self.devices[0]):
+                resets = self._resets.read_value()
+            moment = tf.identity(pulled.global_step), tf.identity(resets)
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.rows)
 
     def push(self, output: ReplicaOutput, pulled: Pulled) -> tf.Tensor:
         """Applies the output of a step, or of a phase of it; a server counts a step when its part of the first phase

@@ -18,11 +18,11 @@ from kdist.cluster.spec import CHIEF
 from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.updates import ReplicaOutput
+from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import finished, of_total, rule_of, weighted
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import CallLogs, Replica, StepLogs, one_step, run_steps
+from kdist.strategies.calls import CallLogs, NextBatch, Replica, StepLogs, run_steps
 from kdist.strategies.on_store import StoreStrategy, no_batch
 from kdist.strategies.prepared_training import prepare
 
@@ -78,7 +78,7 @@ class AllReduce(StoreStrategy):
         """Runs steps on all replicas, which every process has to do; returns all logs, `[replicas, num_steps, n]`."""
         # A split is one batch, which is no dataset.
         if not self._iterators or not isinstance(self._make_dataset.structured_outputs, tf.data.Dataset):
-            self._iterators = [iterator_over(made) for made in self._datasets()]
+            self._iterators = [iterator_over(self._dataset(replica)) for replica in self._replicas]
         try:
             packed: np.ndarray = self._function(num_steps)(self._iterators).numpy()
             return packed
@@ -90,16 +90,13 @@ class AllReduce(StoreStrategy):
         """The replicas of this process."""
         return range(self._first_replica, self._first_replica + len(self._stores))
 
-    def _datasets(self) -> Iterator[Any]:
-        """The data of each replica of this process."""
-        step = self.values.global_step()
-        for replica in self._replicas:
-            yield self._prepared.make_dataset(self._make_dataset, replica, step, self.batches_per_step)
-
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""
         if num_steps not in self._functions:
-            compute = one_step(self._prepared.replica_step, self._store)
+            replica_step = self._prepared.replica_step
+
+            def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+                return self._store.run_step(replica_step, pulled, *next_batch(), metrics)
 
             def call(iterators: list[Any]) -> tf.Tensor:
                 devices = self._distribution.extended.worker_devices

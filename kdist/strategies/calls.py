@@ -19,7 +19,6 @@ from kdist.data.worker_dataset import next_of
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.metrics import MetricReader, MetricRows
 from kdist.model.replica_step import ReplicaStep
-from kdist.model.train_step import ClockKind
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.placement.messages import BlockUpdates, Change, Pulled, fuse
 from kdist.parameters.store import ParameterStore
@@ -127,27 +126,6 @@ NextBatch = Callable[[], tuple[Any, tf.Tensor]]
 Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], RunningStep]
 
 
-def one_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
-    """One step, with the gradient as it is; the learning rate is that of `store`."""
-
-    def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
-        batch, seeds = next_batch()
-        clock = []
-        for read in replica_step.clock:
-            iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
-            if read.kind is ClockKind.LOSS_SCALE:
-                value = store.loss_scale()
-            else:
-                value = iteration if read.kind is ClockKind.STEP else store.learning_rate(iteration, read.group)
-            clock.append(tf.identity(value))
-        moment = None
-        if replica_step.worker_state.variables:
-            moment = tf.identity(pulled.global_step), tf.identity(store.state_resets())
-        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.rows)
-
-    return compute
-
-
 def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int) -> Compute:
     """The step of a replica that pushes its own gradients, clipped; several batches can make one step.
 
@@ -159,19 +137,19 @@ def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int)
     Args:
         local_steps: the batches of a push.
     """
-    updates, compute = replica_step.updates, one_step(replica_step, store)
+    updates = replica_step.updates
 
     def clipped(output: ReplicaOutput) -> ReplicaOutput:
         return replace(output, gradients=updates.clip(output.gradients, output.phase))
 
     def one(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
-        running: RunningStep = compute(pulled, next_batch, metrics)
+        running = store.run_step(replica_step, pulled, *next_batch(), metrics)
         fresh: Any = None
         for _ in range(updates.num_phases):
             fresh = yield clipped(running.send(fresh))
 
     def several(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
-        sums = output = clipped(next(compute(pulled, next_batch, metrics)))
+        sums = output = clipped(next(store.run_step(replica_step, pulled, *next_batch(), metrics)))
         learning_rate = tf.identity(store.learning_rate(pulled.global_step))
         for _ in range(local_steps - 1):
             pulled = replace(
@@ -179,7 +157,7 @@ def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int)
                 trainable=[_moved(*pair, learning_rate) for pair in zip(pulled.trainable, output.gradients)],
                 state=_newer(pulled.state, output.state),
             )
-            output = clipped(next(compute(pulled, next_batch, output.metrics)))
+            output = clipped(next(store.run_step(replica_step, pulled, *next_batch(), output.metrics)))
             sums = replace(
                 output,
                 gradients=[

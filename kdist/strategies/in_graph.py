@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +21,7 @@ from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.parameters.placement.messages import Gathered, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.calls import CallLogs, Calls, one_step
+from kdist.strategies.calls import CallLogs, Calls
 
 
 class InGraphSyncCalls(Calls):
@@ -47,8 +46,7 @@ class InGraphSyncCalls(Calls):
         shares: Mapping[int, int],
     ) -> None:
         super().__init__()
-        self._compute = one_step(replica_step, store)
-        self._is_self_contained = replica_step.is_self_contained
+        self._replica_step = replica_step
         #: A self-contained step of a worker, traced once for all of them in each call.
         self._worker_function: Callable[..., Any] | None = None
         self._store = store
@@ -67,7 +65,7 @@ class InGraphSyncCalls(Calls):
 
     def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
         rows: dict[int, list[list[Any]]] = {worker: [] for worker in self._shares}
-        run_step = self._run_same_step if self._is_self_contained else self._run_step
+        run_step = self._run_same_step if self._replica_step.is_self_contained else self._run_step
         for _ in range(num_steps):
             for worker, row in run_step(dict(zip(self._shares, iterators))).items():
                 rows[worker].append(row)
@@ -108,7 +106,7 @@ class InGraphSyncCalls(Calls):
                 # The step does not need the time: otherwise it would not be self-contained.
                 pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
                 num_before, *metrics = before
-                output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
+                output = next(self._store.run_step(self._replica_step, pulled, batch, seeds, metrics))
                 after = [num_before + output.num_examples, *output.metrics]
                 return self._aggregator.pack(output, pulled), after, self._logs.fuse(after)
 
@@ -137,8 +135,9 @@ class InGraphSyncCalls(Calls):
                     metrics = self._logs.initial_metrics()
                     for i in range(share):
                         if not phase:
-                            next_batch = partial(next_of, iterators[worker])
-                            running[worker].append(self._compute(pulled[worker], next_batch, metrics))
+                            batch, seeds = next_of(iterators[worker])
+                            step = self._store.run_step(self._replica_step, pulled[worker], batch, seeds, metrics)
+                            running[worker].append(step)
                         output = running[worker][i].send(fresh)
                         results.append(self._aggregator.bring(output, pulled[worker]))
                         outputs[worker].append(output)

@@ -29,11 +29,13 @@ T = TypeVar("T")
 
 
 class StoreStrategy(Strategy):
-    """A strategy that keeps its values in a `ParameterStore`. Subclasses set `_prepared` and `_sizer` in `start`."""
+    """A strategy that keeps its values in a `ParameterStore`. Subclasses set the first attributes in `start`."""
 
     _prepared: PreparedTraining
     _sizer: CallSizer
     _values: Values
+    #: See `PreparedTraining.trace_dataset`.
+    _make_dataset: tf.types.experimental.ConcreteFunction
     #: Logs of finished steps that `run` has not returned yet.
     _ahead: StepLogs | None = None
     #: When the last run ended, if it left steps in flight.
@@ -46,6 +48,14 @@ class StoreStrategy(Strategy):
         self._values = StoreValues(stores, self)
         if (sweep := self._store.sweep) is not None:
             self._sweeper = Sweeper(sweep, partial(self.start_aside, kind="sweep"), self._outcome)
+
+    def _dataset(self, worker: int) -> Any:
+        """The data of a worker, on the device of the caller."""
+        return self._prepared.make_dataset(self._make_dataset, worker, self._begins_at(worker), self.batches_per_step)
+
+    def _begins_at(self, worker: int) -> int:
+        """The global step at which a worker begins to read."""
+        return self.values.global_step()
 
     def at_rest(
         self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False

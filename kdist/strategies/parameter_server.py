@@ -27,7 +27,7 @@ from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.prefetch import PrefetchTuner
@@ -78,7 +78,8 @@ class ParameterServer(ServersStrategy):
 
     def _make_calls(self, prefetch: int) -> None:
         spec = iterator_spec(self._make_dataset)
-        self._calls = self._prepared.calls(self._store, spec, self.batches_per_step, prefetch)
+        replica_step, local_steps = self._prepared.replica_step, self.batches_per_step
+        self._calls = UnrolledCalls(replica_step, self._store, spec, local_steps, prefetch)
         self._num_prepared.clear()
 
     def _observe(self, num_steps: int, secs: float) -> None:
@@ -144,13 +145,12 @@ class ParameterServer(ServersStrategy):
     def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
         return self._iterators.read(worker, self._splits, lambda iterator: fetch(function(iterator)))
 
-    def _dataset(self, worker: int) -> Any:
-        # A worker that returns continues to read where training is.
-        step = self._num_applied
+    def _begins_at(self, worker: int) -> int:
         if self._splits is not None:
             # More calls may have ended than this process has noticed; no two batches may have the same seeds.
-            step = (self._first_step or 0) + self._splits.num_batches(worker)
-        return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)
+            return (self._first_step or 0) + self._splits.num_batches(worker)
+        # A worker that returns continues to read where training is.
+        return self._num_applied
 
     @property
     def _num_in_flight(self) -> int:

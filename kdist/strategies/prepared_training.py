@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
-from kdist.config.schema import ParameterServerOptions, PlacementOptions
+from kdist.config.schema import PlacementOptions
 from kdist.data.worker_dataset import element_spec, make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
@@ -25,7 +25,7 @@ from kdist.parameters.placement.messages import Wire
 from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable, place
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import PresentValues, TrainingSpec
-from kdist.strategies.calls import CallSizer, UnrolledCalls
+from kdist.strategies.calls import CallSizer
 
 #: Of a tensor that travels; a message is a little larger.
 _MOST_BYTES = 2**31 - 2**20
@@ -149,16 +149,6 @@ class PreparedTraining:
             return [*pulled.trainable, *pulled.state], pulled.rows
 
         return PresentValues([*step.trainable, *step.state], step.tables, step.table_groups, pull)
-
-    def calls(
-        self,
-        store: ParameterStore,
-        iterator_spec: Any,
-        local_steps: int = ParameterServerOptions.local_steps,
-        num_ahead: int = 0,
-    ) -> UnrolledCalls:
-        """The calls of this model over `store`."""
-        return UnrolledCalls(self.replica_step, store, iterator_spec, local_steps, num_ahead)
 
     def sizer(self, num_workers: int | None = None) -> CallSizer:
         """Chooses the size of calls; `num_workers` share the steps, all of them if None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ from kdist.data.splits import NothingToRead
 from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.on_store import StoreStrategy, in_terms_of_tables, no_batch
 from kdist.strategies.prepared_training import prepare
 from kdist.strategies.worker_iterators import WorkerIterators
@@ -30,7 +30,7 @@ class Single(StoreStrategy):
         self._prepared = prepare(spec, num_workers=1)
         self._hold([self._prepared.store([""], self._prepared.plan_for_one())])
         self._make_dataset = self._prepared.trace_dataset()
-        self._calls = self._prepared.calls(self._store, iterator_spec(self._make_dataset))
+        self._calls = UnrolledCalls(self._prepared.replica_step, self._store, iterator_spec(self._make_dataset))
         self._sizer = self._prepared.sizer()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
@@ -54,7 +54,3 @@ class Single(StoreStrategy):
 
     def stop(self) -> None:
         self._iterators.clear()
-
-    def _dataset(self, worker: int) -> Any:
-        step = self.values.global_step()
-        return self._prepared.make_dataset(self._make_dataset, worker, step, self.batches_per_step)

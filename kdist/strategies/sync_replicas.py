@@ -33,7 +33,7 @@ from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import CallLogs, StepLogs, one_step
+from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.in_graph import InGraphSyncCalls
 from kdist.strategies.on_servers import ServersStrategy
@@ -417,11 +417,13 @@ class SyncReplicas(ServersStrategy):
 
     def _traced_gradient(self) -> tf.types.experimental.ConcreteFunction:
         if self._gradient is None:
-            compute = one_step(self._prepared.replica_step, self._store)
+            replica_step = self._prepared.replica_step
 
             def one_gradient(iterator: Any) -> list[tf.Tensor]:
                 pulled = self._store.pull()
-                output = next(compute(pulled, lambda: next_of(iterator), self._logs.initial_metrics()))
+                metrics = self._logs.initial_metrics()
+                batch, seeds = next_of(iterator)
+                output = next(self._store.run_step(replica_step, pulled, batch, seeds, metrics))
                 contribution = self._aggregator.bring(output, pulled)
                 # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
                 logs = self._logs.pack(pulled.global_step[None], [[output.num_examples, *output.metrics]])
@@ -449,9 +451,8 @@ class SyncReplicas(ServersStrategy):
         self.warming_up = True
         self._running().before_tracing()
 
-    def _dataset(self, worker: int) -> Any:
-        where = worker, self._step or 0, self.batches_per_step
-        return self._prepared.make_dataset(self._make_dataset, *where)
+    def _begins_at(self, worker: int) -> int:
+        return self._step or 0
 
     def _present_step(self) -> int:
         """The global step. Only this process applies updates, so it is read once."""

@@ -24,6 +24,7 @@ from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.values.histograms import Histograms
+from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 ROWS, DIM, BATCH = (12, 5, 1, 30), 4, 30
@@ -68,7 +69,7 @@ def store_of(training: PreparedTraining, num_servers: int) -> ParameterStore:
 
 def train(training: PreparedTraining, store: ParameterStore, steps: int = 6) -> dict[str, np.ndarray]:
     make = training.trace_dataset()
-    call = training.calls(store, iterator_spec(make)).function(steps)
+    call = UnrolledCalls(training.replica_step, store, iterator_spec(make)).function(steps)
     call(iter(training.make_dataset(make, 0, 0, 1)))
     return store.values.read()
 

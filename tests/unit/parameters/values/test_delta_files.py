@@ -26,6 +26,7 @@ from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tables.dynamic_table import DynamicTable
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
+from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.prepared_training import prepare
 from kdist.threads import in_thread
 
@@ -77,7 +78,7 @@ class Servers:
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self._element = prepared.trace_dataset().structured_outputs.element_spec
         self._seeds = np.zeros((len(prepared.replica_step.seeds), 2), np.uint32)
-        self._call = prepared.calls(self.store, IteratorSpec(self._element)).function(1)
+        self._call = UnrolledCalls(prepared.replica_step, self.store, IteratorSpec(self._element)).function(1)
         self._batch = batch
         self.since: DeltaBase | None = None
 
