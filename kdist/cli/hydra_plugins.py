@@ -20,7 +20,7 @@ from kdist.cluster.spec import ClusterShape
 from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import Config, RunConfig
 from kdist.storage.files import make_private, write_whole
-from kdist.storage.object_storage import folder_of
+from kdist.storage.object_storage import is_url, working_folder
 
 _SCHEME = "kdist"
 _GROUPS = "pkg://kdist.conf"
@@ -71,7 +71,11 @@ def register() -> None:
     if not OmegaConf.has_resolver("kdist.run_name"):
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
         OmegaConf.register_new_resolver("kdist.run_folder", _run_folder)
-        OmegaConf.register_new_resolver("kdist.working_folder", lambda run_dir: str(folder_of(run_dir)))
+        OmegaConf.register_new_resolver("kdist.working_folder", _working_folder)
+
+
+def _working_folder(run_dir: str) -> str:
+    return str(working_folder(run_dir) if is_url(run_dir) else Path(run_dir))
 
 
 def write_record(run_dir: Path, config: DictConfig) -> None:

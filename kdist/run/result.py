@@ -199,7 +199,7 @@ class Result:
 
 
 def content_of(file: bytes) -> dict[str, Any]:
-    """The content of a `result.json`; empty if it cannot be read."""
+    """The content of a record in JSON; empty if it cannot be read."""
     try:
         found = json.loads(file)
     except (ValueError, RecursionError):
@@ -207,27 +207,21 @@ def content_of(file: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def require_record(file: bytes, place: object) -> dict[str, Any]:
-    """The content of a `result.json` that must be there.
+def record_in(file: bytes | None, place: object) -> dict[str, Any]:
+    """The content of a `result.json`; empty if it is missing or unreadable.
 
     Args:
+        file: the bytes of the file.
         place: the name of the file in errors.
 
     Raises:
-        ConfigError: it is not the record of a run, or a newer version wrote it.
+        ConfigError: a newer version wrote it, so that this one would misread it.
     """
-    found = content_of(file)
-    if "status" not in found:
-        raise ConfigError(f"{place}: is not the record of a run")
-    check_format(found, place)
-    return found
-
-
-def check_format(record: Mapping[str, Any], place: object) -> None:
-    """Refuses the record of a newer version, which this one would misread."""
-    if (number := record.get("format", 1)) != FORMAT:
-        by = (record.get("versions") or {}).get("kdist", "a newer version")
+    found = content_of(file or b"")
+    if "status" in found and (number := found.get("format", 1)) != FORMAT:
+        by = (found.get("versions") or {}).get("kdist", "a newer version")
         raise ConfigError(f"{place}: was written by kdist {by}, in format {number}; this version reads format {FORMAT}")
+    return found
 
 
 def _as_json(value: Any) -> Any:

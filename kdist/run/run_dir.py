@@ -20,7 +20,7 @@ from kdist.log import warn
 from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import MetricsFile
 from kdist.run.model_file import lambdas_need_source, write_model_file
-from kdist.run.result import Result, check_format, content_of
+from kdist.run.result import Result, record_in
 from kdist.run.summaries import Summaries
 from kdist.storage.files import make_new, make_private
 from kdist.storage.folder import Folder
@@ -205,9 +205,7 @@ class RunDir:
         Raises:
             ConfigError: a newer version has written it.
         """
-        found = content_of(self.folder.read("result.json") or b"")
-        check_format(found, f"{self}/result.json")
-        return found
+        return record_in(self.folder.read("result.json"), f"{self}/result.json")
 
     def write_result(self, result: Result) -> None:
         """Writes `result.json`. If the run has failed, a failure to write it is only a warning.

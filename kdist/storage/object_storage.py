@@ -92,11 +92,6 @@ def check_url(url: str, key: str = "run.dir") -> str:
     return url.rstrip("/")
 
 
-def folder_of(run_dir: str) -> Path:
-    """The folder on this machine of a run dir, which may be a URL."""
-    return working_folder(run_dir) if is_url(run_dir) else Path(run_dir)
-
-
 def working_folder(url: str, key: str = "run.dir") -> Path:
     """The folder on this machine in which the chief of a run dir at a URL works: always the same one.
 

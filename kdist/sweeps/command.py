@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 
 from kdist.errors import ConfigError
-from kdist.sweeps.groups import Group, best_first, group_by, keys_but_seed, list_text, status_of, table, text_of
-from kdist.sweeps.load import Runs, runs_folder, runs_in
+from kdist.sweeps.groups import Group, best_first, group_by, list_text, status_of, table, text_of
+from kdist.sweeps.load import SEED, Runs, runs_folder, runs_in
 
 _SPEED = ("steps_per_second", "staleness", "seconds")
 _FORMS = {"steps_per_second": ".1f", "examples_per_second": ".1f", "staleness": ".2f", "seconds": ".1f"}
@@ -29,7 +29,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     runs = runs_in(runs_folder(options.folder))
-    keys = keys_but_seed(runs) if options.group_by is None else options.group_by.split(",")
+    differing = [key for key in runs.varied() if key != SEED]
+    keys = differing if options.group_by is None else options.group_by.split(",")
     _check("--group-by", keys, runs.columns)
     _check("--sort", [options.sort] if options.sort else [], [*runs.metrics, *runs.speed])
     groups = group_by(runs.rows, keys)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from kdist.sweeps.load import SEED, Row, Runs
+from kdist.sweeps.load import Row
 
 #: Columns other than metrics of which larger values are better.
 _RATES = ("steps_per_second", "examples_per_second", "global_step")
@@ -69,11 +69,6 @@ def group_by(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
         group = groups.setdefault(repr(values), Group(values, []))
         groups[repr(values)] = Group(values, [*group.rows, row])
     return list(groups.values())
-
-
-def keys_but_seed(runs: Runs) -> list[str]:
-    """The keys in which runs differ, other than the seed."""
-    return [key for key in runs.varied() if key != SEED]
 
 
 def best_first(groups: Iterable[Group], column: str, modes: Mapping[str, str]) -> list[Group]:

@@ -14,7 +14,7 @@ from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, metrics_of, rows_in
 from kdist.run.metrics_file import NAME as METRICS
-from kdist.run.result import content_of, require_record
+from kdist.run.result import content_of, record_in
 from kdist.storage.folder import Folder
 from kdist.storage.object_storage import folder_at, is_url
 
@@ -114,7 +114,7 @@ def runs_folder(place: str | Path) -> Folder:
     return folder_at(place, RunConfig.storage_timeout, "folder")
 
 
-def run_dirs(folder: Folder) -> list[str]:
+def _run_dirs(folder: Folder) -> list[str]:
     """The paths of all run dirs in a folder, with `/`, sorted as a person would; `.` is the folder itself."""
     parts = (name.rpartition("/") for name in folder.names())
     found = {PurePosixPath(within) for within, _, name in parts if name in _RECORDS}
@@ -129,7 +129,7 @@ def _as_numbered(name: str) -> list[tuple[bool, int, str]]:
 
 def runs_in(folder: Folder, names: Sequence[str] | None = None) -> Runs:
     """The runs below a folder, or those in its run dirs of these names; see `load_runs`."""
-    found = [run for name in (run_dirs(folder) if names is None else names) if (run := _read(folder, name))]
+    found = [run for name in (_run_dirs(folder) if names is None else names) if (run := _read(folder, name))]
     if names is None and not found:
         raise ConfigError(f"{folder}: no run is there: neither it nor a folder in it has a {RESULT} of kdist")
     keys = _keys_of(found)
@@ -175,11 +175,11 @@ def _read(folder: Folder, name: str) -> _Run | None:
     """The run in a run dir; None, with a warning, if its `result.json` is something else."""
     place, within = (f"{folder}/{name}", f"{name}/") if name != "." else (str(folder), "")
     trial = content_of(folder.read(f"{within}{TRIAL}") or b"")
-    record: dict[str, Any] = {}
-    if (content := folder.read(f"{within}{RESULT}")) is not None:
-        if "status" in content_of(content):
-            record = require_record(content, f"{place}/{RESULT}")
-        elif not trial:
+    content = folder.read(f"{within}{RESULT}")
+    record = record_in(content, f"{place}/{RESULT}")
+    if "status" not in record:
+        record = {}
+        if content is not None and not trial:
             warn(f"{place}/{RESULT}: is not the record of a run; left out")
             return None
     status = trial.get("status", record.get("status"))
