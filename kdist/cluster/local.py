@@ -112,7 +112,7 @@ class LocalCluster(Cluster):
                 self._watch_over(self.shape.tasks)
                 return
             except ClusterError:
-                port_taken = any("Address already in use" in child.last_lines() for child in self._children.values())
+                port_taken = any("Address already in use" in child.log_tail() for child in self._children.values())
                 self.stop()
                 if attempt == _START_ATTEMPTS or not port_taken:
                     raise

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from kdist import forks
 from kdist._compat.imports import quick_import
-from kdist.cluster.processes.child import end_with_parent, name_process
+from kdist.cluster.processes.child import end_with_parent
 from kdist.cluster.spec import EVALUATOR
 from kdist.data.pickling import unpacked_program
 from kdist.errors import traceback_of
@@ -28,8 +28,7 @@ _POLL_SECS = 0.5
 
 def main(options: Mapping[str, Any]) -> NoReturn:
     """Evaluates until the chief exits; ends the process."""
-    end_with_parent()
-    name_process(str(EVALUATOR))
+    end_with_parent(str(EVALUATOR))
     with os.fdopen(options["request"], "rb") as file:
         packed = file.read()
     sys.path[:] = options["path"]

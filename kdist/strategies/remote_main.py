@@ -22,7 +22,7 @@ from kdist import forks, log
 from kdist._compat import op_libraries
 from kdist._compat.imports import quick_import
 from kdist.cluster.network import sockets
-from kdist.cluster.processes.child import end_with_parent, name_process
+from kdist.cluster.processes.child import end_with_parent
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.data.pickling import pickled, unpacked_program, unpickled
 from kdist.errors import KdistError, TaskError, traceback_of
@@ -39,9 +39,8 @@ def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
     """Runs a worker with `RemoteOptions` as JSON; ends the process. See `kdist.cluster.processes.task_processes`."""
     given = json.loads(options)
     # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
-    end_with_parent()
     task = Task("worker", given["index"])
-    name_process(str(task))
+    end_with_parent(str(task))
     if given["cores"] is not None:
         os.sched_setaffinity(0, given["cores"])
     sys.path[:] = given["path"]

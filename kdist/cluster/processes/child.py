@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -123,10 +123,6 @@ class Child:
         """Waits for its end; `exit code 1`, or `signal 9, SIGKILL`."""
         return how_it_ended(self.wait())
 
-    def last_lines(self) -> str:
-        """The last lines that it has written to its log."""
-        return "" if self._log is None else last_lines(self._log, self._log_start)
-
     def log_tail(self) -> str:
         """The end of an error message about it: where its log is, and the last lines."""
         return "" if self._log is None else log_tail(self._log, self._log_start)
@@ -181,37 +177,36 @@ def kill_after(secs: float, text: str) -> Iterator[None]:
         end_children([watcher], KILLED_SECS)
 
 
-def end_with_parent(ignored: Collection[signal.Signals] = forks.STOP_SIGNALS) -> None:
+def end_with_parent(name: str = "") -> None:
     """Lets this process exit when its standard input closes or its parent exits, and not on a signal.
 
     The kernel closes the pipe even after `kill -9` of the parent. A stopped process does not notice that; Linux kills
     it then. Schedulers send the signals that end a run to all of its processes at once: the parent saves what its
     children hold, and then ends them.
+
+    Args:
+        name: of this process, which `top` shows on Linux; at most 15 bytes.
     """
-    for number in ignored:
-        # Processes that the user's code starts here would inherit SIG_IGN: they could not be terminated.
-        signal.signal(number, does_nothing)
+
+    def set_handlers(handler: Any) -> None:
+        for number in forks.STOP_SIGNALS:
+            signal.signal(number, handler)
+
+    # Processes that the user's code starts here would inherit SIG_IGN: they could not be terminated.
+    set_handlers(does_nothing)
+    for number in forks.STOP_SIGNALS:
         signal.siginterrupt(number, False)
-    forks.undo_in_children(lambda: _set_handlers(ignored, signal.SIG_DFL))
+    forks.undo_in_children(lambda: set_handlers(signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forks.STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if name:
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
 
 
 def does_nothing(_number: int, _frame: FrameType | None) -> None:
     """Handles a signal by ignoring it."""
-
-
-def _set_handlers(numbers: Collection[signal.Signals], handler: signal.Handlers) -> None:
-    for number in numbers:
-        signal.signal(number, handler)
-
-
-def name_process(name: str) -> None:
-    """Gives this process the name that `top` shows, on Linux; at most 15 bytes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def _end_with(parent: int) -> None:
@@ -230,7 +225,12 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     Args:
         devices: which GPUs tasks may use.
     """
-    environment = _environment_with_kdist()
+    # The same kdist as here, installed or not.
+    paths = [
+        str(Path(__file__).resolve().parents[3]),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
     for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
         environment.pop(name, None)
@@ -242,15 +242,6 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     if (visible := visible_devices(task, devices)) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     return environment
-
-
-def _environment_with_kdist() -> dict[str, str]:
-    """The environment of a process that uses the same kdist as this one, installed or not."""
-    paths = [
-        str(Path(__file__).resolve().parents[3]),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
@@ -288,18 +279,10 @@ def ended_by_itself(how: str) -> bool:
     return "exit code" in how or any(number.name in how for number in _CRASHES)
 
 
-def last_lines(log: Path, start: int = 0) -> str:
-    """The last lines of a log, from byte `start` on; empty if there is no such file."""
-    try:
-        with log.open("rb") as file:
-            file.seek(start)
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return "\n".join(lines[-_LOG_LINES:])
-
-
 def log_tail(log: Path, start: int = 0) -> str:
-    """The end of an error message: where the log is, and its last lines."""
-    tail = last_lines(log, start)
-    return f"\n  log: {log}" + (f" (last lines follow)\n{tail}" if tail else " (empty)")
+    """The end of an error message: where a log is, and its last lines, from byte `start` on."""
+    lines: list[str] = []
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join([f"\n  log: {log} ({'last lines follow' if lines else 'empty'})", *lines[-_LOG_LINES:]])

@@ -28,7 +28,7 @@ from typing import IO, NoReturn
 
 from kdist import forks
 from kdist._compat.imports import quick_import
-from kdist.cluster.processes.child import KILLED_SECS, Child, end_children, end_with_parent, name_process, start_child
+from kdist.cluster.processes.child import KILLED_SECS, Child, end_children, end_with_parent, start_child
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -352,8 +352,7 @@ class _Forks:
 
 
 def main() -> NoReturn:
-    end_with_parent()
-    name_process(NAME)
+    end_with_parent(NAME)
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         # Once for all of them.
         with quick_import(keras=sys.argv[2] != SERVING):

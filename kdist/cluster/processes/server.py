@@ -22,7 +22,7 @@ from kdist._compat.imports import quick_import
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network import sockets
 from kdist.cluster.network.names import host_and_port
-from kdist.cluster.processes.child import end_with_parent, name_process, visible_devices
+from kdist.cluster.processes.child import end_with_parent, visible_devices
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
@@ -73,8 +73,7 @@ class TaskOptions:
 def serve(options: TaskOptions) -> NoReturn:
     """Starts the TensorFlow server and blocks until the parent exits."""
     # From the first moment on: importing TensorFlow takes seconds.
-    end_with_parent()
-    name_process(f"{options.job}:{options.index}")
+    end_with_parent(f"{options.job}:{options.index}")
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores)
     with quick_import(keras=False):

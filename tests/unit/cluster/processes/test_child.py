@@ -21,7 +21,6 @@ def test_the_end_of_its_log_has_its_own_lines_only(tmp_path: Path) -> None:
     assert child.poll() is None
     child.stdin.close()
     assert child.how_it_ended() == "exit code 3"
-    assert child.last_lines() == "for the log"
     assert child.log_tail() == f"\n  log: {log} (last lines follow)\nfor the log"
     assert log.read_text() == "of an earlier process\nfor the log\n"
     end_children([child], 1)
@@ -35,7 +34,7 @@ def test_it_prints_to_its_log_and_is_killed_if_it_does_not_end(tmp_path: Path) -
         time.sleep(0.01)
     end_children([child], 0.1)
     assert child.how_it_ended() == "signal 9, SIGKILL"
-    assert child.last_lines() == "out"
+    assert child.log_tail() == f"\n  log: {log} (last lines follow)\nout"
 
 
 def test_it_is_late_until_it_has_started() -> None:
