@@ -7,12 +7,12 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from kdist import forks, log
-from kdist.console.native_stderr import keep_python_stderr
 from kdist.errors import KdistError
 from kdist.launch import signals
 
@@ -22,7 +22,9 @@ def end_process(run: Callable[[list[str]], int]) -> NoReturn:
     # As `python -m` does: a config may name a module in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    keep_python_stderr()
+    # It stays on the console when descriptor 2 is redirected, see `native_log`.
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     signals.stop_before_training()
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     code = run(sys.argv[1:])
@@ -31,6 +33,21 @@ def end_process(run: Callable[[list[str]], int]) -> NoReturn:
     forks.end_daemons()
     # At a normal exit TensorFlow may wait forever for a task that has exited. Everything is written and closed by now.
     os._exit(code)
+
+
+@contextmanager
+def native_log(path: Path) -> Iterator[None]:
+    """Lets C++ code write its standard error to `path`: TensorFlow and gRPC ignore log levels for some messages."""
+    console = os.dup(2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        yield
+    finally:
+        os.dup2(console, 2)
+        os.close(console)
 
 
 def start_anew() -> NoReturn:

@@ -18,12 +18,11 @@ from kdist._compat import imports
 from kdist.cli.arguments import as_hydra_reads, in_quotes, typed
 from kdist.cli.compose import HYDRA_VERSION, check_keys, composed, explained, without_hydra
 from kdist.cli.help import help_text
-from kdist.cli.process import exit_code_of, print_error, start_anew
+from kdist.cli.process import exit_code_of, native_log, print_error, start_anew
 from kdist.cluster.network import isolate, sockets
 from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
-from kdist.console.native_stderr import native_log
 from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.launch import signals
 from kdist.log import warn

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist import log
-from kdist.cli.process import exit_code_of
-from kdist.console.native_stderr import native_log
+from kdist.cli.process import exit_code_of, native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 
 if TYPE_CHECKING:
