@@ -12,7 +12,8 @@ from keras.src.trainers.data_adapters import get_data_adapter, is_grain_dataset,
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import is_scipy_sparse, scipy_sparse_to_tf_sparse
 
-__all__ = ["PythonBatches", "as_tensor", "is_made_in_batches", "is_scipy_sparse"]
+# Imported here for others.
+__all__ = ["is_scipy_sparse"]
 
 
 def is_made_in_batches(x: Any) -> bool:

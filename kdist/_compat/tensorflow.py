@@ -24,39 +24,8 @@ from tensorflow.python.framework.function import Defun, _DefinedFunction
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
-__all__ = [
-    "IteratorSpec",
-    "NumberedMirroredStrategy",
-    "QuietExecutor",
-    "UninitializedVariable",
-    "allow_many_next",
-    "assigned_variables",
-    "call_with",
-    "copy_for_tasks",
-    "dataset_as_graph",
-    "exchanges_between_replicas",
-    "executor_scope",
-    "filters_as_proto",
-    "forget_copies_for_tasks",
-    "forget_numbers",
-    "forget_server_def",
-    "forget_traced_functions",
-    "function_for_tasks",
-    "function_of_its_own",
-    "initialize",
-    "later_input",
-    "number_collectives_when_traced",
-    "offer_python_function",
-    "outside_of_functions",
-    "rename_legacy_functions",
-    "send_to_joining_tasks",
-    "server_def",
-    "session_config",
-    "set_server_def",
-    "update_server_def",
-    "watch_in_every_tape",
-    "with_handle_of",
-]
+# Imported here for others.
+__all__ = ["IteratorSpec", "UninitializedVariable"]
 
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 #: The priority of the creator by which a `tf.function` notices variables.
