@@ -6,6 +6,7 @@ Importing kdist does not import TensorFlow; the first use of a name that needs i
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from kdist import moved
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kdist.sweeps.load import load_runs
     from kdist.trainer import Trainer
 
+# Several tasks of a machine may share a GPU. TensorFlow gives all of its memory to the first process otherwise.
+os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 # Before anything imports TensorFlow and Keras.
 require_tensorflow()
 make_quiet()

@@ -67,15 +67,16 @@ def make_dataset(
     first_step: int,
     first_batch: int = 0,
 ) -> Any:
-    """What one worker reads, a dataset or a pair `(batch, seeds)`, on the device of the caller, which gets the data.
+    """The dataset, or pair `(batch, seeds)`, of one worker, on the CPU of the task of the caller, which gets the data.
 
     Args:
         make: what `worker_dataset` has traced.
         first_step: the global step at which the run starts, so that a resumed run does not repeat its random states.
         first_batch: how many batches the worker has read by then.
     """
-    numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
-    return call_with(make, *numbers, *data.arguments(worker_index, num_workers))
+    with tf.device("CPU:0"):
+        numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
+        return call_with(make, *numbers, *data.arguments(worker_index, num_workers))
 
 
 def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.Tensor | Share) -> Any:
@@ -87,7 +88,11 @@ def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.T
 
 def iterator_over(made: Any) -> Any:
     """What a call takes to read what `make_dataset` has made."""
-    return iter(made) if isinstance(made, tf.data.Dataset) else made
+    if not isinstance(made, tf.data.Dataset):
+        return made
+    # TensorFlow reads on the CPU of a task alone, also where the caller computes on a GPU.
+    with tf.device("CPU:0"):
+        return iter(made)
 
 
 def next_of(iterator: Any) -> Any:

@@ -63,6 +63,12 @@ def reserved() -> Iterator[None]:
         _only_one.release()
 
 
+def compute_device(task: Task) -> str:
+    """The name of the device at which a connected task computes: its first GPU, or its CPU if it has none."""
+    gpu = task.device.replace("CPU", "GPU")
+    return gpu if any(device.name == gpu for device in tf.config.list_logical_devices("GPU")) else task.device
+
+
 def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = False) -> None:
     """Makes the tasks of `spec`, which all serve already, devices of this process.
 

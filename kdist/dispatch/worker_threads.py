@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.cluster.spec import Task
+from kdist.dispatch.connection import compute_device
 
 #: TensorFlow's errors when a task is lost, when another one has its address, and when it dropped a call of a lost one.
 OUT_OF_REACH = (
@@ -159,7 +160,7 @@ class WorkerThread:
 
     def _work(self) -> None:
         executor = QuietExecutor()
-        device = Task("worker", self._worker).device
+        device = compute_device(Task("worker", self._worker))
         while call := self._calls.take(self._worker):
             outcome: Future[Any] = Future()
             try:

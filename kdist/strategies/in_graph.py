@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.cluster.spec import Task
 from kdist.data.worker_dataset import next_of
+from kdist.dispatch.connection import compute_device
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
@@ -71,7 +72,7 @@ class InGraphSyncCalls(Calls):
                 rows[worker].append(row)
         packed = []
         for worker in self._shares:
-            with tf.device(Task("worker", worker).device):
+            with tf.device(compute_device(Task("worker", worker))):
                 # Nothing is ever stale here.
                 staleness = tf.zeros([num_steps], tf.int64)
                 packed.append(self._logs.pack(staleness, rows[worker]))
@@ -83,7 +84,7 @@ class InGraphSyncCalls(Calls):
         results: list[Contribution] = []
         rows: dict[int, list[Any]] = {}
         for worker, share in self._shares.items():
-            with tf.device(Task("worker", worker).device):
+            with tf.device(compute_device(Task("worker", worker))):
                 values = [tf.identity(fused.tensor) for fused in gathered.fused]
                 before: list[tf.Tensor] = [tf.constant(0), *self._logs.initial_metrics()]
                 for _ in range(share):
@@ -127,7 +128,7 @@ class InGraphSyncCalls(Calls):
                 gathered = self._store.gather(again)
             results = []
             for worker, share in self._shares.items():
-                with tf.device(Task("worker", worker).device):
+                with tf.device(compute_device(Task("worker", worker))):
                     fresh: Any = self._store.pull_again(phase, gathered) if phase else None
                     if not phase:
                         pulled[worker] = self._store.pull(gathered)
@@ -145,7 +146,7 @@ class InGraphSyncCalls(Calls):
             self._aggregator.apply_mean(results, phase)
         rows = {}
         for worker, of_worker in outputs.items():
-            with tf.device(Task("worker", worker).device):
+            with tf.device(compute_device(Task("worker", worker))):
                 num_examples = tf.add_n([tf.convert_to_tensor(output.num_examples) for output in of_worker])
                 rows[worker] = [num_examples, *of_worker[-1].metrics]
         return rows

@@ -29,7 +29,7 @@ class Mirrored(AllReduce):
     def __init__(self, *, options: MirroredOptions) -> None:
         super().__init__()
         self._num_devices = options.devices
-        self.batches_per_step = options.devices or len(tf.config.list_physical_devices("GPU"))
+        self.batches_per_step = options.devices or num_gpus()
 
     def start(self, spec: TrainingSpec) -> None:
         number_collectives_when_traced()
@@ -47,15 +47,25 @@ def logical_cpus_needed(num_devices: int | None) -> int:
     Raises:
         ConfigError: no number was given, and there are not several GPUs.
     """
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
-    if num_devices is None and num_gpus < 2:
+    gpus = num_gpus()
+    if num_devices is None and gpus < 2:
         raise ConfigError(
-            f"strategy=mirrored needs at least 2 devices, and there {'is 1 GPU' if num_gpus else 'are no GPUs'} here; "
+            f"strategy=mirrored needs at least 2 devices, and there {'is 1 GPU' if gpus else 'are no GPUs'} here; "
             "strategy.devices=2 makes two logical CPU devices"
         )
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
-    return 0 if num_devices is None or max(num_gpus, num_cpus) >= num_devices else num_devices
+    num_cpus = _num_logical("CPU")
+    return 0 if num_devices is None or max(gpus, num_cpus) >= num_devices else num_devices
+
+
+def num_gpus() -> int:
+    """The number of GPUs here; one that the program has cut into logical devices counts as so many."""
+    return _num_logical("GPU")
+
+
+def _num_logical(kind: str) -> int:
+    # `list_logical_devices` would make them, after which the CPU cannot be cut any more.
+    devices = tf.config.list_physical_devices(kind)
+    return sum(len(tf.config.get_logical_device_configuration(device) or [None]) for device in devices)
 
 
 def make_logical_cpus(number: int) -> None:

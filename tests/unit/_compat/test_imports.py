@@ -118,3 +118,15 @@ def test_keras_that_is_there_already_stays() -> None:
     with quick_import(keras=False):
         assert sys.modules["keras"] is keras
     assert sys.modules["keras"] is keras
+
+
+@pytest.mark.parametrize("of_user", [None, "false"])
+def test_processes_share_a_gpu_unless_the_user_has_said_otherwise(of_user: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TF_FORCE_GPU_ALLOW_GROWTH"}
+    if of_user is not None:
+        environment["TF_FORCE_GPU_ALLOW_GROWTH"] = of_user
+    code = "import os, kdist; print(os.environ['TF_FORCE_GPU_ALLOW_GROWTH'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == [of_user or "true"]
