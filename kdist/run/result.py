@@ -218,7 +218,7 @@ def record_in(file: bytes | None, place: object) -> dict[str, Any]:
         ConfigError: a newer version wrote it, so that this one would misread it.
     """
     found = content_of(file or b"")
-    if "status" in found and (number := found.get("format", 1)) != FORMAT:
+    if (number := found.get("format", 1)) != FORMAT:
         by = (found.get("versions") or {}).get("kdist", "a newer version")
         raise ConfigError(f"{place}: was written by kdist {by}, in format {number}; this version reads format {FORMAT}")
     return found

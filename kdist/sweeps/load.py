@@ -176,12 +176,12 @@ def _read(folder: Folder, name: str) -> _Run | None:
     place, within = (f"{folder}/{name}", f"{name}/") if name != "." else (str(folder), "")
     trial = content_of(folder.read(f"{within}{TRIAL}") or b"")
     content = folder.read(f"{within}{RESULT}")
-    record = record_in(content, f"{place}/{RESULT}")
-    if "status" not in record:
-        record = {}
-        if content is not None and not trial:
+    if content is not None and "status" not in content_of(content):
+        if not trial:
             warn(f"{place}/{RESULT}: is not the record of a run; left out")
             return None
+        content = None
+    record = record_in(content, f"{place}/{RESULT}")
     status = trial.get("status", record.get("status"))
     error = str(trial.get("error") or record.get("error") or "unknown")
     overrides = by_key(record.get("overrides") or ()) or trial.get("overrides") or {}
