@@ -27,8 +27,7 @@ MODULES = {
     "kdist.hooks.wandb_tracker": "kdist.extras.trackers",
 }
 #: The command that `python -m` runs by each name: `python -m kdist.evaluate` is `kdist evaluate`.
-COMMANDS = {f"kdist.{name}": name for name in ("evaluate", "predict", "export", "runs")}
-COMMANDS["kdist.launch.__main__"] = "launch"
+COMMANDS = {f"kdist.{name}": name for name in ("evaluate", "predict", "export", "runs", "launch")}
 _PROGRAM = "if __name__ == '__main__':\n    from kdist.cli.main import main\n    main({!r})\n"
 
 

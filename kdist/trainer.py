@@ -31,6 +31,11 @@ from kdist.config.strategy_options import strategy_config
 from kdist.console import live
 from kdist.data.sources import split_validation
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
+from kdist.fit.fit_arguments import FitArguments
+from kdist.fit.follow import EndedSession, ExternalTask, not_the_chief
+from kdist.fit.local import InProcess, LocalFit
+from kdist.fit.reached import finished_outcome
+from kdist.fit.request import FitOutcome, FitRequest, StrategyRequest
 from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults
 from kdist.hooks.keras_callbacks import (
@@ -40,11 +45,6 @@ from kdist.hooks.keras_callbacks import (
     acts_on_any,
     checked,
 )
-from kdist.launch.base import FitOutcome, FitRequest, StrategyRequest
-from kdist.launch.external_task import EndedSession, ExternalTask, not_the_chief
-from kdist.launch.fit_arguments import FitArguments
-from kdist.launch.in_process import InProcess, LocalFit
-from kdist.launch.reached import reached
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.run.result import Origin, Result
@@ -370,8 +370,8 @@ class Trainer:
         self._source.withhold()
         membership = self._strategy.membership
         if membership is not None and not membership.is_chief:
-            return reached(request) or ExternalTask(membership).launch(request)
-        return reached(request) or InProcess().launch(request)
+            return finished_outcome(request) or ExternalTask(membership).launch(request)
+        return finished_outcome(request) or InProcess().launch(request)
 
     def _take(self, outcome: FitOutcome) -> None:
         self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers

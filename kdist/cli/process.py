@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from kdist import forks, log
 from kdist.errors import KdistError
-from kdist.launch import signals
+from kdist.fit import signals
 
 
 def end_process(run: Callable[[list[str]], int]) -> NoReturn:

@@ -24,7 +24,7 @@ from kdist.config import targets
 from kdist.config.checks import check_target
 from kdist.config.scheduler import grace_secs_of
 from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
-from kdist.launch import signals
+from kdist.fit import signals
 from kdist.log import warn
 from kdist.storage.files import make_new, make_private, relative
 from kdist.storage.mirror import chief_folder, lock_of

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         path = tmp_path_factory.mktemp("after")
         patch.chdir(path)
         patch.setattr("sys.argv", list(sys.argv))
-        patch.setattr("kdist.launch.signals.exit_at_once", None)
+        patch.setattr("kdist.fit.signals.exit_at_once", None)
         patch.setenv("HYDRA_FULL_ERROR", "1")
         x, _ = served_code.columns(40)
         np.savez("in.npz", **x)

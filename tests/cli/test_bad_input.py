@@ -339,7 +339,7 @@ def test_a_failing_run_says_whose_error_it_is_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", list(sys.argv))
-    monkeypatch.setattr("kdist.launch.signals.exit_at_once", None)
+    monkeypatch.setattr("kdist.fit.signals.exit_at_once", None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run([*MINE, "train.steps=20", "run.dir=out", *arguments]) == code
     stderr = capsys.readouterr().err
@@ -364,7 +364,7 @@ def test_the_run_dir_of_a_newer_version_is_refused_and_stays_as_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", list(sys.argv))
-    monkeypatch.setattr("kdist.launch.signals.exit_at_once", None)
+    monkeypatch.setattr("kdist.fit.signals.exit_at_once", None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     record = '{"format": 99, "status": "done", "versions": {"kdist": "9.1"}}'
     (tmp_path / "out").mkdir()

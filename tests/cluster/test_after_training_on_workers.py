@@ -25,7 +25,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Runs a command, which has to succeed, and returns what it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", list(sys.argv))
-    monkeypatch.setattr("kdist.launch.signals.exit_at_once", None)
+    monkeypatch.setattr("kdist.fit.signals.exit_at_once", None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
 
     def call(command: Any, *arguments: str) -> str:

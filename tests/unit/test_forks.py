@@ -15,8 +15,8 @@ from rich.console import Console
 
 from kdist.cluster.processes.child import end_with_parent
 from kdist.console.live import TerminalLine
+from kdist.fit.signals import StopSignals
 from kdist.forks import children_end_here, keep_from_children, undo_in_children
-from kdist.launch.signals import StopSignals
 
 
 def forked(function: Callable[[], object]) -> int:

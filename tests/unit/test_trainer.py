@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import kdist
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
+from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
-from kdist.launch.fit_arguments import FitArguments
 from kdist.run.checkpoint import Checkpoints
 
 X, Y = toy_data(40)

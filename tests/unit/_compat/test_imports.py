@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 from kdist._compat import imports
@@ -113,8 +114,6 @@ print(keras.backend.backend())
 
 
 def test_keras_that_is_there_already_stays() -> None:
-    import keras
-
     with quick_import(keras=False):
         assert sys.modules["keras"] is keras
     assert sys.modules["keras"] is keras

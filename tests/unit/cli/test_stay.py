@@ -15,7 +15,7 @@ from kdist.cli import train as main
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
-from kdist.launch.signals import TaskSignals
+from kdist.fit.signals import TaskSignals
 
 
 class StartedAnew(Exception):

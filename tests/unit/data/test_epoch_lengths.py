@@ -10,7 +10,7 @@ from helpers import toy_data
 
 import kdist
 from kdist.data.epoch_lengths import EpochLengths
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 
 
 class Epochs(keras.callbacks.Callback):

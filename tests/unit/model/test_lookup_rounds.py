@@ -14,7 +14,7 @@ from helpers import in_short
 from keras import layers, ops
 
 import kdist
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 

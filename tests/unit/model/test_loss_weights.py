@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import kdist
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.model.loss_weights import REPEATS, LossWeights, Term, made_up, repeated
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare

@@ -13,7 +13,7 @@ from helpers import in_short
 from keras import layers
 
 import kdist
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.layers import Embedding
 from kdist.layers.pooling import COMBINERS
 from kdist.model.replica_step import ReplicaStep

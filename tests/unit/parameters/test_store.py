@@ -15,7 +15,7 @@ from helpers import toy_data
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore

@@ -10,7 +10,7 @@ import tensorflow as tf
 from helpers import toy_data
 
 import kdist
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.parameters.aggregation import finished
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prepared_training import prepare

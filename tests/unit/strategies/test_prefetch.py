@@ -10,7 +10,7 @@ from keras import layers
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls

@@ -16,7 +16,7 @@ from keras import layers
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
-from kdist.launch.fit_arguments import FitArguments
+from kdist.fit.fit_arguments import FitArguments
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.table_groups import TableGroup, single_groups

@@ -17,8 +17,8 @@ import kdist
 from kdist._compat.tensorflow import IteratorSpec
 from kdist.config.schema import ServerOptions
 from kdist.errors import CheckpointError, NonFiniteError
+from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver
-from kdist.launch.fit_arguments import FitArguments
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy

@@ -20,8 +20,8 @@ from keras import layers
 
 import kdist
 from kdist.config.schema import ServerOptions
+from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver
-from kdist.launch.fit_arguments import FitArguments
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy

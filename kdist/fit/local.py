@@ -19,6 +19,8 @@ from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
+from kdist.fit.request import FitOutcome, FitRequest, Launcher
+from kdist.fit.signals import StopSignals
 from kdist.forks import children_end_here
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
 from kdist.hooks.base import Session
@@ -26,8 +28,6 @@ from kdist.hooks.data_position import hooks_of
 from kdist.hooks.epochs import EPOCHS, EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
-from kdist.launch.base import FitOutcome, FitRequest, Launcher
-from kdist.launch.signals import StopSignals
 from kdist.log import warn
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model

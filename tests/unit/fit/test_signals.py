@@ -17,8 +17,8 @@ import pytest
 from kdist.cluster.spec import Task
 from kdist.config.checks import STOP_SIGNALS, check_stop_signals
 from kdist.errors import ConfigError
-from kdist.launch import signals
-from kdist.launch.signals import StopSignals, TaskSignals, task_signals
+from kdist.fit import signals
+from kdist.fit.signals import StopSignals, TaskSignals, task_signals
 
 ALL = ("SIGINT", *STOP_SIGNALS)
 
@@ -121,7 +121,7 @@ def test_a_stop_signal_before_the_config_is_read_ends_the_command_line(is_replac
     code = (
         "import signal, sys\n"
         "from kdist.cli import main as cli, train\n"
-        "from kdist.launch import signals\n"
+        "from kdist.fit import signals\n"
         "def run(_):\n"
         "    try:\n"
         "        signal.raise_signal(signal.SIGTERM)\n"

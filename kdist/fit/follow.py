@@ -10,8 +10,8 @@ from kdist.cluster.spec import Membership, Task
 from kdist.console import lines
 from kdist.errors import ChiefStoppedError, ConfigError
 from kdist.evaluation.external_evaluator import evaluate_until_done
-from kdist.launch import signals
-from kdist.launch.base import FitOutcome, FitRequest, Launcher
+from kdist.fit import signals
+from kdist.fit.request import FitOutcome, FitRequest, Launcher
 from kdist.model.state import finalize_ema, write_to_model
 from kdist.run.result import Result
 from kdist.version import __version__

@@ -11,7 +11,7 @@ import pytest
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ChiefStoppedError
-from kdist.launch import external_task
+from kdist.fit import external_task
 
 
 @pytest.fixture

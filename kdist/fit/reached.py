@@ -9,10 +9,10 @@ import keras
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.console import lines
 from kdist.errors import ConfigError
+from kdist.fit.request import FitOutcome, FitRequest
 from kdist.hooks import StopAtStep
 from kdist.hooks.epochs import fill
 from kdist.hooks.keras_callbacks import RATE_ONLY
-from kdist.launch.base import FitOutcome, FitRequest
 from kdist.log import warn
 from kdist.model.state import finalize_ema, names_here, parameter_names, write_to_model
 from kdist.run.metrics_file import epochs_of, read_rows
@@ -20,7 +20,7 @@ from kdist.run.result import Result
 from kdist.strategies.prepared_training import prepare
 
 
-def reached(request: FitRequest) -> FitOutcome | None:
+def finished_outcome(request: FitRequest) -> FitOutcome | None:
     """The outcome of a fit with nothing to train; None of any other."""
     return _ended_before(request) or (_without_epochs(request) if request.arguments.has_no_epoch else None)
 

@@ -30,8 +30,8 @@ from kdist.data.epoch_lengths import EpochLengths
 from kdist.dispatch import connection
 from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import WorkerPool
+from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver, Hook
-from kdist.launch.fit_arguments import FitArguments
 from kdist.model.model_checks import preprocessing_of
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
