@@ -57,7 +57,7 @@ def evaluate_until_done(
         raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
     try:
         with files.open_for(str(membership.task)) as run, closing(run.summaries()) as summaries:
-            chief, checkpoints = ObservedChief(run, membership, start_timeout), run.checkpoints()
+            chief, checkpoints = ChiefWatch(run, membership, start_timeout), run.checkpoints()
             role = f"{membership.task} of {membership.spec.shape}"
             print_line(f"kdist {__version__} | {role} | evaluates {checkpoints.place}")
             evaluator = CheckpointEvaluator(source, validation, checkpoints)
@@ -81,7 +81,7 @@ def evaluate_until_done(
     print_line(f"done  | {membership.task} | the chief has finished")
 
 
-class ObservedChief:
+class ChiefWatch:
     """The chief, as seen by the evaluator: through the run dir, where its lock has a heartbeat.
 
     Args:

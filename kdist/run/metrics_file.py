@@ -60,7 +60,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        #: Those of the file; None if it has to be looked at.
+        #: The columns of the file; None if it has to be looked at.
         self._columns: list[str] | None = None
         self._has_warned = False
 
@@ -98,11 +98,8 @@ class MetricsFile:
         check_not_taken_over(Folder(self.path.parent))
         row = {**values, **{_column_of(name): value for name, value in metrics.items()}}
         try:
-            if self._columns is None:
-                rows = rows_in(_content_of(self.path), self.path)
-                self._rewrite([*rows, row])
-            elif any(name not in self._columns for name in row):
-                self._rewrite([*rows_in(_content_of(self.path), self.path), row])
+            if self._columns is None or any(name not in self._columns for name in row):
+                self._rewrite([*read_rows(self.path.parent), row])
             else:
                 with self.path.open("ab", buffering=0) as file:
                     line = _line(row.get(name) for name in self._columns).encode()
@@ -113,8 +110,8 @@ class MetricsFile:
             self._warn(error)
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
-        metrics = sorted({name: None for row in rows for name in row if name not in COLUMNS}, key=_is_of_validation)
-        columns = [*COLUMNS, *metrics]
+        metrics = {name: None for row in rows for name in row if name not in COLUMNS}
+        columns = [*COLUMNS, *sorted(metrics, key=lambda name: name.startswith("val_"))]
         make_private(self.path.parent)
         write_whole(self.path, _line(columns) + "".join(_line(row.get(name) for name in columns) for row in rows))
         self._columns = columns
@@ -201,10 +198,6 @@ def _content_of(path: Path) -> bytes:
 
 def _column_of(metric: str) -> str:
     return metric + _OF_A_METRIC if metric in COLUMNS and metric != "learning_rate" else metric
-
-
-def _is_of_validation(metric: str) -> bool:
-    return metric.startswith("val_")
 
 
 def _line(values: Iterable[Any]) -> str:

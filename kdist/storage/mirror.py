@@ -180,10 +180,9 @@ class Mirror(Folder):
         storage = ObjectStorage(self.storage.url, self.storage.timeout, path).connect()
         with RunLock(Folder(path, f"{self} ({reader})")):
             try:
-                for left in path.iterdir():
-                    # A process that was killed has left it.
-                    if left.is_dir():
-                        shutil.rmtree(left, ignore_errors=True)
+                # A process that was killed has left them.
+                for left in filter(Path.is_dir, path.iterdir()):
+                    shutil.rmtree(left, ignore_errors=True)
                 yield storage
             finally:
                 shutil.rmtree(path, ignore_errors=True)

@@ -226,7 +226,7 @@ class ObjectStorage(Folder):
         if names is None:
             names = sorted(self.names(under), key=lambda name: name.endswith(INDEX_SUFFIX))
         for name in names:
-            self._insist(partial(self._copy, f"{under}/{name}", f"{to}/{name}"))
+            self._insist(partial(self._files.cp_file, self._path(f"{under}/{name}"), self._path(f"{to}/{name}")))
         self.delete([f"{under}/{name}" for name in reversed(names)])
 
     def read(self, name: str) -> bytes | None:
@@ -280,9 +280,6 @@ class ObjectStorage(Folder):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
-
-    def _copy(self, name: str, to: str) -> None:
-        self._files.cp_file(self._path(name), self._path(to))
 
     def _insist(self, function: Callable[[], T]) -> T:
         """Calls a function until it succeeds, is refused, or the time is over."""

@@ -22,12 +22,10 @@ class Spread:
     Attributes:
         mean: the mean of the values.
         deviation: their standard deviation; None for a single one.
-        count: the number of values.
     """
 
     mean: float
     deviation: float | None
-    count: int
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> Spread | None:
@@ -35,7 +33,7 @@ class Spread:
         numbers = [float(value) for value in values if value is not None and math.isfinite(value)]
         if not numbers:
             return None
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
     def text(self, form: str) -> str:
         """`0.9712 ± 0.0031`, in a format such as `.4g`; the deviation has at least two digits."""
@@ -49,7 +47,7 @@ class Group:
     """Runs with the same values of some keys.
 
     Attributes:
-        values: by key.
+        values: the values by key.
         rows: the rows of the runs.
     """
 

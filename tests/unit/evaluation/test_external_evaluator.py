@@ -20,13 +20,13 @@ from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError
 from kdist.evaluation import external_evaluator
 from kdist.evaluation.evaluate import ValidationArguments
-from kdist.evaluation.external_evaluator import ObservedChief, evaluate_until_done
+from kdist.evaluation.external_evaluator import ChiefWatch, evaluate_until_done
 from kdist.model.source import ModelSource
 from kdist.run.run_dir import RunDir
 from kdist.storage.object_storage import ObjectStorage
 
 URL = "memory://bucket/run"
-Observe = Callable[[], ObservedChief]
+Observe = Callable[[], ChiefWatch]
 ELSEWHERE = held_by(host="another machine")
 EVALUATOR = Membership(ClusterSpec(("a:1",), ("b:1",), "c:1"), Task("evaluator", 0))
 
@@ -55,9 +55,9 @@ def observe(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with ExitStack() as stack:
 
-        def observe() -> ObservedChief:
+        def observe() -> ChiefWatch:
             files = RunDir(request.param.format(run_dir), "test")
-            return ObservedChief(stack.enter_context(files.open_for(str(EVALUATOR.task))), EVALUATOR, start_timeout=10)
+            return ChiefWatch(stack.enter_context(files.open_for(str(EVALUATOR.task))), EVALUATOR, start_timeout=10)
 
         yield observe
 

@@ -232,5 +232,5 @@ def test_values_of_a_row(values: list[Any], text: str) -> None:
 
 def test_spreads() -> None:
     assert Spread.of([None, float("nan")]) is None
-    assert Spread.of([2.0]) == Spread(2.0, None, 1)
-    assert str((Spread.of([1000.0, 3000.0]) or Spread(0, None, 0)).text(".1f")) == "2000.0 ± 1414"
+    assert Spread.of([2.0]) == Spread(2.0, None)
+    assert str((Spread.of([1000.0, 3000.0]) or Spread(0, None)).text(".1f")) == "2000.0 ± 1414"
