@@ -11,7 +11,7 @@ import pytest
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ChiefStoppedError
-from kdist.fit import external_task
+from kdist.fit import follow
 
 
 @pytest.fixture
@@ -19,18 +19,18 @@ def request_of_a_stopped_chief(monkeypatch: pytest.MonkeyPatch) -> Any:
     def serve(membership: Membership, *_: object, **__: object) -> None:
         raise ChiefStoppedError(f"{membership.task}: the chief was told to stop")
 
-    monkeypatch.setattr(external_task, "serve_until_done", serve)
+    monkeypatch.setattr(follow, "serve_until_done", serve)
     strategy = SimpleNamespace(cluster=ClusterConfig("1ps1w", stay=True), description=None)
     return SimpleNamespace(grace_secs=20.0, stop_signals=(), strategy=strategy)
 
 
 @pytest.fixture
-def server() -> external_task.ExternalTask:
-    return external_task.ExternalTask(Membership(ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2",)), Task("ps", 0)))
+def server() -> follow.ExternalTask:
+    return follow.ExternalTask(Membership(ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2",)), Task("ps", 0)))
 
 
 def test_a_program_exits_as_that_of_its_chief_does(
-    server: external_task.ExternalTask, request_of_a_stopped_chief: Any, capsys: pytest.CaptureFixture[str]
+    server: follow.ExternalTask, request_of_a_stopped_chief: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as raised:
         server.launch(request_of_a_stopped_chief)
@@ -39,8 +39,8 @@ def test_a_program_exits_as_that_of_its_chief_does(
 
 
 def test_the_command_line_may_start_anew(
-    server: external_task.ExternalTask, request_of_a_stopped_chief: Any, monkeypatch: pytest.MonkeyPatch
+    server: follow.ExternalTask, request_of_a_stopped_chief: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_task.signals, "exit_at_once", lambda code: pytest.fail(f"exits with {code}"))
+    monkeypatch.setattr(follow.signals, "exit_at_once", lambda code: pytest.fail(f"exits with {code}"))
     with pytest.raises(ChiefStoppedError):
         server.launch(request_of_a_stopped_chief)
