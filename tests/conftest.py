@@ -14,7 +14,7 @@ import drilling
 import pytest
 from helpers import tasks_running, wait_until
 
-from kdist.cluster.processes.task_processes import fork_server
+from kdist.cluster.processes.task_processes import share_fork_server
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the runs that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,7 +53,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the tasks of all clusters are forked from: it imports TensorFlow once for all of them."""
-    with fork_server(tmp_path_factory.mktemp("prepared") / "log", train=True):
+    with share_fork_server(tmp_path_factory.mktemp("prepared") / "log", train=True):
         # A process that has just been started has no command line yet.
         wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")
         yield

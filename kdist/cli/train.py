@@ -317,14 +317,14 @@ def _job(
     with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
         from kdist.cluster.local import log_path
-        from kdist.cluster.processes.task_processes import fork_server
+        from kdist.cluster.processes.task_processes import share_fork_server
         from kdist.cluster.resolve import shape_of
 
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
         shape = shape_of(checked.cluster, membership)
         if membership is None and not shape.is_local and not checked.run.plan_only:
             # The tasks that this process will start import TensorFlow while it does so itself.
-            end.enter_context(fork_server(log_path(log_file.parent, shape.tasks[0]), train=not shape.num_ps))
+            end.enter_context(share_fork_server(log_path(log_file.parent, shape.tasks[0]), train=not shape.num_ps))
         from kdist.cli.experiment import run_experiment
         from kdist.config.hparams import overrides_of_job
         from kdist.config.recorded import recorded

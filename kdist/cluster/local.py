@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +17,7 @@ from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
 from kdist.cluster.processes.server import READY, TaskOptions
-from kdist.cluster.processes.task_processes import TaskProcesses
+from kdist.cluster.processes.task_processes import fork_server, start_task
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
@@ -83,22 +83,23 @@ class LocalCluster(Cluster):
         #: Process ids of tasks that were killed because they were stopped.
         self._were_stopped: set[int] = set()
         self._children: dict[Task, Child] = {}
-        # Messages from before the first task is forked are in its log.
-        self._task_processes = TaskProcesses(log_path(log_dir, shape.tasks[0]))
         #: Tasks that were restarted and do not serve yet.
         self._starting: set[Task] = set()
-        self._ports = HeldPorts(0)
+        self._at_end = ExitStack()
         self.spec = ClusterSpec((), ())
 
     def launch(self) -> None:
         bind_to(self._config.bind)
-        self._ports.release()
-        self._ports = HeldPorts(len(self.shape.tasks) + 1)
-        *free, for_chief = self._ports.numbers
+        *free, for_chief = self._at_end.enter_context(HeldPorts(len(self.shape.tasks) + 1)).numbers
         self.chief_address = f"127.0.0.1:{for_chief}"
         ports = [f"127.0.0.1:{port}" for port in free]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
-        self._children = {task: self._launch(task) for task in self.shape.tasks}
+        # Messages from before the first task is forked are in its log.
+        forks = fork_server(log_path(self.log_dir, self.shape.tasks[0]))
+        self._fork_server = self._at_end.enter_context(forks)
+        self._at_end.callback(self._end_children)
+        for task in self.shape.tasks:
+            self._children[task] = self._launch(task)
 
     def wait(self) -> None:
         """Waits until every task serves; starts all of them again if a port was taken in the meantime.
@@ -119,14 +120,15 @@ class LocalCluster(Cluster):
                 self.launch()
 
     def stop(self, *, will_resume: bool = False) -> None:
+        self._at_end.close()
+
+    def _end_children(self) -> None:
         end_children(self._children.values(), _STOP_SECS)
         self._children.clear()
         self._starting.clear()
         if self._guard is not None:
             end_children([self._guard], _STOP_SECS)
             self._guard = None
-        self._task_processes.close()
-        self._ports.release()
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         for task in self._children if tasks is None else tasks:
@@ -190,7 +192,7 @@ class LocalCluster(Cluster):
             task_environment(task, self._config.devices),
             log_path(self.log_dir, task),
         )
-        return self._task_processes.start(program, self._config.start_timeout)
+        return start_task(self._fork_server, program, self._config.start_timeout)
 
     def _wait_until_ready(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -34,7 +34,7 @@ from kdist.cluster.local import log_path, share_of_machine
 from kdist.cluster.network.sockets import HeldPorts
 from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
-from kdist.cluster.processes.task_processes import TaskProcesses
+from kdist.cluster.processes.task_processes import fork_server, start_task
 from kdist.cluster.processes.watchdog import Stopped
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
@@ -287,8 +287,7 @@ class Processes:
     def _launch(self, request: Path) -> None:
         ports = self._at_end.enter_context(HeldPorts(self._number if self._number > 1 else 0))
         shape = ClusterShape(0, self._number)
-        tasks = TaskProcesses(self._logs[0], train=True)
-        self._at_end.callback(tasks.close)
+        server = self._at_end.enter_context(fork_server(self._logs[0], train=True))
         self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
         for index, log in enumerate(self._logs):
             here, there = Pipe()
@@ -320,7 +319,7 @@ class Processes:
                     prints_to_log=True,
                     pass_fds=[there.fileno()],
                 )
-                self._children.append(tasks.start(program, self._cluster.start_timeout))
+                self._children.append(start_task(server, program, self._cluster.start_timeout))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `remote_main` in worker 0; returns its result, or raises what it has raised.

@@ -16,7 +16,7 @@ from helpers import catches, descendants, ignores, tasks_running, wait_until
 
 from kdist.cluster.local import LocalCluster, cores_of
 from kdist.cluster.processes import task_processes
-from kdist.cluster.processes.task_processes import fork_server
+from kdist.cluster.processes.task_processes import share_fork_server
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
@@ -57,7 +57,7 @@ def running(shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = N
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides what tests of other files have prepared."""
-    monkeypatch.setattr(task_processes, "_fork_servers", [])
+    monkeypatch.setattr(task_processes, "_shared", [])
 
 
 def running_since(earlier: list[int]) -> list[int]:
@@ -216,7 +216,7 @@ def test_a_stray_environment_does_not_reach_the_tasks(tmp_path: Path, monkeypatc
 
 def test_clusters_that_follow_each_other_use_what_was_prepared(tmp_path: Path) -> None:
     earlier = tasks_running(under=os.getpid(), and_fork_servers=True)
-    with fork_server(tmp_path / "log"):
+    with share_fork_server(tmp_path / "log"):
         wait_until(lambda: running_since(earlier), 10, "it runs")
         waiting = running_since(earlier)
         assert len(waiting) == 1
@@ -231,7 +231,7 @@ def test_clusters_that_follow_each_other_use_what_was_prepared(tmp_path: Path) -
 
 def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) -> None:
     earlier = tasks_running(under=os.getpid(), and_fork_servers=True)
-    with fork_server(tmp_path / "log"):
+    with share_fork_server(tmp_path / "log"):
         wait_until(lambda: running_since(earlier), 10, "it runs")
         (waiting,) = running_since(earlier)
         os.kill(waiting, signal.SIGKILL)

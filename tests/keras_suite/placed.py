@@ -24,7 +24,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras_suite.results import PLACES, Outcome
 
 import kdist
-from kdist.cluster.processes.task_processes import fork_server
+from kdist.cluster.processes.task_processes import share_fork_server
 
 METHODS = ("fit", "evaluate", "predict")
 #: The methods that the present test has called, and those that run now.
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the tasks of all clusters are forked from: it imports TensorFlow once."""
-    with fork_server(tmp_path_factory.mktemp("prepared") / "log", train=True):
+    with share_fork_server(tmp_path_factory.mktemp("prepared") / "log", train=True):
         yield
 
 
