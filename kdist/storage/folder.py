@@ -47,12 +47,11 @@ class Folder:
 
     def names(self, under: str = "") -> set[str]:
         """The names of all files below a folder in this one, relative to it."""
-        top = str(self.path / under)
-        return {
-            os.path.join(folder, name)[len(top) + 1 :].replace(os.sep, "/")
-            for folder, _, names in os.walk(top)
-            for name in names
-        }
+        found, top = set[str](), str(self.path / under)
+        for folder, _, names in os.walk(top):
+            within = folder[len(top) + 1 :]
+            found.update(f"{within}/{name}" if within else name for name in names)
+        return found
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if it is not there."""
