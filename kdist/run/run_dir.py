@@ -92,7 +92,7 @@ class RunDir:
         """The folder; created on first use."""
         if self._given is None:
             return Folder(make_new(Path("runs") / self._name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
-        make_private(self._given.path)
+        self._given.make()
         return self._given
 
     @property

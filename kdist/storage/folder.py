@@ -45,6 +45,10 @@ class Folder:
         """A folder in this one."""
         return Folder(self.path / name, f"{self}/{name}")
 
+    def make(self) -> None:
+        """Creates the folder, for its owner alone, if there is none."""
+        make_private(self.path)
+
     def names(self, under: str = "") -> set[str]:
         """The names of all files below a folder in this one, relative to it."""
         found, top = set[str](), str(self.path / under)

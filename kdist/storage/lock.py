@@ -25,7 +25,6 @@ from types import TracebackType
 
 from kdist.errors import ConfigError
 from kdist.log import warn
-from kdist.storage.files import make_private
 from kdist.storage.folder import Folder
 from kdist.storage.object_storage import StorageError
 
@@ -147,8 +146,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         self.check()
         try:
-            if self._folder.looks_are_free:
-                make_private(self._folder.path)
+            self._folder.make()
             with self._folder.alone(LOCK):
                 # Another chief may have been faster.
                 if (found := self._living()) is not None:

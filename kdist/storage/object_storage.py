@@ -157,6 +157,9 @@ class ObjectStorage(Folder):
     def without_retries(self) -> ObjectStorage:
         return ObjectStorage(self.url, 0, self.path, key=self._key)
 
+    def make(self) -> None:
+        """Object storage has no folders without files."""
+
     def names(self, under: str = "") -> set[str]:
         start = f"{under}/" if under else ""
         return {name.removeprefix(start) for name in self.sizes() if name.startswith(start)}
