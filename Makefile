@@ -77,6 +77,7 @@ matrix: $(READY)
 
 docs: $(VENV)/ready-for-docs
 	$(BIN)/python docs/config_reference.py
+	$(BIN)/python docs/rooms.py
 	PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py
 	$(BIN)/python -m mkdocs build --strict
 

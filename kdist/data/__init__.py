@@ -1,5 +1,5 @@
-"""The training data, from what `fit` is given to the batches of one worker.
+"""Training data, from the arguments of `fit` to the batches of one worker.
 
-`sources` accepts arrays, datasets and dataset functions; `worker_dataset` is what one worker reads of them. Datasets
+`sources` accepts arrays, datasets and dataset functions; `worker_dataset` makes the dataset of one worker. Datasets
 travel to other processes as graphs (`serialization`), Python objects by cloudpickle (`pickling`).
 """

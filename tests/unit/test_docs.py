@@ -1,5 +1,6 @@
 """The commands in the documentation: right as they stand; the long test runs them, shortened."""
 
+import ast
 import re
 import runpy
 import shlex
@@ -44,6 +45,33 @@ def in_a_folder_with_my_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_config_reference_is_that_of_the_schema() -> None:
     page = runpy.run_path(str(REPO / "docs" / "config_reference.py"))["page"]()
     assert (REPO / "docs" / "reference" / "config.md").read_text() == page, "run python docs/config_reference.py"
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_code() -> None:
+    drawn = runpy.run_path(str(REPO / "docs" / "rooms.py"))["picture"]()
+    assert (REPO / "docs" / "pictures" / "rooms.svg").read_text() == drawn, "run python docs/rooms.py"
+
+
+def test_the_places_in_the_code_that_the_page_of_its_layout_names_exist() -> None:
+    page = (REPO / "docs" / "contributing.md").read_text()
+    places = sorted(set(re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", page)))
+    assert len(places) > 30
+    for file, name in places:
+        path = next(
+            (root / file for root in (REPO / "kdist", REPO, REPO / "benchmarks") if (root / file).exists()), None
+        )
+        assert path is not None, file
+        assert not name or name in _defined_in(ast.parse(path.read_text()).body), f"{file}:{name}"
+
+
+def _defined_in(body: list[ast.stmt], prefix: str = "") -> set[str]:
+    """Names of the functions and classes, and of the methods of classes as `Class.method`."""
+    found = set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(f"{prefix}{node.name}")
+            found |= _defined_in(node.body, f"{prefix}{node.name}.") if isinstance(node, ast.ClassDef) else set()
+    return found
 
 
 def test_drills_write_their_own_table(tmp_path: Path) -> None:
