@@ -65,15 +65,13 @@ class TaskOptions:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> TaskOptions:
-        return cls(**json.loads(text))
 
-
-def serve(options: TaskOptions) -> NoReturn:
-    """Starts the TensorFlow server and blocks until the parent exits."""
+def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
+    """Serves with `TaskOptions` as JSON until the parent exits; see `kdist.cluster.processes.task_processes`."""
+    options = TaskOptions(**json.loads(text))
+    name = f"{options.job}:{options.index}"
     # From the first moment on: importing TensorFlow takes seconds.
-    end_with_parent(f"{options.job}:{options.index}")
+    end_with_parent(name)
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores)
     with quick_import(keras=False):
@@ -101,7 +99,7 @@ def serve(options: TaskOptions) -> NoReturn:
         TcpTimeouts(addresses, [port], options.patience).start()
     os.write(1, READY)
     os.dup2(2, 1)
-    print(f"{log.now()} {options.job}:{options.index} serves at {server.target}", file=sys.stderr, flush=True)
+    print(f"{log.now()} {name} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         signal.pause()
 
@@ -191,11 +189,6 @@ def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) ->
     sockets.bind_port(port)
     server.start()
     return server, port
-
-
-def run(options: str, _descriptors: Mapping[int, int]) -> NoReturn:
-    """Serves with `TaskOptions` as JSON: see `kdist.cluster.processes.task_processes`."""
-    serve(TaskOptions.from_json(options))
 
 
 if __name__ == "__main__":
