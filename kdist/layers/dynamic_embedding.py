@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.reserved import is_building
+from kdist._compat.lazy_variable import is_building
 from kdist.layers.initial_rows import RowInitializer
 from kdist.layers.pooled_lookup import PooledLookup
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.reserved import reserve_above
+from kdist._compat.lazy_variable import lazy_above
 
 #: Rows of tables are drawn in blocks of this size. It is part of what a seed means, and never changes. Larger variables
 #: get no memory where a model is built for parameter servers.
@@ -34,7 +34,7 @@ _BY_FANS = (
 
 def made_on_servers() -> AbstractContextManager[None]:
     """A context in which large variables get no values: parameter servers make them."""
-    return reserve_above(_BLOCK_BYTES)
+    return lazy_above(_BLOCK_BYTES)
 
 
 def is_large(shape: Sequence[int], dtype: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kdist._compat.keras import layers_of, optimizers_of, strategy_of
-from kdist._compat.reserved import made_by
+from kdist._compat.lazy_variable import made_by
 from kdist.errors import ConfigError
 from kdist.model.optimizer import check_optimizer
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter, table_of
-from kdist._compat.reserved import made_by
+from kdist._compat.lazy_variable import made_by
 from kdist.layers import DynamicEmbedding
 from kdist.model.loss_weights import LossWeights
 from kdist.model.names import (

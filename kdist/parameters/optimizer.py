@@ -22,7 +22,7 @@ from kdist._compat.keras import (
     step_counter,
     unbuilt_copy,
 )
-from kdist._compat.reserved import cheap_constants
+from kdist._compat.lazy_variable import cheap_constants
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import leaves_other_rows_alone, optimizer_state

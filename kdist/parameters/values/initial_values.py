@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.reserved import hand_over, made_by
+from kdist._compat.lazy_variable import hand_over, made_by
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import TableInitializer
 from kdist.parameters.placement.blocks import Blocks

@@ -19,14 +19,14 @@ from kdist._compat.tensorflow import UninitializedVariable
 _is_building: ContextVar[bool] = ContextVar("is_building", default=False)
 
 
-class Reserved(keras.Variable):
+class LazyVariable(keras.Variable):
     """A variable with a shape, but without memory, until it is read or written.
 
     If it is read before anything was written to it, it gets its initial values.
 
     Attributes:
         initializer_here: the initializer of its values; None once they are known to be here.
-        elsewhere: why they are not to be made here, to be raised when they are read.
+        elsewhere: the error that is raised when they are read, if they are not to be made here.
     """
 
     initializer_here: Callable[..., Any] | None
@@ -44,11 +44,11 @@ class Reserved(keras.Variable):
 
 
 class _ValueOf(UninitializedVariable):
-    """The value of a reserved variable, for TensorFlow."""
+    """The value of a lazy variable, for TensorFlow."""
 
-    def __init__(self, variable: Reserved) -> None:
+    def __init__(self, variable: LazyVariable) -> None:
         super().__init__(trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype)
-        self._reserved = variable
+        self._lazy = variable
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         self._make()
@@ -64,7 +64,7 @@ class _ValueOf(UninitializedVariable):
 
     def _make(self) -> None:
         """Makes the values if they are needed: not when a model is traced to find shapes, or for other values."""
-        variable = self._reserved
+        variable = self._lazy
         is_eager = tf.executing_eagerly()
         if in_stateless_scope() or (_is_building.get() and not is_eager) or (make := variable.made_by) is None:
             return
@@ -91,15 +91,15 @@ for _name in dir(UninitializedVariable):
 
 
 @contextmanager
-def reserve_above(num_bytes: int) -> Iterator[None]:
-    """In this context a model is built: new variables of more than `num_bytes` with an initializer are reserved."""
+def lazy_above(num_bytes: int) -> Iterator[None]:
+    """In this context a model is built: new variables of more than `num_bytes` with an initializer are lazy."""
 
     def initialize(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
         size = prod(variable.shape) * tf.as_dtype(variable.dtype).size
         if type(variable) is not keras.Variable or size <= num_bytes:
             of_tensorflow(variable, initializer)
             return
-        variable.__class__ = Reserved
+        variable.__class__ = LazyVariable
         variable.initializer_here, variable.elsewhere = initializer, None
         variable._value = _ValueOf(variable)
 
@@ -119,8 +119,8 @@ def reserve_above(num_bytes: int) -> Iterator[None]:
 
 
 def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
-    """The initializer of a reserved variable; None if a variable has values."""
-    return variable.made_by if isinstance(variable, Reserved) else None
+    """The initializer of a lazy variable; None if a variable has values."""
+    return variable.made_by if isinstance(variable, LazyVariable) else None
 
 
 def is_building() -> bool:
@@ -129,7 +129,7 @@ def is_building() -> bool:
 
 
 def hand_over(variable: keras.Variable, why: Exception) -> None:
-    """Takes the values of a reserved variable to be elsewhere: `why` is raised if they are read."""
+    """Takes the values of a lazy variable to be elsewhere: `why` is raised if they are read."""
     if made_by(variable) is not None:
         variable.elsewhere = why
 

@@ -11,27 +11,27 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist._compat.reserved import cheap_constants, hand_over, made_by, reserve_above
+from kdist._compat.lazy_variable import cheap_constants, hand_over, lazy_above, made_by
 
 SHAPE = (1 << 40, 2)
 ONES = keras.initializers.Ones()
 
 
-def reserved(shape: tuple[int, ...] = (3, 2)) -> keras.Variable:
-    with reserve_above(8):
+def lazy(shape: tuple[int, ...] = (3, 2)) -> keras.Variable:
+    with lazy_above(8):
         return keras.Variable(ONES, shape=shape, dtype="float32", name="table")
 
 
-def test_only_large_variables_with_an_initializer_are_reserved_and_only_in_the_context() -> None:
-    with reserve_above(8):
+def test_only_large_variables_with_an_initializer_are_lazy_and_only_in_the_context() -> None:
+    with lazy_above(8):
         small = keras.Variable(ONES, shape=(2,), dtype="float32")
         given = keras.Variable(np.ones(3, np.float32))
     after = keras.Variable(ONES, shape=(3,), dtype="float32")
-    assert [made_by(variable) for variable in (small, given, after, reserved())] == [None, None, None, ONES]
+    assert [made_by(variable) for variable in (small, given, after, lazy())] == [None, None, None, ONES]
 
 
-def test_a_reserved_variable_has_a_shape_of_any_size() -> None:
-    variable = reserved(SHAPE)
+def test_a_lazy_variable_has_a_shape_of_any_size() -> None:
+    variable = lazy(SHAPE)
     assert (tuple(variable.shape), variable.dtype, made_by(variable)) == (SHAPE, "float32", ONES)
 
 
@@ -45,13 +45,13 @@ def test_a_reserved_variable_has_a_shape_of_any_size() -> None:
     ],
 )
 def test_reading_makes_its_values(read: Callable[[keras.Variable], Any]) -> None:
-    variable = reserved()
+    variable = lazy()
     np.testing.assert_array_equal(read(variable), np.ones((3, 2)))
     assert made_by(variable) is None
 
 
 def test_reading_values_that_are_elsewhere_says_so() -> None:
-    variable, later = reserved(), reserved()
+    variable, later = lazy(), lazy()
     for each in (variable, later):
         hand_over(each, ValueError("on the servers"))
     with pytest.raises(ValueError, match="on the servers"):
@@ -83,14 +83,14 @@ def test_it_may_be_made_while_a_model_is_built_symbolically() -> None:
             return self.head(self.inner(x))
 
     model = Model()
-    with reserve_above(1 << 20):
+    with lazy_above(1 << 20):
         tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([2], tf.int64))
     assert made_by(made[0]) is not None
     assert model.head.kernel.numpy().shape == (2, 1)
 
 
 def test_it_is_as_any_other_once_it_is_assigned() -> None:
-    variable = reserved()
+    variable = lazy()
     variable.assign(np.zeros((3, 2)))
     assert made_by(variable) is None
     variable.assign_add(np.ones((3, 2)))
@@ -109,7 +109,7 @@ def test_it_is_as_any_other_once_it_is_assigned() -> None:
     ],
 )
 def test_writing_to_the_variable_of_tensorflow_counts(write: Callable[[tf.Variable], Any], expected: Any) -> None:
-    variable = reserved()
+    variable = lazy()
     write(variable.value)
     assert made_by(variable) is None
     np.testing.assert_array_equal(variable.numpy(), expected)
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_restored_counts(tmp_path: Path) -> None:
     layer = keras.layers.Embedding(3, 2, embeddings_initializer="zeros")
     layer.build()
     path = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    with reserve_above(8):
+    with lazy_above(8):
         new = keras.layers.Embedding(3, 2, embeddings_initializer=ONES)
         new.build()
     assert made_by(new.embeddings) is not None
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_is_restored_counts(tmp_path: Path) -> None:
 
 
 def test_a_pure_function_may_assign_it() -> None:
-    variable = reserved()
+    variable = lazy()
     with keras.StatelessScope([(variable, tf.zeros((3, 2)))]) as scope:
         variable.assign(tf.ones((3, 2)))
         assert float(scope.get_current_value(variable)[0, 0]) == 1.0
@@ -137,10 +137,10 @@ def test_a_pure_function_may_assign_it() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad", "ftrl", "rmsprop", "sgd"])
-def test_its_slots_are_reserved_too(optimizer: str) -> None:
+def test_its_slots_are_lazy_too(optimizer: str) -> None:
     optimizer = keras.optimizers.get(optimizer)
-    with reserve_above(8):
-        optimizer.build([reserved(SHAPE)])
+    with lazy_above(8):
+        optimizer.build([lazy(SHAPE)])
     slots = [variable for variable in optimizer.variables if tuple(variable.shape) == SHAPE]
     assert all(made_by(slot) is not None for slot in slots)
     assert all(np.isfinite(v.numpy()).all() for v in optimizer.variables if tuple(v.shape) != SHAPE)
