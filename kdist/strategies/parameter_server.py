@@ -30,9 +30,9 @@ from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.on_servers import ServersStrategy
+from kdist.strategies.on_store import WorkerIterators
 from kdist.strategies.prefetch import PrefetchTuner
 from kdist.strategies.prepared_training import PreparedTraining
-from kdist.strategies.worker_iterators import WorkerIterators
 
 T = TypeVar("T")
 

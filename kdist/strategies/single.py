@@ -13,9 +13,8 @@ from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import StepLogs, UnrolledCalls
-from kdist.strategies.on_store import StoreStrategy, in_terms_of_tables, no_batch
+from kdist.strategies.on_store import StoreStrategy, WorkerIterators, in_terms_of_tables, no_batch
 from kdist.strategies.prepared_training import prepare
-from kdist.strategies.worker_iterators import WorkerIterators
 
 
 class Single(StoreStrategy):

@@ -37,9 +37,8 @@ from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.in_graph import InGraphSyncCalls
 from kdist.strategies.on_servers import ServersStrategy
-from kdist.strategies.on_store import no_batch
+from kdist.strategies.on_store import WorkerIterators, no_batch
 from kdist.strategies.prepared_training import PreparedTraining
-from kdist.strategies.worker_iterators import WorkerIterators
 
 _TRIES = 3
 
