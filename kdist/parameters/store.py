@@ -121,48 +121,48 @@ class ParameterStore:
             lambda block: self.counters.begun[self.blocks[block].server].read_value(),
             self.wire,
         )
-        stored: dict[str, list[StoredShard]] = {GLOBAL_STEP: [StoredShard.whole(self.counters.begun[0])]}
-        stored_names = [
+        self._stored_names = [
             f"{'parameters' if model_variables.is_parameter(index) else 'state'}/{variable.name}"
             for index, variable in enumerate(plan.variables)
         ]
-        for index, shards in self._shards_of.items():
-            if model_variables.is_dynamic(index):
-                continue
-            stored[stored_names[index]] = [
-                self.blocks.stored_shard(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
-            ]
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._optimizers = ServerOptimizers(
             updates, self.blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
         )
-        stored |= self._optimizers.stored
-        copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
-        self._loss_scale: ServerLossScale | None = None
-        if model_variables.loss_scaling is not None:
-            self._loss_scale = ServerLossScale(model_variables.loss_scaling, self.devices)
-            copies |= self._loss_scale.variables
-            stored |= {name: [StoredShard.whole(first)] for name, (first, *_) in self._loss_scale.variables.items()}
-        if model_variables.num_worker_states:
-            with tf.device(self.devices[0]):
-                self._resets = tf.Variable(tf.zeros([model_variables.num_worker_states], tf.int64), trainable=False)
-            stored[STATE_RESETS] = [StoredShard.whole(self._resets)]
-        initial = {
+        scaling = model_variables.loss_scaling
+        self._loss_scale = None if scaling is None else ServerLossScale(scaling, self.devices)
+        groups = row_wise_groups(self.blocks, names, tables)
+        self.dynamic = DynamicValues(groups)
+        self._initial = {
             name: variable
             for of_group in updates.groups
             for name, variable in of_group.state(model_variables.parameters, names).items()
+            if name not in self.dynamic.shapes
         }
-        groups = row_wise_groups(self.blocks, names, tables)
-        self.dynamic = DynamicValues(groups)
-        initial = {name: variable for name, variable in initial.items() if name not in self.dynamic.shapes}
-        for name, variable in initial.items():
-            if name not in stored:
-                # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
-                with tf.device(self.devices[0]):
-                    stored[name] = [StoredShard.whole(tf.Variable(variable.value, trainable=False))]
-        self.values = NamedValues(stored, copies)
+        self.values = self._named_values(model_variables)
         self.files = ValueFiles(self.values, self.dynamic, groups, intervals)
-        self._stored_names, self._initial = stored_names, initial
+
+    def _named_values(self, model_variables: ModelVariables) -> NamedValues:
+        """All values by name; makes variables for those that nothing else needs."""
+        stored = {
+            self._stored_names[index]: [
+                self.blocks.stored_shard(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
+            ]
+            for index, shards in self._shards_of.items()
+            if not model_variables.is_dynamic(index)
+        }
+        stored |= self._optimizers.stored
+        copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
+        if self._loss_scale is not None:
+            copies |= self._loss_scale.variables
+        with tf.device(self.devices[0]):
+            if model_variables.num_worker_states:
+                self._resets = tf.Variable(tf.zeros([model_variables.num_worker_states], tf.int64), trainable=False)
+                stored[STATE_RESETS] = [StoredShard.whole(self._resets)]
+            for name in self._initial.keys() - stored.keys():
+                # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
+                stored[name] = [StoredShard.whole(tf.Variable(self._initial[name].value, trainable=False))]
+        return NamedValues({**stored, **{n: [StoredShard.whole(first)] for n, (first, *_) in copies.items()}}, copies)
 
     def fill(self) -> None:
         """Sets the initial values of large variables and of slots, which may take a while; called once, at first."""
