@@ -31,7 +31,7 @@ class Folder:
         path: the place of its files, or of copies of them, on this machine.
     """
 
-    #: Looks at object storage are requests, which cost money.
+    #: False of object storage, where each look is a request, which costs money.
     looks_are_free: ClassVar[bool] = True
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -65,7 +65,7 @@ class Folder:
 
     def modified(self, name: str) -> float | None:
         """The time of the last change of a file, in seconds since the epoch by the clock there; None without one."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             return (self.path / name).stat().st_mtime
         return None
 
@@ -98,20 +98,20 @@ class Folder:
         """Brings files to `path`, in this order; here, they are there."""
 
     def discard_copies(self, under: str) -> None:
-        """Deletes what `fetch` has brought into a folder in this one; here, it brought nothing."""
+        """Deletes the copies that `fetch` has brought into a folder in this one; here, there are none."""
 
     def publish(self, names: Sequence[str], instead_of: Sequence[str] = ()) -> None:
         """Brings files from `path` to their place, in this order, after others were deleted; here, they are there."""
 
     def publish_after(self, written: Future[None], publish: Callable[[], None]) -> Future[None]:
-        """Calls `publish` in a thread once files are written, if that takes long; a future of all that was begun."""
+        """Calls `publish` in a thread once files are written, if that takes long; returns a future of both."""
         return written
 
     def push(self) -> None:
         """Brings all other files from `path` to their place; here, they are there."""
 
     def refresh(self) -> None:
-        """Looks again at what is there, if that is remembered."""
+        """Lists the files again, if their names are remembered."""
 
     def without_retries(self) -> Folder:
         """The same folder, whose failures are not waited out."""
@@ -142,9 +142,16 @@ def _alone(path: Path) -> Iterator[None]:
             # Some network file systems have no locks; there, two chiefs must not start in the same millisecond.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Another process may have removed or replaced it before it was locked.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            if _is_at(descriptor, path):
                 yield
                 return
         finally:
             os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """True unless an open file was removed or replaced before it was locked."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
