@@ -25,6 +25,7 @@ MODULES = {
     "kdist.hooks.mlflow_tracker": "kdist.extras.trackers",
     "kdist.hooks.tracker": "kdist.extras.trackers",
     "kdist.hooks.wandb_tracker": "kdist.extras.trackers",
+    "kdist.run.origin": "kdist.run.result",
 }
 #: The command that `python -m` runs by each name: `python -m kdist.evaluate` is `kdist evaluate`.
 COMMANDS = {f"kdist.{name}": name for name in ("evaluate", "predict", "export", "runs", "launch")}
