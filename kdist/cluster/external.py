@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from kdist.cluster.network.port_probe import PortProbes, accepts_connections, no
 from kdist.cluster.network.sockets import HeldPorts, bind_to
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
-from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
+from kdist.cluster.processes.child import end_children, start_child, task_environment
 from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import Cluster, ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -47,12 +48,9 @@ class ExternalCluster(Cluster):
         self._config = config
         self._fingerprint = fingerprint
         self._version_check: VersionCheck | None = None
-        self._own_port = HeldPorts(0)
         self._log_dir = log_dir
-        self._own: Child | None = None
-        self._probes: PortProbes | None = None
-        self._tcp_timeouts: TcpTimeouts | None = None
-        self._all_there = False
+        self._at_end = ExitStack()
+        self._is_launched = self._all_there = False
 
     def launch(self) -> None:
         """Starts the chief's own server and returns at once."""
@@ -61,9 +59,8 @@ class ExternalCluster(Cluster):
         address, task = chief_server(self.spec)
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
-        self._own_port.release()
-        self._own_port = HeldPorts(0 if config.chief_port else 1)
-        port = config.chief_port or self._own_port.numbers[0]
+        held = self._at_end.enter_context(HeldPorts(0 if config.chief_port else 1))
+        port = config.chief_port or held.numbers[0]
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
@@ -77,9 +74,13 @@ class ExternalCluster(Cluster):
             stdout=subprocess.DEVNULL,
             env=task_environment(task, config.devices),
         )
+        self._at_end.callback(end_children, [self._own], _STOP_SECS)
         self._probes = PortProbes(self.spec.addresses, config.patience)
+        self._at_end.callback(self._probes.stop)
         self._tcp_timeouts = TcpTimeouts(self.spec.addresses.values(), [port], config.patience)
         self._tcp_timeouts.start()
+        self._at_end.callback(self._tcp_timeouts.stop)
+        self._is_launched = True
 
     def wait(self) -> None:
         """Waits until every task serves, and has compared its versions and config with this process.
@@ -89,23 +90,22 @@ class ExternalCluster(Cluster):
             ConfigError: names the tasks that differ, and the differences.
         """
         while missing := self._missing():
-            assert self._own is not None
             if self._own.poll() is not None:
                 own = chief_server(self.spec)[1]
                 raise ClusterError(f"{own} exited while starting ({self._own.how_it_ended()}){self._own.log_tail()}")
             if self._own.is_late:
                 late = {task: address for task, address in self.spec.addresses.items() if task in missing}
                 silent = dict.fromkeys(
-                    self._running().listening(), "it listens, but has not compared itself with the chief"
+                    self._probes.listening(), "it listens, but has not compared itself with the chief"
                 )
-                raise not_met(late, self._running().found() | silent, self._config.start_timeout)
+                raise not_met(late, self._probes.found() | silent, self._config.start_timeout)
             time.sleep(_POLL_SECS)
         self._all_there = True
 
     def _missing(self) -> set[Task]:
         """The tasks that do not serve, or have not compared themselves with this process."""
         addresses, own = self.spec.addresses, chief_server(self.spec)[1]
-        listening = self._running().listening()
+        listening = self._probes.listening()
         missing = addresses.keys() - listening
         if self._fingerprint is None:
             return missing
@@ -119,33 +119,29 @@ class ExternalCluster(Cluster):
         """The tasks that refuse connections, or have been silent for longer than `patience`."""
         if not self._all_there:
             return {}
-        return {task: f"is lost ({why})" for task, why in self._running().lost().items()}
+        return {task: f"is lost ({why})" for task, why in self._probes.lost().items()}
 
     def silent_tasks(self) -> set[Task]:
         """The tasks that do not respond at present."""
-        return self._running().silent() if self._all_there else set()
+        return self._probes.silent() if self._all_there else set()
 
     def disconnect(self, task: Task) -> None:
         """Closes the connections with a task that is lost: a silent host does not."""
-        if self._tcp_timeouts is not None:
-            self._tcp_timeouts.disconnect(self.spec.address(task))
+        self._tcp_timeouts.disconnect(self.spec.address(task))
 
     def reconnect(self, task: Task) -> None:
         """Undoes `disconnect`: the task has returned."""
-        if self._tcp_timeouts is not None:
-            self._tcp_timeouts.reconnect(self.spec.address(task))
+        self._tcp_timeouts.reconnect(self.spec.address(task))
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
         """Kills the child of this process; the other tasks are not its own."""
-        if self._own is not None and tasks is None:
+        if self._is_launched and tasks is None:
             self._own.kill()
         return False
 
     def stop(self, *, will_resume: bool = False) -> None:
         """Tells the tasks that the chief has finished, and stops the chief's own server."""
-        if self._own is None or self._probes is None or self._tcp_timeouts is None:
-            return
-        if self._own.poll() is None:
+        if self._is_launched and self._own.poll() is None:
             others = self.spec.addresses.keys() - self._probes.lost() - {chief_server(self.spec)[1]}
             if self._version_check is not None:
                 others = {task for task in others if str(task) not in self._version_check.mismatches}
@@ -153,13 +149,5 @@ class ExternalCluster(Cluster):
             timeout = max(_STOP_SECS, self._config.patience) if self._probes.silent() else _STOP_SECS
             if missing := tell_tasks(self.spec, others, timeout, will_resume=will_resume):
                 warn(f"{', '.join(sorted(missing))} did not acknowledge that training has finished")
-        self._probes.stop()
-        self._tcp_timeouts.stop()
-        end_children([self._own], _STOP_SECS)
-        self._own = None
-        self._own_port.release()
-
-    def _running(self) -> PortProbes:
-        if self._probes is None:
-            raise RuntimeError("used before launch()")
-        return self._probes
+        self._is_launched = False
+        self._at_end.close()
