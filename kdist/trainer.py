@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,20 @@ import numpy as np
 
 from kdist import log
 from kdist._compat.keras import in_order
-from kdist.cluster.resolve import common_seed, membership_of, shape_of, with_given
+from kdist.cluster.resolve import common_seed, membership_of, with_given
 from kdist.cluster.spec import Membership
-from kdist.config.checks import (
-    STOP_SIGNALS,
-    check_one_of,
-    check_seed,
-    check_stop_signals,
-    check_verbose,
-    checked_steps_per_call,
-)
+from kdist.config.checks import STOP_SIGNALS, check_verbose
 from kdist.config.hparams import plain
 from kdist.config.scheduler import grace_secs_of
-from kdist.config.schema import LOG_FORMATS, ClusterConfig, RunConfig, TrainConfig
+from kdist.config.schema import ClusterConfig, Config, RunConfig, TrainConfig
 from kdist.config.strategy_options import strategy_config
 from kdist.console import live
 from kdist.data.sources import split_validation
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
-from kdist.fit.fit_arguments import FitArguments
-from kdist.fit.follow import EndedSession, ExternalTask, not_the_chief
-from kdist.fit.local import InProcess, LocalFit
+from kdist.fit.follow import EndedSession, follow_chief, not_the_chief
+from kdist.fit.local import LocalFit, run_here
 from kdist.fit.reached import finished_outcome
-from kdist.fit.request import FitOutcome, FitRequest, StrategyRequest
+from kdist.fit.request import Fit, FitOutcome, Place
 from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults
 from kdist.hooks.keras_callbacks import (
@@ -51,6 +44,7 @@ from kdist.run.result import Origin, Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
 from kdist.storage.folder import Folder
+from kdist.strategies import registry
 from kdist.strategies.base import Strategy
 
 
@@ -127,59 +121,95 @@ class Trainer:
         origin: Origin | None = None,
         **strategy_options: Any,
     ) -> None:
-        cluster = with_given(
-            ClusterConfig(cluster) if isinstance(cluster, str) else cluster,
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-            max_worker_restarts=max_worker_restarts,
-        )
-        membership = membership or membership_of(cluster, os.environ)
         custom = None if isinstance(strategy, str) else strategy
-        strategy_name = strategy if isinstance(strategy, str) else strategy.name
-        self._strategy = StrategyRequest(
-            strategy_config(strategy_name, strategy_options, custom=custom),
-            custom,
-            cluster,
-            shape_of(cluster, membership),
-            membership,
+        config = Config(
+            cluster=with_given(
+                ClusterConfig(cluster) if isinstance(cluster, str) else cluster,
+                start_timeout=start_timeout,
+                step_timeout=step_timeout,
+                max_worker_restarts=max_worker_restarts,
+            ),
+            strategy=strategy_config(
+                strategy if isinstance(strategy, str) else strategy.name, strategy_options, custom=custom
+            ),
+            # What `fit` is not told is as in Keras.
+            train=TrainConfig(batch_size=None, steps_per_call=steps_per_call, max_restarts=max_restarts),
+            run=RunConfig(
+                name=name or name_of_program(),
+                seed=seed,
+                export_max_bytes=export_max_bytes,
+                grace_secs=grace_secs_of(grace_secs, os.environ),
+                stop_signals=list(stop_signals),
+                storage_timeout=storage_timeout,
+                resume=resume,
+                log_format=log_format,
+            ),
         )
+        self._set_up(
+            config,
+            build_model,
+            custom=custom,
+            run_dir=run_dir,
+            hooks=with_defaults(hooks) if use_default_hooks else hooks,
+            callbacks=callbacks,
+            hparams=hparams or {},
+            origin=origin,
+            membership=membership,
+            lock_run_dir=lock_run_dir,
+        )
+
+    @classmethod
+    def of_config(cls, config: Config, build_model: Callable[[], keras.Model], **others: Any) -> Trainer:
+        """The trainer of the command line, which has checked its config; `others` as in `_set_up`."""
+        trainer = cls.__new__(cls)
+        trainer._set_up(config, build_model, **others)
+        return trainer
+
+    def _set_up(
+        self,
+        config: Config,
+        build_model: Callable[[], keras.Model] | keras.Model,
+        *,
+        custom: type[Strategy] | None,
+        run_dir: str | Path | Folder | None,
+        hooks: Sequence[Hook],
+        callbacks: CallbackOrSeveral,
+        hparams: Mapping[str, Any],
+        origin: Origin | None,
+        membership: Membership | None = None,
+        lock_run_dir: bool = False,
+    ) -> None:
+        membership = membership or membership_of(config.cluster, os.environ)
         # Before a model runs TensorFlow's first ops.
-        self._strategy.take_place()
-        self.name = name or name_of_program()
-        self.files = RunDir(run_dir, self.name, storage_timeout, is_joined=membership is not None)
-        self.hooks = with_defaults(hooks) if use_default_hooks else list(hooks)
+        self._place = Place.take(config, membership, custom)
+        self.name = config.run.name
+        self.files = RunDir(run_dir, self.name, config.run.storage_timeout, is_joined=membership is not None)
+        self.hooks = list(hooks)
         self.callbacks = checked(callbacks)
-        self.hparams = plain(hparams or {})
+        self.hparams = plain(hparams)
         self._origin = origin
-        self._source = ModelSource(build_model, self.strategy_name, on_servers=self._strategy.shape.num_ps > 0)
-        self._steps_per_call = checked_steps_per_call("steps_per_call", steps_per_call)
-        self._max_restarts = max_restarts
-        self._export_max_bytes = export_max_bytes
-        self._grace_secs = grace_secs_of(grace_secs, os.environ)
-        check_stop_signals("stop_signals", stop_signals)
-        self._stop_signals = tuple(stop_signals)
-        check_one_of("log_format", log_format, LOG_FORMATS)
-        self._log_format = log_format
-        # None continues from the model as it is.
-        self._resume: str | None = resume
-        check_seed("seed", seed)
+        seed = config.run.seed
         self._follows_run = seed is None
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         if seed is None and membership is not None and membership.runs_program:
             self.seed = common_seed(membership)
             self._follows_run = False
+        self._config = replace(config, run=replace(config.run, seed=self.seed, dir=str(self.files)))
+        self._source = ModelSource(build_model, self.strategy_name, on_servers=self._place.shape.num_ps > 0)
+        # None continues from the model as it is.
+        self._resume: str | None = config.run.resume
         self._lock_run_dir = lock_run_dir
         self.result = Result()
-        self._left_on_servers: FitRequest | None = None
+        self._left_on_servers: Fit | None = None
         self._num_fits = 0
 
     def __repr__(self) -> str:
-        return f"Trainer({self.name}, {self.strategy_name} on {self._strategy.shape}, run dir {self.files})"
+        return f"Trainer({self.name}, {self.strategy_name} on {self._place.shape}, run dir {self.files})"
 
     @property
     def strategy_name(self) -> str:
         """The strategy, never `auto`."""
-        return self._strategy.name
+        return registry.resolve(self._config.strategy, self._place.shape)
 
     @property
     def is_chief(self) -> bool:
@@ -188,7 +218,7 @@ class Trainer:
         False in the other tasks of an externally started cluster: there `fit` takes part until the chief has finished,
         and the program goes on.
         """
-        return self._strategy.is_chief
+        return self._place.is_chief
 
     @property
     def run_dir(self) -> Path:
@@ -269,7 +299,7 @@ class Trainer:
         """
         if validation_split:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
-        arguments = FitArguments(
+        fit = self._fit_of(
             x=x,
             y=y,
             batch_size=batch_size,
@@ -281,7 +311,7 @@ class Trainer:
             class_weight=class_weight,
             sample_weight=sample_weight,
             verbose=verbose,
-            callbacks=[*self.callbacks, *checked(callbacks)],
+            callbacks=callbacks,
             validation_data=validation_data,
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
@@ -289,8 +319,15 @@ class Trainer:
             validation_every_steps=validation_every_steps,
             validate_with_ema=validate_with_ema,
         )
-        with self._strategy.reserved(), self._one_chief():
-            outcome = self._launch(self._request(arguments))
+        return self._run(fit)
+
+    def fit_as_configured(self, **data: Any) -> keras.callbacks.History:
+        """As `fit`, which gets all but `data` from the config of the command line."""
+        return self._run(self._fit_of(**data))
+
+    def _run(self, fit: Fit) -> keras.callbacks.History:
+        with self._place.reserved(), self._one_chief(fit) as seeded:
+            outcome = self._outcome_of(seeded)
         self._take(outcome)
         if outcome.error is not None:
             raise outcome.error
@@ -312,31 +349,30 @@ class Trainer:
             and `result.json`. In a task that is not the chief, a session that has ended: the task has taken part until
             the chief had finished, as after `fit`.
         """
-        arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
-        with self._strategy.reserved(), self._one_chief():
-            request = self._request(FitArguments(x, y, **arguments))
-            membership = self._strategy.membership
+        fit = self._fit_of(x, y, **arguments)
+        with self._place.reserved(), self._one_chief(fit) as fit:
+            membership = self._place.membership
             if membership is not None and not membership.is_chief:
-                self._take(self._launch(request))
+                self._take(self._outcome_of(fit))
                 ended: Any = EndedSession(membership.task)
                 yield ended
                 return
             self._source.withhold()
-            fit = LocalFit(request)
+            local = LocalFit(fit)
             try:
-                with fit.session() as session:
+                with local.session() as session:
                     yield session
             finally:
-                self._take(fit.outcome())
+                self._take(local.outcome())
 
     @contextmanager
-    def _one_chief(self) -> Iterator[None]:
+    def _one_chief(self, fit: Fit) -> Iterator[Fit]:
         """Keeps other chiefs out of the run dir, and adopts the seed of the run that is resumed."""
-        if not self._strategy.is_chief:
-            yield
+        if not self._place.is_chief:
+            yield fit
             return
         with (
-            log.used(self._log_format),
+            log.used(self._config.run.log_format),
             self.files.lock if self._lock_run_dir else nullcontext(),
             log.file_log(self.files.logs / "chief-0.log"),
             children_end_here(),
@@ -344,39 +380,35 @@ class Trainer:
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
-            yield
+            yield fit.with_seed(self.seed)
 
-    def _request(self, arguments: FitArguments) -> FitRequest:
-        return FitRequest(
-            self._source,
-            self._strategy,
-            arguments.within_limits(),
-            self.files,
-            self.hooks,
-            self.name,
-            self._steps_per_call,
-            self._resume,
-            self.seed,
-            self._max_restarts,
-            self._export_max_bytes,
-            self._grace_secs,
-            self._stop_signals,
-            self.hparams,
-            self._origin or Origin.here_and_now(),
-            self._num_fits,
-        ).described()
+    def _fit_of(self, x: Any = None, y: Any = None, **arguments: Any) -> Fit:
+        """The fit with these arguments of `fit`."""
+        arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
+        return Fit.of(
+            self._config,
+            {"x": x, "y": y, **arguments},
+            self._place,
+            source=self._source,
+            files=self.files,
+            hooks=self.hooks,
+            resume=self._resume,
+            hparams=self.hparams,
+            origin=self._origin or Origin.here_and_now(),
+            num_fits=self._num_fits,
+        ).with_seed(self.seed)
 
-    def _launch(self, request: FitRequest) -> FitOutcome:
+    def _outcome_of(self, fit: Fit) -> FitOutcome:
         self._source.withhold()
-        membership = self._strategy.membership
+        membership = self._place.membership
         if membership is not None and not membership.is_chief:
-            return finished_outcome(request) or ExternalTask(membership).launch(request)
-        return finished_outcome(request) or InProcess().launch(request)
+            return finished_outcome(fit) or follow_chief(fit, membership)
+        return finished_outcome(fit) or run_here(fit)
 
     def _take(self, outcome: FitOutcome) -> None:
         self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers
         self._num_fits += outcome.resume is None
-        membership = self._strategy.membership
+        membership = self._place.membership
         if self._left_on_servers is not None:
             self._source.withhold(USE_VALUES, self._left_on_servers.model_is_elsewhere)
         elif membership is not None and not membership.is_chief:
@@ -392,9 +424,10 @@ class Trainer:
         Raises:
             ConfigError: the cluster has no parameter servers.
         """
-        plan = self._request(FitArguments(x, y, batch_size=batch_size)).plan()
+        fit = self._fit_of(x, y, batch_size=batch_size)
+        plan = fit.plan()
         if self.is_chief:
-            with self._one_chief():
+            with self._one_chief(fit):
                 self.files.write_plan(plan)
         return plan
 
@@ -465,8 +498,13 @@ class Trainer:
         return predict(self.model, x, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
 
     def _workers(self) -> WorkerPool | None:
-        left = self._left_on_servers
-        return self._strategy.workers(self.files.logs, self._grace_secs, None if left is None else left.bring_back)
+        """The workers that can be started for an evaluation; None without parameter servers."""
+        place, left, config = self._place, self._left_on_servers, self._config
+        if not place.shape.num_ps or place.membership is not None:
+            return None
+        make, training = partial(place.make_strategy, config), None if left is None else left.bring_back
+        grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
+        return WorkerPool(make, place.shape.num_workers, self.files.logs, grace_secs, training)
 
 
 def _shown(verbose: int | str) -> int | str:

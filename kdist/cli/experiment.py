@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,28 +61,18 @@ def run_experiment(
     started = time.time()
     trainer = None
     try:
-        trainer = Trainer(
+        strategy, train = strategy_of(config), config.train
+        if train.epochs is None:
+            train = replace(train, epochs=1)
+        trainer = Trainer.of_config(
+            replace(config, train=train),
             partial(build_model, config),
-            cluster=config.cluster,
-            strategy=strategy_of(config),
+            custom=None if isinstance(strategy, str) else strategy,
             run_dir=run_dir,
             hooks=[*parts_of(config, "hooks", "drill"), *_servers(config)],
             callbacks=parts_of(config, "callbacks"),
-            name=config.run.name,
-            steps_per_call=config.train.steps_per_call,
-            resume=config.run.resume,
-            seed=config.run.seed,
-            max_restarts=config.train.max_restarts,
-            export_max_bytes=config.run.export_max_bytes,
-            grace_secs=config.run.grace_secs,
-            stop_signals=config.run.stop_signals,
-            storage_timeout=config.run.storage_timeout,
-            log_format=config.run.log_format,
-            use_default_hooks=False,
-            lock_run_dir=False,
-            origin=origin,
             hparams=hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams]),
-            **{key: value for key, value in vars(config.strategy).items() if key not in ("name", "_target_")},
+            origin=origin,
         )
         # Built now, so that its errors are found before anything starts.
         _ = trainer.model
@@ -91,16 +81,7 @@ def run_experiment(
             table = trainer.plan(data["x"], data.get("y"), config.train.batch_size).table()
             log.say(log.Line(table.rstrip("\n"), "plan"))
             return
-        trainer.fit(
-            **data,
-            batch_size=config.train.batch_size,
-            steps=config.train.steps,
-            epochs=config.train.epochs or 1,
-            steps_per_epoch=config.train.steps_per_epoch,
-            validation_every_steps=config.train.validation_every_steps,
-            validate_with_ema=config.train.validate_with_ema,
-            verbose=config.run.verbose,
-        )
+        trainer.fit_as_configured(**data)
     except BaseException as error:
         # A failure before training leaves a result, too.
         is_said = not is_chief or (trainer is not None and trainer.result.error is not None)

@@ -80,6 +80,7 @@ def _checked(config: DictConfig, overrides: Sequence[str]) -> Config:
             config.data = None
         check_keys(config, Config)
         checked: Any = OmegaConf.to_object(config)
+        checked.check()
         checked.run.trust = targets.of_command_line(checked.run.trust, overrides)
     return checked
 

@@ -261,6 +261,7 @@ def _checked(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership 
         if not isinstance(checked, Config):
             raise ConfigError("the config is not one of kdist's: the first of its defaults has to be kdist_schema")
         log.use(checked.run.log_format)
+        checked.check()
         check_target("data", checked.data)
         if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
             raise ConfigError(f"run.dir={checked.run.dir}: is a file")

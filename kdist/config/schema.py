@@ -218,10 +218,10 @@ class TrainConfig:
     """The global step to stop at; at least 1. Either this or `epochs`; null with endless data: no end."""
 
     epochs: Optional[int] = None
-    """Passes over the data; at least 1."""
+    """Passes over the data; 0 trains nothing. null, without `steps`: 1."""
 
-    batch_size: int = 32
-    """Examples per replica and step; at least 1."""
+    batch_size: Optional[int] = 32
+    """Examples per replica and step; at least 1. null: 32, or what reads arrays in `steps_per_epoch` steps."""
 
     steps_per_call: Any = "auto"
     """Steps that a worker runs per call of the chief: at least 1, or `auto`. With backup workers it is 1."""
@@ -239,8 +239,9 @@ class TrainConfig:
     """During training, validate the moving averages of an optimizer with `use_ema` instead of the parameters."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
+        for name in ("steps", "batch_size", "steps_per_epoch", "validation_every_steps"):
             checks.check_whole_number(f"train.{name}", getattr(self, name))
+        checks.check_whole_number("train.epochs", self.epochs, at_least=0)
         checks.check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
         checks.checked_steps_per_call("train.steps_per_call", self.steps_per_call)
 
@@ -376,7 +377,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     """Where to write, and how to start."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuses two ends, and nodes that name nothing to call; a program has arguments in their place."""
         checks.check_one_given({"train.steps": self.train.steps, "train.epochs": self.train.epochs})
         for key, node in targets.called_nodes(vars(self)).items():
             checks.check_target(key, node)

@@ -140,7 +140,7 @@ class TrainedRun:
         x, y, sample_weight = parts
         return evaluate(self.load(), x, y, batch_size=batch_size, sample_weight=sample_weight)
 
-    def predict(self, x: Any, batch_size: int) -> Any:
+    def predict(self, x: Any, batch_size: int | None) -> Any:
         """What `keras.Model.predict` returns, computed by the workers if the cluster has some and they can."""
         if (pool := self._pool()) is not None:
             outputs = pool.predict(self.model, x, batch_size)
@@ -208,7 +208,7 @@ class TrainedRun:
         if not pulls:
             self.load()
         config = self._config
-        make = partial(registry.create, config.strategy, config.cluster, self._shape)
+        make = partial(registry.create, config, self._shape)
         training = self._bring_back if pulls else None
         return WorkerPool(make, self._shape.num_workers, self._log_dir, self._grace_secs, training)
 

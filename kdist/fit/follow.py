@@ -1,4 +1,4 @@
-"""`ExternalTask`: takes part in a fit as a task that is not its chief."""
+"""Takes part in a fit as a task that is not its chief."""
 
 from __future__ import annotations
 
@@ -11,69 +11,61 @@ from kdist.console import lines
 from kdist.errors import ChiefStoppedError, ConfigError
 from kdist.evaluation.external_evaluator import evaluate_until_done
 from kdist.fit import signals
-from kdist.fit.request import FitOutcome, FitRequest, Launcher
+from kdist.fit.request import Fit, FitOutcome
 from kdist.model.state import finalize_ema, write_to_model
 from kdist.run.result import Result
 from kdist.version import __version__
 
 
-class ExternalTask(Launcher):
+def follow_chief(fit: Fit, membership: Membership) -> FitOutcome:
     """Does what the chief asks of this task, until the chief has finished.
 
-    Args:
-        membership: what this process is.
+    An error is raised as it is: it ends a process that has nothing else to do.
     """
+    try:
+        _take_part(fit, membership)
+    except ChiefStoppedError as stopped:
+        # The command line may start anew. A program of the user's ends as that of the chief does.
+        if signals.exit_at_once is not None:
+            raise
+        log.say(f"done  | {stopped}")
+        raise SystemExit(stopped.exit_code) from None
+    return FitOutcome(Result(), resume=None)
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
 
-    def launch(self, request: FitRequest) -> FitOutcome:
-        """Takes part in the fit. An error is raised as it is: it ends a process that has nothing else to do."""
-        try:
-            self._take_part(request)
-        except ChiefStoppedError as stopped:
-            # The command line may start anew. A program of the user's ends as that of the chief does.
-            if signals.exit_at_once is not None:
-                raise
-            log.say(f"done  | {stopped}")
-            raise SystemExit(stopped.exit_code) from None
-        return FitOutcome(Result(), resume=None)
+def _take_part(fit: Fit, membership: Membership) -> None:
+    cluster = fit.config.cluster
+    with signals.task_signals(membership.task, fit.grace_secs, fit.config.run.stop_signals) as stop:
+        if membership.evaluates:
+            stop.begin_to_serve()
+            evaluate_until_done(
+                fit.source,
+                fit.validation,
+                fit.files,
+                membership,
+                start_timeout=cluster.start_timeout,
+                print_line=lines.print_nothing if fit.is_quiet else lines.print_line,
+            )
+        elif membership.runs_program:
+            stop.begin_to_serve()
+            _run_as_worker(fit, membership.task)
+        else:
+            serve_until_done(membership, cluster, stop.begin_to_serve, fingerprint=fit.fingerprint)
 
-    def _take_part(self, request: FitRequest) -> None:
-        membership = self._membership
-        with signals.task_signals(membership.task, request.grace_secs, request.stop_signals) as stop:
-            if membership.evaluates:
-                stop.begin_to_serve()
-                is_quiet = request.arguments.is_quiet
-                evaluate_until_done(
-                    request.source,
-                    request.arguments.validation,
-                    request.files,
-                    membership,
-                    start_timeout=request.strategy.cluster.start_timeout,
-                    print_line=lines.print_nothing if is_quiet else lines.print_line,
-                )
-            elif membership.runs_program:
-                stop.begin_to_serve()
-                self._follow(request)
-            else:
-                strategy = request.strategy
-                serve_until_done(membership, strategy.cluster, stop.begin_to_serve, fingerprint=strategy.description)
 
-    def _follow(self, request: FitRequest) -> None:
-        """Trains as one of the all-reduce workers."""
-        task, strategy_request = self._membership.task, request.strategy
-        lines.print_line(f"kdist {__version__} | {task} of {strategy_request.shape} | {strategy_request.name}")
-        strategy_request.agree()
-        strategy: Any = strategy_request.make()
-        data = request.training_data
-        is_at_end = strategy.follow(request.training_spec(data, epoch_lengths=request.epoch_lengths(data)))
-        if strategy_request.cluster.wait_for_next_chief and not is_at_end:
-            raise ChiefStoppedError(f"{task}: the chief was told to stop")
-        model = request.source.model
-        write_to_model(model, strategy.values.read())
-        finalize_ema(model)
-        lines.print_line(f"done  | {task} | the chief has finished")
+def _run_as_worker(fit: Fit, task: Task) -> None:
+    """Trains as one of the all-reduce workers."""
+    lines.print_line(f"kdist {__version__} | {task} of {fit.place.shape} | {fit.strategy_name}")
+    fit.check_alike()
+    strategy: Any = fit.make_strategy()
+    data = fit.training_data
+    is_at_end = strategy.follow(fit.training_spec(data, epoch_lengths=fit.epoch_lengths(data)))
+    if fit.config.cluster.wait_for_next_chief and not is_at_end:
+        raise ChiefStoppedError(f"{task}: the chief was told to stop")
+    model = fit.source.model
+    write_to_model(model, strategy.values.read())
+    finalize_ema(model)
+    lines.print_line(f"done  | {task} | the chief has finished")
 
 
 def not_the_chief(membership: Membership) -> ConfigError:

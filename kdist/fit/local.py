@@ -1,4 +1,4 @@
-"""`InProcess`: runs the training loop of a fit in this process, from its arguments to `result.json`."""
+"""Runs the training loop of a fit in this process, from its arguments to `result.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import Validator
 from kdist.evaluation.evaluator import Evaluator
-from kdist.fit.request import FitOutcome, FitRequest, Launcher
+from kdist.fit.request import Fit, FitOutcome
 from kdist.fit.signals import StopSignals
 from kdist.forks import children_end_here
 from kdist.hooks import CheckpointSaver, Hook, NanTensor, Progress, StopAtStep
@@ -38,40 +38,38 @@ from kdist.strategies.base import Strategy
 from kdist.strategies.on_servers import ServersStrategy
 
 
-class InProcess(Launcher):
-    """Runs the training loop in this process."""
-
-    def launch(self, request: FitRequest) -> FitOutcome:
-        fit = LocalFit(request)
-        try:
-            with fit.session() as session:
-                while not session.should_stop():
-                    session.run()
-        except BaseException as error:  # noqa: BLE001 - in the outcome, and raised by the caller
-            return fit.outcome(error)
-        return fit.outcome()
+def run_here(fit: Fit) -> FitOutcome:
+    """Runs the training loop of a fit to its end; what ended it too early is in the outcome."""
+    local = LocalFit(fit)
+    try:
+        with local.session() as session:
+            while not session.should_stop():
+                session.run()
+    except BaseException as error:  # noqa: BLE001 - in the outcome, and raised by the caller
+        return local.outcome(error)
+    return local.outcome()
 
 
 class LocalFit:
     """Makes the session of one fit, and writes its result.
 
     Args:
-        request: what to train; its model gets the trained values.
+        fit: what to train; its model gets the trained values.
     """
 
-    def __init__(self, request: FitRequest) -> None:
-        self._request = request
-        self._model = request.source.model
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+        self._model = fit.source.model
         self._history = keras.callbacks.History()
         self._result = Result()
         self._session: TrainSession | None = None
         self._tried: Strategy | None = None
-        self._resume = request.resume
+        self._resume = fit.resume
         self._overflowed_steps: int | None = None
 
     def outcome(self, error: BaseException | None = None) -> FitOutcome:
         """How the fit ended; `error` is what its session raised."""
-        left = self._request if self._result.status and self._request.keeps_model_on_servers else None
+        left = self._fit if self._result.status and self._fit.keeps_model_on_servers else None
         return FitOutcome(self._result, self._resume, self._history, error, left)
 
     @contextmanager
@@ -84,29 +82,29 @@ class LocalFit:
                 self._tried.stop()
 
     def _run(self) -> Iterator[TrainSession]:
-        request, model = self._request, self._model
+        fit, model = self._fit, self._model
         session = self._session = self._make_session()
         print_line = session.print_line
         self._print_begin(session)
         started = time.monotonic()
-        signals = StopSignals(session, request.grace_secs, request.stop_signals)
+        signals = StopSignals(session, fit.grace_secs, fit.config.run.stop_signals)
         try:
             for hook in session.hooks:
-                hook.before_fit(request.files.path, request.result(status="running"))
-            request.strategy.agree()
+                hook.before_fit(fit.files.path, fit.result(status="running"))
+            fit.check_alike()
             with signals, session, children_end_here():
-                request.files.write_plan(session.strategy.plan)
+                fit.files.write_plan(session.strategy.plan)
                 self._print_members(session)
-                if request.arguments.tells_all:
+                if fit.config.run.verbose == 3:
                     self._print_tasks(session)
-                request.files.describe(session.summaries, model, session.global_step)
+                fit.files.describe(session.summaries, model, session.global_step)
                 yield session
-            if request.keeps_model_on_servers:
-                print_line(lines.stays_line(num_bytes(model), request.export_max_bytes))
+            if fit.keeps_model_on_servers:
+                print_line(lines.stays_line(num_bytes(model), fit.config.run.export_max_bytes))
             elif not session.interrupted:
                 self._finish_model(session)
             # What the model did not get is in the last checkpoint.
-            self._resume = "auto" if request.keeps_model_on_servers else None
+            self._resume = "auto" if fit.keeps_model_on_servers else None
         except BaseException as error:
             if session.is_started:
                 # The model did not get the values: another fit continues from the last checkpoint.
@@ -140,7 +138,7 @@ class LocalFit:
         """Whether the model is too large for this process, with the rows that its dynamic tables have by now."""
         if self._session is not None and self._session.is_started:
             self._session.strategy.values.count_rows()
-        return self._request.keeps_model_on_servers
+        return self._fit.keeps_model_on_servers
 
     def _finish_model(self, session: TrainSession) -> None:
         """Writes `model.keras`."""
@@ -149,49 +147,49 @@ class LocalFit:
             finalize_ema(self._model)
             self._recorder.validation_logs = self._validate.evaluate()
             self._best.add(session.global_step, self._recorder.validation_logs)
-        self._request.files.write_model(self._model)
+        self._fit.files.write_model(self._model)
 
     def _make_session(self) -> TrainSession:
-        request, arguments, model = self._request, self._request.arguments, self._model
+        fit, train, model = self._fit, self._fit.config.train, self._model
         data, make_strategy = self._data_and_strategy()
-        lengths = request.epoch_lengths(data)
-        checkpoints = request.files.checkpoints()
-        resumes = request.resume in ("auto", "must") and checkpoints.newest() is not None
+        lengths = fit.epoch_lengths(data)
+        checkpoints = fit.files.checkpoints()
+        resumes = fit.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
         first_step = int(step_counter(main_optimizer(model)))
-        first_epoch = request.first_epoch(first_step)
-        earlier = request.files.read_result().get("best") if resumes else None
-        if arguments.steps is not None and 0 < arguments.steps <= first_step:
+        first_epoch = fit.first_epoch(first_step)
+        earlier = fit.files.read_result().get("best") if resumes else None
+        if train.steps is not None and 0 < train.steps <= first_step:
             raise ConfigError(
-                f"steps={arguments.steps}: the model has had {first_step} updates; steps is the global step to stop at"
+                f"steps={train.steps}: the model has had {first_step} updates; steps is the global step to stop at"
             )
         self._best = BestValues(model, earlier)
         last_step = last_step_of(
-            arguments.steps,
-            arguments.epochs,
+            train.steps,
+            train.epochs,
             lengths,
             first_epoch,
             by_passes=data.passes is not None,
         )
-        others, hooks = as_hooks(arguments.callbacks, request.hooks)
-        if arguments.shows_progress and not any(isinstance(hook, Progress) for hook in hooks):
+        others, hooks = as_hooks(fit.data.callbacks, fit.hooks)
+        if fit.config.run.verbose in (1, "auto") and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         listed = [*others, self._history]
-        steps = arguments.steps_per_epoch or (None if lengths is None else lengths.steps_per_epoch)
-        callbacks = Callbacks(listed, model, epochs=arguments.epochs, steps=steps)
-        self._validate = validate = Validator(model, arguments.validation, callbacks, self._stays_on_servers)
-        has_evaluator = request.strategy.shape.has_evaluator
+        steps = train.steps_per_epoch or (None if lengths is None else lengths.steps_per_epoch)
+        callbacks = Callbacks(listed, model, epochs=train.epochs, steps=steps)
+        self._validate = validate = Validator(model, fit.validation, callbacks, self._stays_on_servers)
+        has_evaluator = fit.place.shape.has_evaluator
         if waiting := [hook for hook in hooks if hook.needs_validation and (has_evaluator or not validate.has_data)]:
             why = "with an evaluator the chief validates at the end only" if has_evaluator else "give validation_data"
             raise ConfigError(f"{type(waiting[0]).__name__}: needs validation data during training; {why}")
         # It comes first: it has seen a run when the others report.
-        metrics = MetricsRecorder(request.files.metrics())
+        metrics = MetricsRecorder(fit.files.metrics())
         self._recorder = recorder = EpochRecorder(
             self._history,
             callbacks,
             lengths=lengths,
             passes=data.passes,
-            epochs=arguments.epochs,
+            epochs=train.epochs,
             first_step=first_step,
             first_epoch=first_epoch,
             validate=validate if validate.has_data else None,
@@ -199,61 +197,59 @@ class LocalFit:
             metrics=metrics,
             resumes=resumes,
             # During training, validating is what an evaluator is for.
-            validation_freq=() if has_evaluator else arguments.validation_freq,
-            validation_every_steps=None if has_evaluator else arguments.validation_every_steps,
-            prints_epochs=arguments.steps is None,
+            validation_freq=() if has_evaluator else fit.data.validation_freq,
+            validation_every_steps=None if has_evaluator else train.validation_every_steps,
+            prints_epochs=train.steps is None,
         )
         self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
-        spec = request.training_spec(data, last_step=last_step, epoch_lengths=lengths, first_epoch=first_epoch)
-        if request.hparams:
+        spec = fit.training_spec(data, last_step=last_step, epoch_lengths=lengths, first_epoch=first_epoch)
+        if fit.hparams:
             # 0.1, and not 0.10000000149.
             rate = float(str(np.float32(spec.learning_rate(0))))
-            self._hparams = of_run(request.strategy.name, str(request.strategy.shape), rate, request.hparams)
+            self._hparams = of_run(fit.strategy_name, str(fit.place.shape), rate, fit.hparams)
         return TrainSession(
             make_strategy,
             replace(spec, stays_on_servers=self._stays_on_servers),
             [metrics, *hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
             checkpoints=checkpoints,
-            summaries=request.files.summaries(),
+            summaries=fit.files.summaries(),
             last_step=last_step,
-            resume=request.resume,
-            max_restarts=request.max_restarts,
+            resume=fit.resume,
+            max_restarts=fit.config.train.max_restarts,
             # Tasks that others started are theirs to restart.
-            may_restart_tasks=request.strategy.membership is None,
-            print_line=lines.print_nothing if arguments.is_quiet else lines.print_line,
+            may_restart_tasks=fit.place.membership is None,
+            print_line=lines.print_nothing if fit.is_quiet else lines.print_line,
         )
 
     def _data_and_strategy(self) -> tuple[TrainingData, Callable[[], Strategy]]:
         """What is read, and what makes the strategy. Data of which nobody knows whether the tasks can read it is tried
         on one of them first; if that fails, this process reads it for all."""
-        request, make = self._request, self._request.strategy.make
-        data = request.training_data
+        fit, make = self._fit, self._fit.make_strategy
+        data = fit.training_data
         strategy = make() if data.is_untried else None
         if not isinstance(strategy, ServersStrategy):
             return data, make
         self._tried = strategy
-        strategy.start_tasks(request.files.logs, request.grace_secs)
-        if (why := strategy.why_unreadable(data, request.arguments.batch_size)) is not None:
-            data = request.data_read_here()
+        strategy.start_tasks(fit.files.logs, fit.grace_secs)
+        if (why := strategy.why_unreadable(data, fit.config.train.batch_size)) is not None:
+            data = fit.data_read_here()
             warn(f"the workers cannot read the data, so this process reads it for them: {why}")
         unused: list[Strategy] = [strategy]
         return data, lambda: unused.pop() if unused else make()
 
     def _evaluator(self) -> list[Hook]:
         """The evaluator, if the cluster has one. It comes last: it waits for what other hooks have saved."""
-        request, validation = self._request, self._request.arguments.validation
-        if not request.strategy.shape.has_evaluator:
+        fit, validation = self._fit, self._fit.validation
+        if not fit.place.shape.has_evaluator:
             return []
         if validation.data is None:
-            raise ConfigError(
-                f"cluster={request.strategy.shape}: an evaluator needs validation data; give validation_data"
-            )
-        cluster = request.strategy.cluster
+            raise ConfigError(f"cluster={fit.place.shape}: an evaluator needs validation data; give validation_data")
+        cluster = fit.config.cluster
         return [
             Evaluator(
-                request.source,
+                fit.source,
                 validation,
-                request.files.logs,
+                fit.files.logs,
                 self._best,
                 max_restarts=cluster.max_worker_restarts,
                 last_secs=cluster.step_timeout,
@@ -261,12 +257,12 @@ class LocalFit:
         ]
 
     def _print_begin(self, session: TrainSession) -> None:
-        request, strategy = self._request, self._request.strategy
-        session.print_line(lines.start_line(request.name, strategy.name, str(strategy.shape)))
-        session.print_line(lines.run_dir_line(str(request.files), request.files.tensorboard_logdir))
-        is_first = not request.num_fits and not request.arguments.is_quiet
-        has_servers = strategy.membership is not None or not strategy.shape.is_local
-        if is_first and has_servers and (line := isolate.network_line(strategy.cluster.bind)) is not None:
+        fit, shape = self._fit, self._fit.place.shape
+        session.print_line(lines.start_line(fit.config.run.name, fit.strategy_name, str(shape)))
+        session.print_line(lines.run_dir_line(str(fit.files), fit.files.tensorboard_logdir))
+        is_first = not fit.num_fits and not fit.is_quiet
+        has_servers = fit.place.membership is not None or not shape.is_local
+        if is_first and has_servers and (line := isolate.network_line(fit.config.cluster.bind)) is not None:
             session.print_line(line)
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)
@@ -277,13 +273,13 @@ class LocalFit:
 
     def _print_members(self, session: TrainSession) -> None:
         """Shows where tasks are that others have started, now that all of them have come."""
-        membership = self._request.strategy.membership
+        membership = self._fit.place.membership
         if membership is not None and not membership.started_by_kdist:
             for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
                 session.print_line(line)
 
     def _print_tasks(self, session: TrainSession) -> None:
-        logs = self._request.files.logs
+        logs = self._fit.files.logs
         pids = session.strategy.pids.items()
         for line in lines.task_lines((str(task), pid, log_path(logs, task)) for task, pid in pids):
             session.print_line(line)
@@ -304,16 +300,16 @@ class LocalFit:
             session.print_line(line)
 
     def _why_ended(self, session: TrainSession) -> str:
-        arguments, last_step = self._request.arguments, session.last_step
+        train, last_step = self._fit.config.train, session.last_step
         is_at_end = last_step is not None and session.global_step >= last_step
         if session.stopped_by == EPOCHS or (session.stopped_by == "StopAtStep" and is_at_end):
-            return f"epochs={arguments.epochs} done" if arguments.steps is None else f"steps={arguments.steps} done"
+            return f"epochs={train.epochs} done" if train.steps is None else f"steps={train.steps} done"
         return f"stopped by {session.stopped_by}"
 
     def _finish(self, status: str, session: TrainSession, started: float, error: BaseException | None = None) -> None:
         """Writes the result of a session that has ended."""
-        request, statistics, recorder = self._request, session.statistics, self._recorder
-        self._result = request.result(
+        fit, statistics, recorder = self._fit, session.statistics, self._recorder
+        self._result = fit.result(
             error,
             status=status,
             global_step=session.global_step,
@@ -330,19 +326,19 @@ class LocalFit:
             extra_steps=statistics.extra_steps,
             overflowed_steps=self._overflowed_steps,
         )
-        request.files.write_result(self._result)
-        if request.hparams:
+        fit.files.write_result(self._result)
+        if fit.hparams:
             # The session's: what it could not write was reported once.
             summaries, metrics = session.summaries, final_metrics(self._result)
             began = time.time() - self._result.seconds
             # Trials of different sweeps have the same numbers. TensorBoard shows the first letters only.
-            name = " in ".join(reversed(request.files.path.absolute().parts[-2:]))
+            name = " in ".join(reversed(fit.files.path.absolute().parts[-2:]))
             summaries.hparams(name, self._hparams, metrics, began=began, ok=status == "done")
             summaries.close()
         for hook in session.hooks:
             hook.after_fit(self._result)
         if error is None:
-            request.files.upload()
+            fit.files.upload()
 
 
 class _AtEnd(Hook):

@@ -1,15 +1,13 @@
-"""How a fit reaches the process that runs it: a launcher takes a `FitRequest` and returns a `FitOutcome`.
+"""`Fit`: all that runs a fit in a process, as one value: the config, the model, the data, the hooks and the place.
 
-There are two launchers: `InProcess` runs the training loop in this process, and `ExternalTask` takes part in a fit
-whose chief is another process. Neither of them sees the `Trainer`; the request is all that they know, and the outcome
-all that they return.
+A Trainer of a program and the command line meet here: both have a `Config`, and neither is known to what runs the fit.
 """
 
 from __future__ import annotations
 
-import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -22,16 +20,21 @@ import numpy as np
 from kdist._compat.keras import main_optimizer, step_counter
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network import isolate, sockets
+from kdist.cluster.resolve import shape_of
 from kdist.cluster.spec import ClusterShape, Membership
+from kdist.config.checks import check_whole_number
 from kdist.config.recorded import plain_values
-from kdist.config.schema import ClusterConfig, StrategyConfig
+from kdist.config.scheduler import grace_secs_of
+from kdist.config.schema import Config, TrainConfig
 from kdist.data.base import Readers, TrainingData
 from kdist.data.epoch_lengths import EpochLengths
+from kdist.data.sources import training_data
+from kdist.data.split_data import SplitSource
 from kdist.dispatch import connection
 from kdist.errors import CheckpointError, ConfigError
-from kdist.evaluation.evaluate import WorkerPool
-from kdist.fit.fit_arguments import FitArguments
+from kdist.evaluation.evaluate import ValidationArguments
 from kdist.hooks import CheckpointSaver, Hook
+from kdist.log import warn
 from kdist.model.model_checks import preprocessing_of
 from kdist.model.source import ModelSource
 from kdist.model.state import num_bytes
@@ -43,35 +46,54 @@ from kdist.strategies.base import Strategy, TrainingSpec
 from kdist.strategies.multi_worker_mirrored import check_same, join
 from kdist.strategies.prepared_training import prepare
 
+#: The arguments of `fit` that are keys of the config, by their group.
+_IN_CONFIG = {
+    "train": (
+        "batch_size",
+        "steps",
+        "epochs",
+        "steps_per_epoch",
+        "validation_every_steps",
+        "validate_with_ema",
+    ),
+    "run": ("verbose",),
+}
+
 
 @dataclass(frozen=True)
-class StrategyRequest:
-    """Which strategy, on which cluster.
+class Place:
+    """The place of this process in its cluster.
 
     Attributes:
-        config: its name and options.
-        custom: the class to use, if it is not kdist's own.
-        cluster: where the tasks are.
-        shape: how many tasks the cluster has.
-        membership: what this process is, if the tasks were started one by one; None otherwise.
-        description: what they need alike in a fit; None compares nothing.
+        shape: the number of tasks of the cluster.
+        membership: the role of this process, if the tasks were started one by one; None otherwise.
+        custom: the class of the strategy, if it is not kdist's own.
     """
 
-    config: StrategyConfig
-    custom: type[Strategy] | None
-    cluster: ClusterConfig
     shape: ClusterShape
-    membership: Membership | None
-    description: TaskFingerprint | None = None
+    membership: Membership | None = None
+    custom: type[Strategy] | None = None
 
-    @property
-    def name(self) -> str:
-        """The strategy's name, never `auto`."""
-        return registry.resolve(self.config, self.shape)
+    @classmethod
+    def take(cls, config: Config, membership: Membership | None, custom: type[Strategy] | None) -> Place:
+        """Makes this process ready for its cluster: out of reach of others, or joined with the other workers.
+
+        Raises:
+            ConfigError: it should be isolated, and is not, or it cannot listen at the interface of `cluster.bind`.
+        """
+        cluster = config.cluster
+        place = cls(shape_of(cluster, membership), membership, custom)
+        name = registry.resolve(config.strategy, place.shape)
+        sockets.bind_to(cluster.bind)
+        if membership is None and not place.shape.is_local:
+            isolate.require(cluster.isolate)
+        if name == "multi_worker_mirrored" and membership is not None and membership.runs_program:
+            join(membership, cluster.start_timeout)
+        return place
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process runs the training loop."""
+        """True if this process runs the training loop."""
         return self.membership is None or self.membership.is_chief
 
     def reserved(self) -> AbstractContextManager[None]:
@@ -82,138 +104,181 @@ class StrategyRequest:
         """
         return connection.reserved() if self.shape.num_ps and self.is_chief else nullcontext()
 
-    def take_place(self) -> None:
-        """Makes this process ready for its cluster: out of reach of others, or joined with the other workers.
+    def make_strategy(self, config: Config) -> Strategy:
+        """A new strategy, not started."""
+        return registry.create(config, self.shape, self.membership, self.custom)
+
+
+@dataclass(frozen=True)
+class FitData:
+    """The arguments of `Trainer.fit` without a key in the config, under the names that Keras gave them.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Mapping[float, float] | None = None
+    shuffle: bool = True
+    initial_epoch: int = 0
+    callbacks: Sequence[keras.callbacks.Callback] = ()
+    validation_data: Any = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Collection[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.x is None:
+            raise ConfigError("fit needs data: x is None")
+        if isinstance(self.validation_data, SplitSource):
+            raise ConfigError("validation_data: data that keeps arriving is read once, by training; give other data")
+        check_whole_number("validation_batch_size", self.validation_batch_size)
+        check_whole_number("validation_steps", self.validation_steps)
+        check_whole_number("initial_epoch", self.initial_epoch, at_least=0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One fit: everything that a process needs to run it.
+
+    Attributes:
+        config: of the run, with the arguments of this fit.
+        source: the model, or the function that builds it.
+        data: the data, callbacks and other arguments without a key in the config.
+        hooks: those of the trainer, defaults included.
+        place: the place of this process in the cluster.
+        files: the run dir.
+        resume: `auto`, `never` or `must`; None continues from the model as it is.
+        hparams: of the run, for TensorBoard.
+        origin: where the run comes from.
+        num_fits: of the same trainer before, whose values the model has.
+    """
+
+    config: Config
+    source: ModelSource
+    data: FitData
+    hooks: Sequence[Hook]
+    place: Place
+    files: RunDir
+    resume: str | None
+    hparams: Mapping[str, Any]
+    origin: Origin
+    num_fits: int = 0
+
+    @classmethod
+    def of(cls, config: Config, arguments: Mapping[str, Any], place: Place, **others: Any) -> Fit:
+        """The fit with these arguments of `Trainer.fit`; one that is not given, and has a key, is that of the config.
 
         Raises:
-            ConfigError: it should be isolated, and is not, or it cannot listen at the interface of `cluster.bind`.
+            ConfigError: a value is not allowed.
         """
-        sockets.bind_to(self.cluster.bind)
-        if self.membership is None and not self.shape.is_local:
-            isolate.require(self.cluster.isolate)
-        if self.name == "multi_worker_mirrored" and self.membership is not None and self.membership.runs_program:
-            join(self.membership, self.cluster.start_timeout)
+        given = dict(arguments)
+        groups = {group: {n: given.pop(n) for n in names if n in given} for group, names in _IN_CONFIG.items()}
+        config = replace(
+            config,
+            train=_within_limits(replace(config.train, **groups["train"])),
+            run=replace(config.run, **groups["run"]),
+        )
+        return cls(config, data=FitData(**given), place=place, **others)
 
-    def agree(self) -> None:
+    def with_seed(self, seed: int) -> Fit:
+        """The same fit with another seed."""
+        return replace(self, config=replace(self.config, run=replace(self.config.run, seed=seed)))
+
+    @cached_property
+    def record(self) -> Mapping[str, Any]:
+        """The config as `result.json` has it; without the command line, with the arguments that have no key."""
+        if self.origin.config is not None:
+            return self.origin.config
+        own = ("initial_epoch", "shuffle", "class_weight", "validation_steps", "validation_batch_size")
+        return plain_values(
+            {
+                "cluster": asdict(self.config.cluster),
+                "strategy": {**asdict(self.config.strategy), "name": self.strategy_name},
+                "train": asdict(self.config.train),
+                "fit": {name: getattr(self.data, name) for name in (*own, "validation_freq")},
+                "run": asdict(self.config.run),
+                "hparams": dict(self.hparams),
+            }
+        )
+
+    @property
+    def strategy_name(self) -> str:
+        """The name of the strategy, never `auto`."""
+        return registry.resolve(self.config.strategy, self.place.shape)
+
+    def make_strategy(self) -> Strategy:
+        """A new strategy, not started."""
+        place = self.place
+        return registry.create(self.config, place.shape, place.membership, place.custom, self.fingerprint)
+
+    @cached_property
+    def fingerprint(self) -> TaskFingerprint | None:
+        """The properties that the tasks need alike, if others have started them; None compares nothing."""
+        membership = self.place.membership
+        return None if membership is None else TaskFingerprint.of(membership.spec, self.record)
+
+    @property
+    def grace_secs(self) -> float:
+        """Seconds to save and exit after a stop signal."""
+        return grace_secs_of(self.config.run.grace_secs, os.environ)
+
+    @property
+    def steps_per_call(self) -> int | None:
+        """Steps of a call; None for `auto`: the `steps_per_execution` of the model, if it is more than 1."""
+        given = self.config.train.steps_per_call
+        return None if given == "auto" else int(given)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing is printed."""
+        return bool(self.config.run.verbose == 0)
+
+    @property
+    def validation(self) -> ValidationArguments:
+        """The arguments about validation."""
+        data, train = self.data, self.config.train
+        size = data.validation_batch_size or train.batch_size
+        return ValidationArguments(data.validation_data, size, data.validation_steps, train.validate_with_ema)
+
+    @property
+    def has_no_epoch(self) -> bool:
+        """True if the last epoch is before the first one, as in a program whose stages may be empty."""
+        return self.ends_by_epochs and self.config.train.epochs <= self.data.initial_epoch  # type: ignore[operator]
+
+    @property
+    def ends_by_epochs(self) -> bool:
+        """True if training ends after a number of epochs."""
+        return self.config.train.steps is None and self.config.train.epochs is not None
+
+    def check_alike(self) -> None:
         """Compares all-reduce workers, which have joined; servers and workers do it while the cluster starts.
 
         Raises:
             ConfigError: they differ.
             ClusterError: the others do not compare themselves in time.
         """
-        if self.description is not None and self.membership is not None and self.name == "multi_worker_mirrored":
-            check_same(self.membership, self.description, self.cluster.start_timeout)
-
-    def workers(
-        self, log_dir: Path, grace_secs: float, training: Callable[[Strategy], None] | None
-    ) -> WorkerPool | None:
-        """The workers that can be started for an evaluation, see there; None without parameter servers."""
-        if not self.shape.num_ps or self.membership is not None:
-            return None
-        return WorkerPool(self.make, self.shape.num_workers, log_dir, grace_secs, training)
-
-    def make(self) -> Strategy:
-        """A new strategy, not started."""
-        return registry.create(self.config, self.cluster, self.shape, self.membership, self.custom, self.description)
-
-
-@dataclass(frozen=True)
-class FitRequest:
-    """One fit: everything that a process needs to run it.
-
-    Attributes:
-        source: the model.
-        strategy: how, and on which cluster.
-        arguments: those of `Trainer.fit`.
-        files: the run dir.
-        hooks: those of the trainer, defaults included.
-        name: of the run.
-        steps_per_call: steps of a call; None for `auto`: the `steps_per_execution` of the model, if it is more than 1.
-        resume: `auto`, `never` or `must`; None continues from the model as it is.
-        seed: where shuffling and random states start.
-        max_restarts: how often training goes back to the newest checkpoint after a failure.
-        export_max_bytes: a model on servers that is larger does not come back to this process.
-        grace_secs: seconds to save and exit after a stop signal.
-        stop_signals: names of the signals at which the run saves and exits.
-        hparams: of the run, for TensorBoard.
-        origin: where the run comes from.
-        num_fits: of the same trainer before, whose values the model has.
-    """
-
-    source: ModelSource
-    strategy: StrategyRequest
-    arguments: FitArguments
-    files: RunDir
-    hooks: Sequence[Hook]
-    name: str
-    steps_per_call: int | None
-    resume: str | None
-    seed: int
-    max_restarts: int
-    export_max_bytes: int
-    grace_secs: float
-    stop_signals: Sequence[str]
-    hparams: Mapping[str, Any]
-    origin: Origin
-    num_fits: int = 0
+        membership, fingerprint = self.place.membership, self.fingerprint
+        if membership is not None and fingerprint is not None and self.strategy_name == "multi_worker_mirrored":
+            check_same(membership, fingerprint, self.config.cluster.start_timeout)
 
     def result(self, error: BaseException | None = None, **found: Any) -> Result:
         """The result of the fit: what is known before it runs, and what was `found`, by the names of `Result`."""
         return Result(
-            strategy=self.strategy.name,
-            cluster=str(self.strategy.shape),
+            strategy=self.strategy_name,
+            cluster=str(self.place.shape),
             error=None if error is None else describe(error),
-            seed=self.seed,
-            **vars(self.with_config().origin),
+            seed=self.config.run.seed,
+            **vars(replace(self.origin, config=self.record)),
             **found,
-        )
-
-    def with_config(self) -> FitRequest:
-        """The request, whose origin knows the config; without the command line, that is what the request says."""
-        if self.origin.config is not None:
-            return self
-        return replace(self, origin=replace(self.origin, config=self._config()))
-
-    def described(self) -> FitRequest:
-        """The request, whose strategy knows what the tasks need alike, if others have started them."""
-        if (membership := self.strategy.membership) is None:
-            return self
-        description = TaskFingerprint.of(membership.spec, self.with_config().origin.config or {})
-        return replace(self, strategy=replace(self.strategy, description=description))
-
-    def _config(self) -> dict[str, Any]:
-        """The arguments of a trainer without the command line and of its fit, under the keys of the config."""
-        arguments, strategy = self.arguments, self.strategy
-        train = ("steps", "epochs", "batch_size", "steps_per_epoch", "validation_every_steps", "validate_with_ema")
-        # They have no key in the config.
-        fit = (
-            "initial_epoch",
-            "shuffle",
-            "class_weight",
-            "validation_steps",
-            "validation_batch_size",
-            "validation_freq",
-        )
-        run = ("name", "seed", "resume", "grace_secs", "export_max_bytes", "stop_signals")
-        return plain_values(
-            {
-                "cluster": asdict(strategy.cluster),
-                "strategy": {**vars(strategy.config), "name": strategy.name},
-                "train": {
-                    **{name: getattr(arguments, name) for name in train},
-                    "steps_per_call": self.steps_per_call or "auto",
-                    "max_restarts": self.max_restarts,
-                },
-                "fit": {name: getattr(arguments, name) for name in fit},
-                "run": {**{name: getattr(self, name) for name in run}, "dir": str(self.files)},
-                "hparams": dict(self.hparams),
-            }
         )
 
     @property
     def keeps_model_on_servers(self) -> bool:
         """Whether the trained values are too large to come back to this process; the model is built."""
-        return self.strategy.shape.num_ps > 0 and num_bytes(self.source.model) > self.export_max_bytes
+        return self.place.shape.num_ps > 0 and num_bytes(self.source.model) > self.config.run.export_max_bytes
 
     def bring_back(self, strategy: Strategy) -> None:
         """Starts a strategy with the values that such a fit has left in its newest checkpoint.
@@ -234,20 +299,25 @@ class FitRequest:
         Raises:
             ConfigError: the cluster has no parameter servers.
         """
-        shape = self.strategy.shape
+        shape = self.place.shape
         if not shape.num_ps:
             raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
         prepared = prepare(self.training_spec(self.training_data), shape.num_workers)
-        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.strategy.config, shape.num_workers))
+        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.config.strategy, shape.num_workers))
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""
         return ConfigError(
             f"model {self.source.model.name}: has {num_bytes(self.source.model)} bytes, more than export_max_bytes="
-            f"{self.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; "
+            f"{self.config.run.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; "
             "on_workers=True evaluates arrays where parameter servers have the values, and predicts; a fit with the "
             "same run_dir and a larger export_max_bytes brings them here"
         )
+
+    @property
+    def _seed(self) -> int:
+        assert self.config.run.seed is not None
+        return self.config.run.seed
 
     @cached_property
     def training_data(self) -> TrainingData:
@@ -264,37 +334,49 @@ class FitRequest:
         return self._data(replace(self._readers(), here=True))
 
     def _data(self, readers: Readers) -> TrainingData:
-        seed = self.seed
+        seed = self._seed
         if self.num_fits:
             # Otherwise every fit would shuffle in the same way.
             seed = int(np.random.SeedSequence([seed, self.num_fits]).generate_state(1)[0])
-        data = self.arguments.training_data(seed, readers, preprocessing_of(self.source.model))
+        data = training_data(
+            self.data.x,
+            self.data.y,
+            self.data.sample_weight,
+            batch_size=self.config.train.batch_size,
+            steps_per_epoch=self.config.train.steps_per_epoch,
+            shuffle=self.data.shuffle,
+            class_weight=self.data.class_weight,
+            seed=seed,
+            readers=readers,
+            preprocess=preprocessing_of(self.source.model),
+        )
         if data.splits is not None:
             self._check_takes_splits(arrive=data.splits.arrive)
         return data
 
     def _readers(self) -> Readers:
-        strategy, number = self.strategy, max(1, self.strategy.shape.num_workers)
-        run_the_program = strategy.name == "multi_worker_mirrored"
+        name, number = self.strategy_name, max(1, self.place.shape.num_workers)
+        run_the_program = name == "multi_worker_mirrored"
         # All-reduce workers know more only when they have joined each other.
-        replicas = number if run_the_program else strategy.make().batches_per_step
+        replicas = number if run_the_program else self.make_strategy().batches_per_step
         # As in Keras, epochs end with the data at the latest. Those of several workers have so many steps.
-        one_reads = number == replicas == 1 and self.steps_per_call in (None, 1) and strategy.config.local_steps == 1
-        by_passes = self.arguments.ends_by_epochs and (self.steps_per_epoch is None or one_reads)
+        is_one_batch = self.steps_per_call in (None, 1) and self.config.strategy.local_steps == 1
+        one_reads = number == replicas == 1 and is_one_batch
+        by_passes = self.ends_by_epochs and (self.steps_per_epoch is None or one_reads)
         return Readers(
             number=number,
-            at_once=replicas if strategy.name == "mirrored" else 1,
+            at_once=replicas if name == "mirrored" else 1,
             replicas=replicas,
             run_the_program=run_the_program,
-            serve=strategy.shape.num_ps > 0,
+            serve=self.place.shape.num_ps > 0,
             by_passes=by_passes,
             steps_per_epoch=self.steps_per_epoch if by_passes else None,
-            timeout=strategy.cluster.step_timeout,
+            timeout=self.config.cluster.step_timeout,
         )
 
     def _check_takes_splits(self, *, arrive: bool) -> None:
         """Refuses what needs to know ahead whether there is a batch: with data that may end nobody does."""
-        name = self.strategy.name
+        name = self.strategy_name
         what = "data that keeps arriving" if arrive else "data of one process, or of unknown length,"
         if name in registry.ALL_REDUCE and arrive:
             raise ConfigError(
@@ -303,15 +385,15 @@ class FitRequest:
             )
         if self.steps_per_call not in (None, 1):
             raise ConfigError(f"train.steps_per_call={self.steps_per_call}: with {what} a call is one step; use auto")
-        if self.strategy.config.local_steps > 1:
+        if self.config.strategy.local_steps > 1:
             raise ConfigError(
-                f"strategy.local_steps={self.strategy.config.local_steps}: with {what} a step is one batch; use 1"
+                f"strategy.local_steps={self.config.strategy.local_steps}: with {what} a step is one batch; use 1"
             )
 
     @property
     def steps_per_epoch(self) -> int | None:
         """As given, in whole executions: as in Keras, epochs consist of them as long as there is data."""
-        given, per_execution = self.arguments.steps_per_epoch, self.source.model.steps_per_execution
+        given, per_execution = self.config.train.steps_per_epoch, self.source.model.steps_per_execution
         return None if given is None else math.ceil(given / per_execution) * per_execution
 
     def epoch_lengths(self, data: TrainingData, replicas: int | None = None) -> EpochLengths | None:
@@ -323,11 +405,11 @@ class FitRequest:
         if data.passes is not None:
             return None
         steps_per_epoch = self.steps_per_epoch
-        joins = self.strategy.name == "multi_worker_mirrored"
-        batches_per_step = replicas if joins and replicas else self.strategy.make().batches_per_step
-        all_reduce = self.strategy.name in registry.ALL_REDUCE
-        readers = batches_per_step if all_reduce else max(1, self.strategy.shape.num_workers)
-        ends_with_data = self.arguments.steps is None and readers == batches_per_step == 1
+        joins = self.strategy_name == "multi_worker_mirrored"
+        batches_per_step = replicas if joins and replicas else self.make_strategy().batches_per_step
+        all_reduce = self.strategy_name in registry.ALL_REDUCE
+        readers = batches_per_step if all_reduce else max(1, self.place.shape.num_workers)
+        ends_with_data = self.config.train.steps is None and readers == batches_per_step == 1
         if steps_per_epoch is not None and not ends_with_data:
             # The steps of a pass are not those of Keras, which the number is made for.
             return EpochLengths.of(steps_per_epoch, None, self._data_begins_at)
@@ -347,7 +429,7 @@ class FitRequest:
         """The number of the epoch that begins at `first_step`, that of the model, or began there in the resumed run."""
         if self.resume in ("auto", "must") and (checkpoints := self.files.checkpoints()).newest() is not None:
             return checkpoints.first_epoch(first_step)
-        return self.arguments.initial_epoch
+        return self.data.initial_epoch
 
     def training_spec(
         self,
@@ -363,15 +445,15 @@ class FitRequest:
         return TrainingSpec(
             model=model,
             data=data,
-            batch_size=self.arguments.batch_size,
+            batch_size=self.config.train.batch_size,
             # A call that ran out of data in the middle would lose what its steps have logged.
             steps_per_call=(self.steps_per_call or follows) if data.splits is None else 1,
-            seed=self.seed,
+            seed=self._seed,
             # A task that is not the chief writes no logs, and makes no run dir for them.
-            log_dir=self.files.logs if self.strategy.is_chief else Path(),
+            log_dir=self.files.logs if self.place.is_chief else Path(),
             last_step=last_step,
             grace_secs=self.grace_secs,
-            on_servers=self.strategy.shape.num_ps > 0,
+            on_servers=self.place.shape.num_ps > 0,
             stays_on_servers=lambda: self.keeps_model_on_servers,
             epoch_lengths=epoch_lengths,
             data_begins_at=self._data_begins_at,
@@ -398,12 +480,14 @@ class FitOutcome:
     resume: str | None
     history: keras.callbacks.History = field(default_factory=keras.callbacks.History)
     error: BaseException | None = None
-    left_on_servers: FitRequest | None = None
+    left_on_servers: Fit | None = None
 
 
-class Launcher(abc.ABC):
-    """Brings a fit to its process, or processes."""
-
-    @abc.abstractmethod
-    def launch(self, request: FitRequest) -> FitOutcome:
-        """Runs the fit to its end; what ended it too early is in the outcome."""
+def _within_limits(train: TrainConfig) -> TrainConfig:
+    """Applies the limits of `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
+    limits = {"epochs": keras.config.max_epochs(), "steps_per_epoch": keras.config.max_steps_per_epoch()}
+    given = {name: getattr(train, name) for name in limits}
+    lower = {n: limit for n, limit in limits.items() if limit and (given[n] is None or given[n] > limit)}
+    for name, limit in lower.items():
+        warn(f"{name}={given[name]}: limited to {limit} by keras.config.set_max_{name}")
+    return replace(train, **lower)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.spec import ClusterShape, Membership
-from kdist.config.schema import ClusterConfig, StrategyConfig
+from kdist.config.schema import ClusterConfig, Config, StrategyConfig
 from kdist.config.strategy_options import OPTIONS_OF, foreign_options, options_of
 from kdist.errors import ConfigError
 
@@ -57,49 +57,49 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
 
 
 def create(
-    config: StrategyConfig,
-    cluster: ClusterConfig,
+    config: Config,
     shape: ClusterShape,
     membership: Membership | None = None,
     custom: type[Strategy] | None = None,
-    description: TaskFingerprint | None = None,
+    fingerprint: TaskFingerprint | None = None,
     *,
     is_in_place: bool = False,
 ) -> Strategy:
-    """Makes the strategy for `config` on a cluster of `shape`.
+    """Makes the strategy of `config` on a cluster of `shape`.
 
     Args:
         membership: the role of this process, if the tasks were started one by one.
-        custom: the class to use, derived from that of the strategy; it also gets `config.arguments`.
-        description: what the tasks need alike, if others start them; None compares nothing.
+        custom: the class to use, derived from that of the strategy; it also gets `config.strategy.arguments`.
+        fingerprint: what the tasks need alike, if others start them; None compares nothing.
         is_in_place: whether this process is one that `Remote` has started.
 
     Raises:
         ConfigError: see `resolve`; or `custom` is not such a class, or does not take these arguments.
     """
-    name = resolve(config, shape)
-    if not is_in_place and (num_cpus := own_processes(config, shape, membership)) is not None:
+    cluster, given = config.cluster, config.strategy
+    name = resolve(given, shape)
+    if not is_in_place and (num_cpus := own_processes(given, shape, membership)) is not None:
         from kdist.strategies.remote import Remote
 
-        make = partial(_create_in_place, config, cluster, shape, custom)
-        return Remote(name, make, shape, cluster, num_devices=config.devices or 1, num_cpus=num_cpus)
+        make = partial(_create_in_place, config, shape, custom)
+        return Remote(name, make, shape, cluster, num_devices=given.devices or 1, num_cpus=num_cpus)
     base = _class_of(name)
     if custom is not None and not issubclass(custom, base):
         raise ConfigError(f"strategy={name}: {custom.__name__} must be a subclass of {base.__module__}.{base.__name__}")
-    given: tuple[Any, ...] = ()
+    positional: tuple[Any, ...] = ()
     arguments: dict[str, Any] = {}
-    if (options := options_of(config, name)) is not None:
+    if (options := options_of(given, name)) is not None:
         arguments["options"] = options
     if name == "multi_worker_mirrored":
         if membership is None:
             raise ValueError("multi_worker_mirrored runs in the workers' own processes")
-        given = (membership,)
+        positional = (membership,)
         arguments |= {"step_timeout": cluster.step_timeout, "patience": cluster.patience}
     elif name in _ON_SERVERS:
-        given = (shape, partial(_cluster_on_servers, cluster, shape, membership, description))
+        positional = (shape, partial(_cluster_on_servers, cluster, shape, membership, fingerprint))
         arguments |= {"step_timeout": cluster.step_timeout, "max_worker_restarts": cluster.max_worker_restarts}
     try:
-        return (custom or base)(*given, **arguments, **config.arguments)
+        return (custom or base)(*positional, **arguments, **given.arguments)
     except TypeError as error:
         if custom is None:
             raise
@@ -107,13 +107,9 @@ def create(
 
 
 def _create_in_place(
-    config: StrategyConfig,
-    cluster: ClusterConfig,
-    shape: ClusterShape,
-    custom: type[Strategy] | None,
-    membership: Membership | None,
+    config: Config, shape: ClusterShape, custom: type[Strategy] | None, membership: Membership | None
 ) -> Strategy:
-    return create(config, cluster, shape, membership, custom, is_in_place=True)
+    return create(config, shape, membership, custom, is_in_place=True)
 
 
 def _class_of(name: str) -> type[Any]:

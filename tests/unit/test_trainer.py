@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import kdist
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
-from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
 from kdist.run.checkpoint import Checkpoints
 
@@ -234,7 +233,7 @@ def test_the_steps_of_a_call_follow_those_of_an_execution_unless_they_are_given(
         return model
 
     def steps_per_call(**options: Any) -> int | None:
-        request = kdist.Trainer(build, run_dir=run_dir, **options)._request(FitArguments(X, Y))
+        request = kdist.Trainer(build, run_dir=run_dir, **options)._fit_of(X, Y)
         return request.training_spec(request.training_data).steps_per_call
 
     assert steps_per_call() == 5
@@ -507,7 +506,7 @@ def test_histograms_and_hyperparameters_are_there_if_asked_for(run_dir: Path) ->
 def test_an_argument_counts_more_than_the_cluster_config(run_dir: Path) -> None:
     config = ClusterConfig("local", start_timeout=100, step_timeout=50)
     trainer = kdist.Trainer(models.mlp, config, run_dir=run_dir, start_timeout=10, max_worker_restarts=0)
-    cluster = trainer._strategy.cluster
+    cluster = trainer._config.cluster
     assert (cluster.start_timeout, cluster.step_timeout, cluster.max_worker_restarts) == (10, 50, 0)
     assert config == ClusterConfig("local", start_timeout=100, step_timeout=50)
     for option in ("start_timeout", "step_timeout", "max_worker_restarts"):

@@ -10,7 +10,6 @@ from helpers import toy_data
 
 import kdist
 from kdist.data.epoch_lengths import EpochLengths
-from kdist.fit.fit_arguments import FitArguments
 
 
 class Epochs(keras.callbacks.Callback):
@@ -61,7 +60,7 @@ def test_with_several_workers_an_epoch_has_the_steps_that_it_is_asked_for(
 ) -> None:
     x, y = (part[:20] for part in toy_data())
     trainer = kdist.Trainer(models.mlp, cluster, strategy, run_dir=run_dir)
-    request = trainer._request(FitArguments(x, y, batch_size=8, steps_per_epoch=5))
+    request = trainer._fit_of(x, y, batch_size=8, steps_per_epoch=5)
     lengths = request.epoch_lengths(request.training_data)
     assert lengths is not None
     assert [lengths.length_of(epoch) for epoch in range(3)] == [length] * 3

@@ -13,7 +13,6 @@ from helpers import in_short
 from keras import layers
 
 import kdist
-from kdist.fit.fit_arguments import FitArguments
 from kdist.layers import Embedding
 from kdist.layers.pooling import COMBINERS
 from kdist.model.replica_step import ReplicaStep
@@ -230,7 +229,7 @@ def test_keras_own_layer_is_looked_up_by_rows_too(run_dir: Path) -> None:
 
 
 def step_of(model: keras.Model, data: tf.data.Dataset, run_dir: Path) -> ReplicaStep:
-    request = kdist.Trainer(lambda: compiled(model), run_dir=run_dir)._request(FitArguments(data))
+    request = kdist.Trainer(lambda: compiled(model), run_dir=run_dir)._fit_of(data)
     return prepare(request.training_spec(request.training_data), 1).replica_step
 
 

@@ -14,7 +14,6 @@ from helpers import in_short
 from keras import layers, ops
 
 import kdist
-from kdist.fit.fit_arguments import FitArguments
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -115,9 +114,7 @@ def test_models_of_several_lookups_train_as_by_keras(build: Any, embedding: Any,
 
 
 def step_of(build: Callable[..., keras.Model], run_dir: Path) -> ReplicaStep:
-    request = kdist.Trainer(lambda: build(kdist.layers.Embedding), run_dir=run_dir)._request(
-        FitArguments(*data(), batch_size=16)
-    )
+    request = kdist.Trainer(lambda: build(kdist.layers.Embedding), run_dir=run_dir)._fit_of(*data(), batch_size=16)
     return prepare(request.training_spec(request.training_data), 1).replica_step
 
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras import layers, ops
 
 import kdist
-from kdist.fit.fit_arguments import FitArguments
 from kdist.model.loss_weights import REPEATS, LossWeights, Term, made_up, repeated
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
@@ -51,7 +50,7 @@ def step_of(
     if data is None:
         data = tf.data.Dataset.from_tensor_slices((np.ones((8, 3), "float32"), np.ones((8, 1), "float32")))
     trainer = kdist.Trainer(lambda: model, run_dir=run_dir)
-    request = trainer._request(FitArguments(data.batch(4, drop_remainder=same_size)))
+    request = trainer._fit_of(data.batch(4, drop_remainder=same_size))
     return prepare(request.training_spec(request.training_data), 2, 2).replica_step
 
 
@@ -181,7 +180,7 @@ def test_an_optional_input_may_be_none_and_the_first(loss: Any, run_dir: Path) -
     model = TakesOptional()
     model.compile("sgd", loss)
     trainer = kdist.Trainer(lambda: model, run_dir=run_dir)
-    request = trainer._request(FitArguments({"optional": None, "x": np.ones((6, 3))}, np.ones((6, 1)), batch_size=4))
+    request = trainer._fit_of({"optional": None, "x": np.ones((6, 3))}, np.ones((6, 1)), batch_size=4)
     weights = prepare(request.training_spec(request.training_data), 2, 2).replica_step.updates.weights
     assert weights is (LossWeights.EXAMPLES if loss == "mse" else LossWeights.SUM)
 

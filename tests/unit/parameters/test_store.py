@@ -15,7 +15,6 @@ from helpers import toy_data
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.fit.fit_arguments import FitArguments
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
@@ -37,7 +36,7 @@ def one_variable() -> keras.Model:
 def make_store(run_dir: Path, num_servers: int, build_model: Callable[[], keras.Model] = models.mlp) -> ParameterStore:
     trainer = kdist.Trainer(build_model, run_dir=run_dir)
     x, y = toy_data()
-    request = trainer._request(FitArguments(x, y, batch_size=8))
+    request = trainer._fit_of(x, y, batch_size=8)
     prepared = prepare(request.training_spec(request.training_data), 1)
     return prepared.store(["/CPU:0"] * num_servers, prepared.plan(num_servers, PlacementPolicy.of(ServerOptions())))
 

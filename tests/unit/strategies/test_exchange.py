@@ -10,7 +10,6 @@ import tensorflow as tf
 from helpers import toy_data
 
 import kdist
-from kdist.fit.fit_arguments import FitArguments
 from kdist.parameters.aggregation import finished
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prepared_training import prepare
@@ -18,7 +17,7 @@ from kdist.strategies.prepared_training import prepare
 
 def store_of(optimizer: keras.optimizers.Optimizer, run_dir: Path, *, is_replicated: bool = True) -> ParameterStore:
     trainer = kdist.Trainer(models.mlp(optimizer), run_dir=run_dir)
-    request = trainer._request(FitArguments(*toy_data(), batch_size=8, shuffle=False))
+    request = trainer._fit_of(*toy_data(), batch_size=8, shuffle=False)
     training = prepare(request.training_spec(request.training_data), 2)
     device = "/job:localhost/task:0/device:CPU:0"
     return training.store([device], training.plan_for_one(), is_replicated=is_replicated)

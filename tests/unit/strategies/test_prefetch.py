@@ -10,7 +10,6 @@ from keras import layers
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
-from kdist.fit.fit_arguments import FitArguments
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls
@@ -37,7 +36,7 @@ def build() -> keras.Model:
 
 def prepared(run_dir: Path) -> PreparedTraining:
     trainer = kdist.Trainer(build, run_dir=run_dir)
-    request = trainer._request(FitArguments(*data(), batch_size=BATCH, shuffle=False))
+    request = trainer._fit_of(*data(), batch_size=BATCH, shuffle=False)
     return prepare(request.training_spec(request.training_data), 1)
 
 

@@ -16,7 +16,6 @@ from keras import layers
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
-from kdist.fit.fit_arguments import FitArguments
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.table_groups import TableGroup, single_groups
@@ -58,7 +57,7 @@ def build(embedding: type[layers.Embedding], optimizer: str = "adam", lengths: S
 
 def prepared(run_dir: Path, optimizer: str = "adam", lengths: Sequence[int] = ROWS) -> PreparedTraining:
     trainer = kdist.Trainer(lambda: build(kdist.layers.Embedding, optimizer, lengths), run_dir=run_dir)
-    request = trainer._request(FitArguments(*data(lengths), batch_size=BATCH, shuffle=False))
+    request = trainer._fit_of(*data(lengths), batch_size=BATCH, shuffle=False)
     return prepare(request.training_spec(request.training_data), 1)
 
 

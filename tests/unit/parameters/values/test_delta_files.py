@@ -17,7 +17,6 @@ import kdist
 from kdist._compat.tensorflow import IteratorSpec
 from kdist.config.schema import ServerOptions
 from kdist.errors import CheckpointError, NonFiniteError
-from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.parameters.placement.blocks import StoredShard
@@ -71,7 +70,7 @@ class Servers:
             lambda: build(optimizer, rows), run_dir=folder, seed=3, hooks=[CheckpointSaver(full_every=full_every)]
         )
         ids, y = np.zeros((batch, 4), np.int64), np.zeros((batch, 1), np.float32)
-        request = trainer._request(FitArguments(ids, y, batch_size=batch))
+        request = trainer._fit_of(ids, y, batch_size=batch)
         prepared = prepare(request.training_spec(request.training_data), 1)
         plan = prepared.plan(num_servers, PlacementPolicy.of(ServerOptions()))
         self.store = prepared.store([CPU] * num_servers, plan)

@@ -20,7 +20,6 @@ from keras import layers
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.fit.fit_arguments import FitArguments
 from kdist.hooks import CheckpointSaver
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.parameters.placement.blocks import StoredShard
@@ -63,7 +62,7 @@ def without() -> keras.Model:
 def store_of(build: Callable[[], keras.Model], num_servers: int, folder: Path) -> ParameterStore:
     trainer = kdist.Trainer(build, run_dir=folder, seed=3, hooks=[CheckpointSaver(full_every=9)])
     x, y = np.zeros((BATCH, 4), np.int64), np.zeros((BATCH, 1), np.float32)
-    request = trainer._request(FitArguments(x, y, batch_size=BATCH))
+    request = trainer._fit_of(x, y, batch_size=BATCH)
     prepared = prepare(request.training_spec(request.training_data), 1)
     options = ServerOptions(placement="partitioned", partition_min_bytes=512)
     return prepared.store([CPU] * num_servers, prepared.plan(num_servers, PlacementPolicy.of(options)))
