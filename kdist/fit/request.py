@@ -199,7 +199,7 @@ class Fit:
                 "strategy": {**asdict(self.config.strategy), "name": self.strategy_name},
                 "train": asdict(self.config.train),
                 "fit": {name: getattr(self.data, name) for name in (*own, "validation_freq")},
-                "run": asdict(self.config.run),
+                "run": {**asdict(self.config.run), "dir": str(self.files)},
                 "hparams": dict(self.hparams),
             }
         )
