@@ -20,8 +20,7 @@ from kdist.cluster.spec import Membership
 from kdist.config.checks import STOP_SIGNALS, check_verbose
 from kdist.config.hparams import plain
 from kdist.config.scheduler import grace_secs_of
-from kdist.config.schema import ClusterConfig, Config, RunConfig, TrainConfig
-from kdist.config.strategy_options import strategy_config
+from kdist.config.schema import ClusterConfig, Config, RunConfig, TrainConfig, strategy_config
 from kdist.console import live
 from kdist.data.sources import split_validation
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict

@@ -16,9 +16,8 @@ from kdist.cli.arguments import as_hydra_reads
 from kdist.cli.compose import check_keys, composed, explained
 from kdist.cli.hydra_plugins import register
 from kdist.config import targets
-from kdist.config.optimizer_options import OptimizerConfig
 from kdist.config.recorded import check_record, read_record
-from kdist.config.schema import Config
+from kdist.config.schema import Config, OptimizerConfig
 from kdist.errors import ConfigError
 from kdist.run.model_file import MODEL_FILE
 from kdist.version import __version__

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.config import targets
-from kdist.config.optimizer_options import OptimizerConfig
-from kdist.config.schema import Config
+from kdist.config.schema import Config, OptimizerConfig
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:

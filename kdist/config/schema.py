@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from kdist.config import checks, targets
-from kdist.config.optimizer_options import OptimizerConfig
 from kdist.errors import ConfigError
 
 LOG_FORMATS = ("text", "json")
@@ -211,6 +210,60 @@ class StrategyConfig(MirroredOptions, SyncReplicasOptions, ParameterServerOption
 
 
 @dataclass
+class OptimizerConfig:
+    """Overrides the model's optimizer, or compiles the model; null keeps the model's setting."""
+
+    name: Optional[str] = None
+    """A Keras optimizer, for example `adam` or `sgd`."""
+
+    learning_rate: Any = None
+    """A number, or a schedule by its `_target_`."""
+
+    momentum: Optional[float] = None
+    """SGD, RMSprop: momentum."""
+
+    nesterov: Optional[bool] = None
+    """SGD: Nesterov momentum."""
+
+    beta_1: Optional[float] = None
+    """Adam family: decay of the first moment."""
+
+    beta_2: Optional[float] = None
+    """Adam family: decay of the second moment."""
+
+    rho: Optional[float] = None
+    """RMSprop, Adadelta: decay of the squared gradient."""
+
+    epsilon: Optional[float] = None
+    """Added to the denominator."""
+
+    weight_decay: Optional[float] = None
+    """Decoupled weight decay."""
+
+    use_ema: Optional[bool] = None
+    """Keeps a moving average of each variable; the model gets the averages at the end."""
+
+    ema_momentum: Optional[float] = None
+    """Weight of the old average in the new one."""
+
+    clipnorm: Optional[float] = None
+    """Clips the norm of each gradient."""
+
+    global_clipnorm: Optional[float] = None
+    """Clips the norm of all gradients together."""
+
+    clipvalue: Optional[float] = None
+    """Clips each value of each gradient."""
+
+    def __post_init__(self) -> None:
+        rate = self.learning_rate
+        if isinstance(rate, (int, float)):
+            checks.check_more_than_zero("optimizer.learning_rate", float(rate))
+        elif isinstance(rate, str):
+            raise ConfigError(f"optimizer.learning_rate={rate}: must be a number or a schedule (_target_)")
+
+
+@dataclass
 class TrainConfig:
     """How long to train, and in what portions."""
 
@@ -382,3 +435,45 @@ class Config:
         checks.check_one_given({"train.steps": self.train.steps, "train.epochs": self.train.epochs})
         for key, node in targets.called_nodes(vars(self)).items():
             checks.check_target(key, node)
+
+
+#: The options that each strategy takes; one that is not listed takes none.
+OPTIONS_OF: dict[str, type[ServerOptions] | type[MirroredOptions]] = {
+    "parameter_server": ParameterServerOptions,
+    "sync_replicas": SyncReplicasOptions,
+    "mirrored": MirroredOptions,
+}
+
+
+def options_of(config: StrategyConfig, name: str) -> Any:
+    """The options of strategy `name`, as its own dataclass; None if it has none."""
+    kind = OPTIONS_OF.get(name)
+    return None if kind is None else kind(**{item.name: getattr(config, item.name) for item in fields(kind)})
+
+
+def foreign_options(config: StrategyConfig, name: str) -> dict[str, Any]:
+    """The options that differ from their defaults and that strategy `name` does not take.
+
+    Where variables are placed has no effect without servers, and is not refused there.
+    """
+    own = {item.name for kind in (PlacementOptions, OPTIONS_OF.get(name, PlacementOptions)) for item in fields(kind)}
+    return {
+        item.name: getattr(config, item.name)
+        for kind in OPTIONS_OF.values()
+        for item in fields(kind)
+        if item.name not in own and getattr(config, item.name) != item.default
+    }
+
+
+def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
+    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own.
+
+    Raises:
+        ConfigError: there is no such option, or a value is not allowed.
+    """
+    known = {item.name for item in fields(StrategyConfig)} - {"name", "_target_"}
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"Trainer({option}=...): there is no such argument; strategies take {', '.join(known)}")
+    target = None if custom is None else f"{custom.__module__}.{custom.__qualname__}"
+    return StrategyConfig(name, **options, _target_=target)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.spec import ClusterShape, Membership
-from kdist.config.schema import ClusterConfig, Config, StrategyConfig
-from kdist.config.strategy_options import OPTIONS_OF, foreign_options, options_of
+from kdist.config.schema import OPTIONS_OF, ClusterConfig, Config, StrategyConfig, foreign_options, options_of
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:

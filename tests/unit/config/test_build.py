@@ -2,8 +2,7 @@ import keras
 import pytest
 
 from kdist.config.build import build_model
-from kdist.config.optimizer_options import OptimizerConfig
-from kdist.config.schema import Config, RunConfig
+from kdist.config.schema import Config, OptimizerConfig, RunConfig
 
 
 def test_an_override_changes_only_what_it_names() -> None:

@@ -6,8 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kdist.cli.help import _walk
-from kdist.config.schema import ClusterConfig, Config, StrategyConfig
-from kdist.config.strategy_options import OPTIONS_OF, foreign_options, options_of
+from kdist.config.schema import OPTIONS_OF, ClusterConfig, Config, StrategyConfig, foreign_options, options_of
 from kdist.errors import ConfigError
 
 KEYS = """\

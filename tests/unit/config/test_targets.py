@@ -16,8 +16,7 @@ from helpers import REPO
 import kdist
 from kdist.config import targets as trusted
 from kdist.config.build import build_model, check_targets
-from kdist.config.optimizer_options import OptimizerConfig
-from kdist.config.schema import Config, RunConfig
+from kdist.config.schema import Config, OptimizerConfig, RunConfig
 from kdist.errors import ConfigError
 
 LINEAR = {"_target_": "kdist.recipes.linear.build_model"}
