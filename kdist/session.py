@@ -52,7 +52,7 @@ class TrainSession:
 
     Args:
         make_strategy: makes a strategy, not started; called again for each new cluster.
-        spec: what is trained.
+        spec: the training.
         hooks: called in this order; `kdist.hooks.base` says when.
         checkpoints: to resume from and save to.
         summaries: TensorBoard writers for the hooks.
@@ -218,7 +218,7 @@ class TrainSession:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a checkpoint of the present step exists, or training has diverged."""
+        """True if a checkpoint of the present step exists, or training has diverged."""
         return self._saves.is_saved(self.strategy.values)
 
     @property
@@ -260,7 +260,7 @@ class TrainSession:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether an update may be computed from parameters that are older than those it is applied to."""
+        """True if an update may be computed from parameters that are older than those it is applied to."""
         return self.strategy.is_asynchronous
 
     def __exit__(
@@ -431,7 +431,7 @@ class Restarts:
         self._may_restart_tasks = may_restart_tasks
 
     def may_follow(self, error: ClusterError) -> bool:
-        """Whether the run may resume after `error`, if there is a checkpoint."""
+        """Returns true if the run may resume after `error`, given a checkpoint."""
         return self.count < self.at_most and (isinstance(error, TornUpdateError) or self._may_restart_tasks)
 
 

@@ -85,7 +85,7 @@ class Trainer:
     Other Args:
         lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
         membership: the role of this process in a cluster whose tasks were started one by one; None: that of `cluster`.
-        origin: what `result.json` says of where the run comes from; None: these arguments, and this process.
+        origin: the origin of the run for `result.json`; None: these arguments, and this process.
 
     Raises:
         ConfigError: a value is not allowed, or the model cannot be trained with this strategy.

@@ -210,7 +210,7 @@ class Coordinator:
             self.check_tasks()
 
     def all_answer(self) -> bool:
-        """Whether every connected task responds within a few seconds, even if only as another process."""
+        """Returns true if every connected task responds within a few seconds, even if only as another process."""
         return not self._connected() & self._supervisor.silent() and not self._ask(_ABANDON_SECS)[0]
 
     def examine(self) -> None:

@@ -44,17 +44,17 @@ class Supervisor:
 
     @property
     def spec(self) -> ClusterSpec:
-        """Where the tasks are."""
+        """The addresses of the tasks."""
         return self._cluster.spec
 
     @property
     def chief_address(self) -> str:
-        """Where the tasks reach this process."""
+        """The address at which the tasks reach this process."""
         return self._cluster.chief_address
 
     @property
     def any_chief_port(self) -> bool:
-        """Whether it may be at any other port."""
+        """True if it may be at any other port."""
         return self._cluster.any_chief_port
 
     def silent(self) -> set[Task]:
@@ -105,7 +105,7 @@ class Supervisor:
         return lost
 
     def how_lost(self, task: Task) -> str:
-        """How a task was lost that does not serve."""
+        """Describes how a task was lost that does not serve."""
         return self._how.get(task) or self.lost_soon().get(task, "is lost")
 
     def _is_back(self, task: Task) -> None:

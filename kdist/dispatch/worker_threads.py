@@ -40,7 +40,7 @@ class Finished:
     Attributes:
         worker: index of the worker that ran it.
         tag: given by its caller.
-        outcome: what it returned or raised.
+        outcome: its return value or error.
     """
 
     worker: int
@@ -49,7 +49,7 @@ class Finished:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it failed because its worker is lost."""
+        """True if it failed because its worker is lost."""
         return may_be_lost(self.outcome.exception())
 
 
@@ -183,7 +183,7 @@ def next_in(finished: queue.SimpleQueue[tuple[Call, Finished]], timeout: float) 
 
 
 def may_be_lost(error: BaseException | None) -> bool:
-    """Whether an error of a call may mean that its worker is lost, or was replaced by another process."""
+    """Returns true if an error of a call may mean that its worker is lost, or was replaced by another process."""
     if isinstance(error, OUT_OF_REACH):
         return True
     return isinstance(error, tf.errors.OpError) and any(sign in error.message for sign in _OF_A_LOST_PROCESS)

@@ -1,5 +1,1 @@
-"""How a fit reaches the process that runs it.
-
-A launcher takes a frozen `FitRequest` and returns a `FitOutcome`. There are two: one for this process, and one for a
-task of a cluster that others started.
-"""
+"""The room of a fit: its request, and the process that runs it, which is this one or a task that others started."""

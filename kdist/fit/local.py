@@ -54,7 +54,7 @@ class LocalFit:
     """Makes the session of one fit, and writes its result.
 
     Args:
-        fit: what to train; its model gets the trained values.
+        fit: the fit; its model gets the trained values.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -68,7 +68,7 @@ class LocalFit:
         self._overflowed_steps: int | None = None
 
     def outcome(self, error: BaseException | None = None) -> FitOutcome:
-        """How the fit ended; `error` is what its session raised."""
+        """The outcome of the fit; `error` is what its session raised."""
         left = self._fit if self._result.status and self._fit.keeps_model_on_servers else None
         return FitOutcome(self._result, self._resume, self._history, error, left)
 
@@ -135,7 +135,7 @@ class LocalFit:
         session.read_into(take)
 
     def _stays_on_servers(self) -> bool:
-        """Whether the model is too large for this process, with the rows that its dynamic tables have by now."""
+        """True if the model is too large for this process, with the rows that its dynamic tables have by now."""
         if self._session is not None and self._session.is_started:
             self._session.strategy.values.count_rows()
         return self._fit.keeps_model_on_servers
@@ -222,8 +222,11 @@ class LocalFit:
         )
 
     def _data_and_strategy(self) -> tuple[TrainingData, Callable[[], Strategy]]:
-        """What is read, and what makes the strategy. Data of which nobody knows whether the tasks can read it is tried
-        on one of them first; if that fails, this process reads it for all."""
+        """The data, and the function that makes the strategy.
+
+        Data that the tasks may be unable to read is tried on one of them first; if that fails, this process reads it
+        for all.
+        """
         fit, make = self._fit, self._fit.make_strategy
         data = fit.training_data
         strategy = make() if data.is_untried else None

@@ -75,7 +75,7 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
 
 
 def _is_last(fit: Fit, result: dict[str, Any], first_step: int, step: int) -> bool:
-    """Whether a run that began at one step, and is resumed at another one, would end there."""
+    """True if a run that began at one step, and is resumed at another one, would end there."""
     train = fit.config.train
     ends = [hook.last_step for hook in fit.hooks if isinstance(hook, StopAtStep) and not hook.follows_fit]
     if any(end is not None and step >= end for end in ends):

@@ -152,7 +152,7 @@ class Fit:
         files: the run dir.
         resume: `auto`, `never` or `must`; None continues from the model as it is.
         hparams: of the run, for TensorBoard.
-        origin: where the run comes from.
+        origin: the origin of the run.
         num_fits: of the same trainer before, whose values the model has.
     """
 
@@ -277,7 +277,7 @@ class Fit:
 
     @property
     def keeps_model_on_servers(self) -> bool:
-        """Whether the trained values are too large to come back to this process; the model is built."""
+        """True if the trained values are too large to come back to this process; the model is built."""
         return self.place.shape.num_ps > 0 and num_bytes(self.source.model) > self.config.run.export_max_bytes
 
     def bring_back(self, strategy: Strategy) -> None:
@@ -294,7 +294,7 @@ class Fit:
         strategy.values.use_averages()
 
     def plan(self) -> PlacementPlan:
-        """Which server would hold each variable.
+        """Finds the server that would hold each variable.
 
         Raises:
             ConfigError: the cluster has no parameter servers.
@@ -321,7 +321,7 @@ class Fit:
 
     @cached_property
     def training_data(self) -> TrainingData:
-        """What the workers read.
+        """The data that the workers read.
 
         Raises:
             ConfigError: the data cannot be used, or not with this strategy.
@@ -439,7 +439,7 @@ class Fit:
         epoch_lengths: EpochLengths | None = None,
         first_epoch: int = 0,
     ) -> TrainingSpec:
-        """What a strategy is to run. What only checks the model need not know where the run and its epochs end."""
+        """The training that a strategy runs. A check of the model needs no ends of the run and of its epochs."""
         model = self.source.model
         follows = model.steps_per_execution if model.steps_per_execution > 1 else None
         return TrainingSpec(
@@ -465,14 +465,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class FitOutcome:
-    """How a fit ended.
+    """The end of a fit.
 
     Attributes:
-        result: what `result.json` says.
+        result: the content of `result.json`.
         history: of the epochs; empty in a task that is not the chief.
-        resume: how the next fit of the same trainer begins: None continues from the model, `auto` from the newest
+        resume: the beginning of the next fit of the same trainer: None continues from the model, `auto` from the newest
             checkpoint.
-        error: what ended the fit; None if it ended well.
+        error: the error that ended the fit; None if it ended well.
         left_on_servers: the fit, if its model is too large to come back to this process.
     """
 

@@ -119,7 +119,7 @@ class _Signals:
             self._stop(self.received)
 
     def _stop(self, received: signal.Signals) -> None:
-        """What the first signal does."""
+        """Handles the first signal."""
 
     def _leave_after(self, secs: float, received: signal.Signals, message: Callable[[], str]) -> None:
         """Ends the process with a message if it has not left this context after `secs` seconds."""
@@ -136,7 +136,7 @@ class _Signals:
 
 
 def _is_caught(number: int) -> bool:
-    """Whether this process catches a signal in C, as faulthandler does, of which Python does not know; see proc(5)."""
+    """True if this process catches a signal in C, as faulthandler does, unknown to Python; see proc(5)."""
     try:
         with open("/proc/self/status") as lines:
             caught = next(line for line in lines if line.startswith("SigCgt:"))
@@ -227,7 +227,7 @@ class TaskSignals(_Signals):
     on it continues until the chief releases it, at most `grace_secs` seconds.
 
     Args:
-        task: what this process is.
+        task: the task that this process is.
         grace_secs: seconds that the chief has to save.
         names: of the signals, in addition to SIGINT.
     """
@@ -245,7 +245,7 @@ class TaskSignals(_Signals):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the chief has come, and may need this task."""
+        """True once the chief has come, and may need this task."""
         return self._is_serving
 
     def begin_to_serve(self) -> None:

@@ -1,4 +1,4 @@
-"""How training steps are spread over tasks. Knows nothing of hooks, and of the cluster only what it looks like."""
+"""Chooses and makes the strategy of a config: the way in which training steps are spread over tasks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def create(
     Args:
         membership: the role of this process, if the tasks were started one by one.
         custom: the class to use, derived from that of the strategy; it also gets `config.strategy.arguments`.
-        fingerprint: what the tasks need alike, if others start them; None compares nothing.
+        fingerprint: the properties that the tasks need alike, if others start them; None compares nothing.
         is_in_place: whether this process is one that `Remote` has started.
 
     Raises:
@@ -135,7 +135,7 @@ def _cluster_on_servers(
 
 
 def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membership | None) -> int | None:
-    """Whether a strategy has to run in processes of its own instead of the caller's.
+    """Finds out if a strategy has to run in processes of its own instead of the caller's.
 
     TensorFlow can join other workers, and split the CPU into devices, only before its first op in a process.
 
