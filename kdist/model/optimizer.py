@@ -166,12 +166,18 @@ def clip_gradients(
     if norm := optimizer.clipnorm or optimizer.global_clipnorm:
         squares = defaultdict[Hashable, list[tf.Tensor]](list)
         for key, gradient in gradients.items():
-            with _on(device_of(key)):
+            device = device_of(key)
+            with _on(device):
                 values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
                 square = tf.reduce_sum(tf.square(tf.cast(values, _WIDE.get(values.dtype, tf.float32))))
-            squares[variable_of(key) if optimizer.clipnorm else None].append(tf.identity(square))
+            of = variable_of(key) if optimizer.clipnorm else None
+            squares[of].append(tf.identity(square) if device else square)
         for of, parts in squares.items():
-            scale_of[of] = norm / tf.maximum(tf.sqrt(tf.add_n(parts)), norm)
+            total = tf.sqrt(tf.add_n(parts))
+            scale_of[of] = norm / tf.maximum(total, norm)
+            if not optimizer.clipnorm:
+                # As in Keras: no number if the norm is infinite.
+                scale_of[of] += total - total
     elif not limit:
         return dict(gradients)
 

@@ -1,4 +1,4 @@
-"""What replicas exchange: few pieces, and clipped as Keras clips gradients."""
+"""Replicas exchange few tensors, clipped as Keras clips gradients."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from helpers import toy_data
 
 import kdist
+from kdist.model.optimizer import clip_gradients
 from kdist.parameters.aggregation import finished
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prepared_training import prepare
@@ -44,3 +45,13 @@ def test_mean_gradients_are_clipped_as_by_keras(clipping: dict[str, float], run_
     expected = optimizer._clip_gradients(gradients)
     for shard, gradient in enumerate(expected):
         np.testing.assert_allclose(found[shard], gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clipping", [{"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.01}], ids=str)
+@pytest.mark.parametrize("broken", [np.inf, np.nan])
+def test_gradients_that_are_no_numbers_are_clipped_as_by_keras(clipping: dict[str, float], broken: float) -> None:
+    optimizer = keras.optimizers.SGD(**clipping)
+    gradients = [tf.constant([1.0, broken, 3.0]), tf.constant([4.0, 5.0])]
+    found = clip_gradients(optimizer, dict(enumerate(gradients)))
+    for number, gradient in enumerate(optimizer._clip_gradients(gradients)):
+        np.testing.assert_allclose(found[number], gradient, rtol=1e-6)
