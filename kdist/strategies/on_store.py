@@ -239,13 +239,12 @@ class StoreValues(Values):
         def begin() -> Callable[[], None]:
             return self._store.files.begin_save(prefix, self._strategy.beside_values(), since, copies=aside)
 
-        def save() -> None:
-            write = begin()
-            write()
+        def write() -> None:
+            begin()()
 
         if aside:
             return self._strategy.start_aside(self._on_files(begin, ("begin_save", since is None)), "finish_save")
-        self._on_files(save, ("save", since is None))
+        self._on_files(write, ("save", since is None))
         written: Future[None] = Future()
         written.set_result(None)
         return written
