@@ -143,7 +143,7 @@ class ParameterStore:
         self.files = ValueFiles(self.values, self.dynamic, groups, intervals)
 
     def _named_values(self, model_variables: ModelVariables) -> NamedValues:
-        """All values by name; makes variables for those that nothing else needs."""
+        """All values by name; makes variables for values that nothing else needs."""
         stored = {
             self._stored_names[index]: [
                 self.blocks.stored_shard(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
