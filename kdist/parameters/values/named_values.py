@@ -86,7 +86,7 @@ class NamedValues:
         variables = [shard.variable for shard in chain.from_iterable(self._shards.values())]
         return list({id(variable): variable for variable in variables}.values())
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each value, by name."""
         return {
