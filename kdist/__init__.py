@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist import moved
 from kdist._compat.imports import make_quiet, quick_import
-from kdist.config.keras_backend import require_tensorflow
+from kdist.config.checks import require_tensorflow
 from kdist.config.targets import trust
 from kdist.errors import (
     CheckpointError,
@@ -27,7 +27,7 @@ from kdist.version import __version__
 if TYPE_CHECKING:
     from kdist import hooks, layers
     from kdist.data.base import DataContext
-    from kdist.data.npz import load_npz
+    from kdist.data.table_files import load_npz
     from kdist.extras.arriving_files import arriving_files
     from kdist.extras.kafka import kafka_topic
     from kdist.session import TrainSession
@@ -48,7 +48,7 @@ _LAZY = {
     "Trainer": "kdist.trainer",
     "arriving_files": "kdist.extras.arriving_files",
     "kafka_topic": "kdist.extras.kafka",
-    "load_npz": "kdist.data.npz",
+    "load_npz": "kdist.data.table_files",
     "load_runs": "kdist.sweeps.load",
 }
 

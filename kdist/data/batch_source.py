@@ -1,13 +1,17 @@
-"""`BatchSource`: data that lives in this process, which Keras's `fit` takes beside arrays and datasets."""
+"""Data that Python makes batch by batch: generators, `PyDataset`s and the like.
+
+`BatchSource` makes the batches in this process; with `PyDatasetShares` each process of the program makes its own.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from types import GeneratorType
 from typing import Any
 
@@ -16,8 +20,51 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras_data import PythonBatches, as_tensor, is_made_in_batches, is_scipy_sparse
-from kdist.data.shuffled_batches import ShuffledBatches
+from kdist.data.base import DataContext, TrainingData
 from kdist.errors import ConfigError, KdistError, TaskError
+
+
+class ShuffledBatches(keras.utils.PyDataset):
+    """The batches of another data set. The seed and the pass determine their order, so that any process finds it.
+
+    Args:
+        dataset: of known length.
+        seed: None keeps their order.
+    """
+
+    def __init__(self, dataset: keras.utils.PyDataset, seed: int | None) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset = dataset
+        self._seed = seed
+        self.enter(0)
+
+    def enter(self, pass_number: int, first: int = 0) -> None:
+        """From now on the batches are those of a pass, without those before the number `first`."""
+        order = np.arange(self._dataset.num_batches)
+        if self._seed is not None:
+            np.random.default_rng([self._seed, pass_number]).shuffle(order)
+        self._order = order[first:]
+
+    def index_of(self, number: int) -> int:
+        """The index in the other data set of one of these batches."""
+        return int(self._order[number])
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.at(self.index_of(index))
+
+    def at(self, index: int) -> Any:
+        """The batch with an index in the other data set."""
+        return self._dataset[index]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+
 
 #: Packages whose code is not the user's.
 _OTHERS = ("grain", "kdist", "keras", "multiprocessing", "tensorflow", "torch")
@@ -222,3 +269,50 @@ def _user_frame(error: Exception) -> str:
         if not frame.filename.startswith(others):
             return f" ({frame.filename}:{frame.lineno}, in {frame.name})"
     return ""
+
+
+class PyDatasetShares(TrainingData):
+    """Every process has a copy of the data set, and each replica makes every n-th batch of it, by its number.
+
+    Args:
+        dataset: of known length; its batches must depend on their numbers only.
+        seed: of the order of the batches, which is the same in all processes; None keeps it.
+    """
+
+    def __init__(self, dataset: keras.utils.PyDataset, *, seed: int | None) -> None:
+        self._dataset = ShuffledBatches(dataset, seed)
+        self._source = BatchSource(dataset)
+        self._spec = self._source.element_spec
+        self._pass: int | None = None
+
+    def batches_per_pass(self, num_workers: int) -> int:
+        return len(self._dataset)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
+        lock = threading.Lock()
+        flat = tf.data.Dataset.from_generator(
+            partial(self._batches, lock, context.num_workers),
+            args=(context.worker_index, context.first_batch),
+            output_signature=tuple(tf.nest.flatten(self._spec, expand_composites=True)),
+        )
+        return flat.map(lambda *parts: tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True))
+
+    def _batches(
+        self, lock: threading.Lock, num_workers: int, worker: np.int64, first_batch: np.int64
+    ) -> Iterator[tuple[Any, ...]]:
+        for index in itertools.count(int(first_batch) * num_workers + int(worker), num_workers):
+            pass_number, number = divmod(index, len(self._dataset))
+            with lock:
+                # Replicas of one process share the data set.
+                self._enter(pass_number)
+                batch = self._dataset.index_of(number)
+            yield tuple(self._source.tensors(batch, self._dataset.at(batch)))
+
+    def _enter(self, pass_number: int) -> None:
+        if self._pass is not None and pass_number <= self._pass:
+            return
+        if self._pass is not None:
+            self._dataset.on_epoch_end()
+        self._pass = pass_number
+        self._dataset.enter(pass_number)
+        self._dataset.on_epoch_begin()

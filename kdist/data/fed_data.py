@@ -1,17 +1,269 @@
-"""`FedData`: batches that this process makes and hands to the workers, one by one."""
+"""`FedData`: batches that a thread of this process makes and `FeedQueue` hands to the workers, one by one."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.data.base import DataContext, Readers, TrainingData
 from kdist.data.batch_source import BatchSource
 from kdist.data.columns import Share
-from kdist.data.feed_queue import FeedQueue
+from kdist.data.splits import NothingToRead, Passes, Split, Splits
+from kdist.errors import TaskError
+from kdist.forks import children_end_here
+
+_LOOK_SECS = 0.2
+#: A thread that is in the user's code by then ends when that returns.
+_STOP_SECS = 2.0
+_BUFFERED_PER_READER = 2
+
+
+@dataclass(frozen=True)
+class Batch(Split):
+    """A split of one batch.
+
+    Attributes:
+        tensors: of its parts.
+        number: in its pass.
+        pass_number: of its pass.
+    """
+
+    tensors: tuple[tf.Tensor, ...] = ()
+    number: int = 0
+    pass_number: int = 0
+
+    @property
+    def place(self) -> str:
+        return self.name
+
+
+class FeedQueue(Splits, Passes):
+    """Hands each batch to one reader; a bounded number of them is made ahead. A pass begins when it is needed.
+
+    Args:
+        source: makes them, in a thread.
+        readers: if they read by passes, the next one begins by `begin_pass`.
+        clock: returns seconds; replaced in tests.
+    """
+
+    pass_through_chief = True
+
+    def __init__(self, source: BatchSource, readers: Readers, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.place = source.name
+        self._interrupted: Callable[[], bool] = lambda: False
+        self._source = source
+        self._readers = readers
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._waiting: deque[Batch] = deque()
+        self._reading: dict[int, Batch] = {}
+        self._batches: Counter[int] = Counter()
+        #: The present pass: its number, the number of its next batch, and whether all of them were made.
+        self._pass, self._next, self._is_made = 0, 0, False
+        self._has_ended = False
+        self._error: BaseException | None = None
+        self._made_at = 0.0
+        self.steps_per_epoch = readers.steps_per_epoch
+        self.first_epoch = 0
+
+    @property
+    def num_read(self) -> int:
+        with self._changed:
+            return min([*(b.number for b in (*self._waiting, *self._reading.values())), self._next])
+
+    @property
+    def is_only_pass(self) -> bool:
+        return not self._source.repeats
+
+    def begin(self, interrupted: Callable[[], bool]) -> None:
+        self._interrupted = interrupted
+
+    def look(self) -> bool:
+        with self._changed:
+            if self._readers.at_once > 1:
+                # No step can begin with fewer.
+                return self._wait_for(self._readers.at_once)
+            self._start()
+            return bool(self._waiting) or not self._is_over
+
+    def assign(self, worker: int) -> Batch:
+        """As in `Splits`, but waits for the batch.
+
+        Raises:
+            TaskError: the user's code failed, or took too long.
+            ConfigError: the batch is not like the first ones.
+        """
+        with self._changed:
+            if worker not in self._reading:
+                if not self._wait_for(1):
+                    raise NothingToRead
+                self._reading[worker] = self._waiting.popleft()
+                self._changed.notify_all()
+            return self._reading[worker]
+
+    def split_of(self, worker: int) -> Split | None:
+        return self._reading.get(worker)
+
+    def num_batches(self, worker: int) -> int:
+        return self._batches[worker]
+
+    def advance(self, worker: int) -> None:
+        with self._changed:
+            if self._reading.pop(worker, None) is not None:
+                self._batches[worker] += 1
+
+    def finish(self, worker: int) -> None:
+        with self._changed:
+            self._reading.pop(worker, None)
+
+    def give_back(self, worker: int) -> None:
+        with self._changed:
+            if batch := self._reading.pop(worker, None):
+                self._waiting.appendleft(batch)
+                self._changed.notify_all()
+
+    def wait(self) -> str | None:
+        # By passes, it is the end of an epoch.
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            is_at_end = self._has_ended and len(self._waiting) < self._readers.at_once and not self._reading
+            return f"{self.place}, which ran out of data" if is_at_end and not self._readers.by_passes else None
+
+    def pass_has_ended(self) -> bool:
+        # What is left of it may be too little for a step.
+        with self._changed:
+            return self._is_over and len(self._waiting) < self._readers.at_once and not self._reading
+
+    def begin_pass(self) -> None:
+        with self._changed:
+            self._begin_pass()
+
+    def state(self) -> str:
+        with self._changed:
+            unread = [(batch.pass_number, batch.number) for batch in (*self._waiting, *self._reading.values())]
+            present = (self._pass + 1, 0) if self._is_made else (self._pass, self._next)
+            pass_number, batch = min([*unread, present])
+            position = {"pass": pass_number, "batch": batch}
+            if self.steps_per_epoch:
+                position["epoch"] = self.first_epoch if pass_number == self._pass else self.epoch_after(self._next)
+            return json.dumps(position)
+
+    def restore(self, state: str | None) -> None:
+        if not self._source.repeats:
+            # What was read cannot be read again.
+            for worker in sorted(self._reading, key=lambda worker: self._reading[worker].number, reverse=True):
+                self.give_back(worker)
+            return
+        self.close()
+        with self._changed:
+            self._waiting.clear()
+            self._reading.clear()
+            position = json.loads(state) if state else {}
+            self._pass, self._next = position.get("pass", 0), position.get("batch", 0)
+            self.first_epoch = position.get("epoch", self._pass)
+            self._is_made = self._has_ended = False
+            self._error = None
+
+    def close(self) -> None:
+        """Ends the thread; the next look begins another one."""
+        thread = self._thread
+        if thread is None:
+            return
+        with self._changed:
+            self._stop.set()
+            self._changed.notify_all()
+        thread.join(_STOP_SECS)
+        self._thread = None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no other batch is made before a pass is begun, if one is."""
+        return self._has_ended or (self._is_made and self._readers.by_passes)
+
+    def _wait_for(self, number: int) -> bool:
+        """Waits until so many batches are there; False if there will be none.
+
+        Raises:
+            TaskError: the user's code failed, or took too long.
+        """
+        self._start()
+        began = self._clock()
+        while len(self._waiting) < number:
+            if self._error is not None:
+                raise self._error
+            if self._is_over or self._interrupted():
+                return False
+            if self._is_made:
+                self._begin_pass()
+            self._changed.wait(_LOOK_SECS)
+            if self._clock() - max(began, self._made_at) > self._readers.timeout:
+                late = TimeoutError(f"made no batch for {self._readers.timeout:g} s (cluster.step_timeout)")
+                raise TaskError("chief", late, where=self.place)
+        return True
+
+    def _begin_pass(self) -> None:
+        self.first_epoch = self.epoch_after(self._next)
+        self._pass, self._next, self._is_made = self._pass + 1, 0, False
+        self._changed.notify_all()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._stop = threading.Event()
+            # The thread of an earlier position, which may be in the user's code, has an event of its own.
+            self._thread = threading.Thread(target=self._make, args=[self._stop], daemon=True, name="kdist-feed")
+            self._thread.start()
+
+    def _make(self, stop: threading.Event) -> None:
+        source = self._source
+        try:
+            with executor_scope(QuietExecutor()), tf.device("CPU:0"), children_end_here():
+                source.reset()
+                while not stop.is_set():
+                    self._make_pass(stop)
+        except BaseException as error:  # noqa: BLE001 - raised where batches are read
+            with self._changed:
+                if not stop.is_set():
+                    self._error = error
+                    self._changed.notify_all()
+        finally:
+            source.stop()
+
+    def _make_pass(self, stop: threading.Event) -> None:
+        """Makes the batches of the present pass from its next one on, and waits until another one is begun."""
+        pass_number = self._pass
+        most = max(_BUFFERED_PER_READER * self._readers.number, self._readers.at_once)
+        number = -1
+        for number, tensors in self._source.one_pass(pass_number, self._next):
+            with self._changed:
+                self._made_at = self._clock()
+                if tensors is not None:
+                    self._waiting.append(
+                        Batch(f"batch {number} of {self.place}", 0, tuple(tensors), number, pass_number)
+                    )
+                    self._next = number + 1
+                    self._changed.notify_all()
+                self._changed.wait_for(lambda: len(self._waiting) < most or stop.is_set())
+                if stop.is_set():
+                    return
+        if number < 0 and not self._next:
+            raise TaskError("chief", ValueError("has not a single batch"), where=self.place)
+        with self._changed:
+            self._is_made, self._has_ended = True, not self._source.repeats
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_made or stop.is_set())
 
 
 class FedData(TrainingData):

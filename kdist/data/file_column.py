@@ -1,17 +1,146 @@
-"""`FileColumn`: examples in a file, which workers that see the file read there."""
+"""`FileColumn`: examples in a file, which workers that see the file read there; `ArrayFile` says where they are."""
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
-from kdist.data.array_files import ArrayFile, file_of
-from kdist.data.columns import Column, Received, as_array
-from kdist.data.hdf5 import Hdf5Rows
+from kdist.data.columns import Column, Hdf5Rows, Received, as_array
+
+#: Rows are gathered from units of at most this size: the system maps a file at a page, whatever comes before the rows.
+_UNIT_BYTES = 64
+_PROBES = 16
+_PROBE_BYTES = 4096
+_NUMBERS = {
+    *("bool", "float16", "float32", "float64", "complex64", "complex128"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """An array in a file: its bytes are there as they are in memory, row after row.
+
+    Attributes:
+        path: of the file, absolute.
+        file_bytes: the size of the file.
+        offset: where the array begins in it, in bytes.
+        shape: of the array.
+        dtype: of the array.
+    """
+
+    path: str
+    file_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def mapped_spec(self) -> tf.TensorSpec:
+        """What `map` returns."""
+        return tf.TensorSpec([None, self._unit], tf.uint8)
+
+    def map(self) -> tf.Tensor:
+        """The file up to the end of the array, on the device of the caller, in memory that the system can take back."""
+        num_units = -(-self._end // self._unit)
+        return tf.raw_ops.ImmutableConst(dtype=tf.uint8, shape=[num_units, self._unit], memory_region_name=self.path)
+
+    def take(self, mapped: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Rows of the array.
+
+        Args:
+            mapped: what `map` has returned.
+            rows: their numbers, int64 `[n]`.
+
+        Returns:
+            `[n, *shape[1:]]`.
+        """
+        first, shift = divmod(self.offset, self._unit)
+        units_per_row = self._row_bytes // self._unit
+        num_units = units_per_row + (shift > 0)
+        units = first + rows[:, None] * units_per_row + tf.range(num_units, dtype=tf.int64)
+        content = tf.reshape(tf.gather(mapped, units), [-1, num_units * self._unit])
+        content = content[:, shift : shift + self._row_bytes]
+        if self.dtype == bool:
+            return tf.cast(tf.reshape(content, [-1, *self.shape[1:]]), tf.bool)
+        of_one = [self.dtype.itemsize] if self.dtype.itemsize > 1 else []
+        return tf.bitcast(tf.reshape(content, [-1, *self.shape[1:], *of_one]), self.dtype)
+
+    def trace_probe(self) -> tf.types.experimental.ConcreteFunction:
+        """A function that reads parts of the file: `[]` of strings where there is none, or one of another size."""
+        size = self._probe_bytes
+
+        def part(position: tf.Tensor) -> tf.Tensor:
+            footer_bytes = self.file_bytes - size - position
+            return tf.data.FixedLengthRecordDataset(self.path, size, position, footer_bytes).get_single_element()
+
+        def probe() -> tf.Tensor:
+            # What fails to be read is left out: an error would come back later, as one of the task.
+            parts = tf.data.Dataset.from_tensor_slices(self._probe_positions()).map(part).ignore_errors()
+            return parts.reduce(tf.zeros([0], tf.string), lambda found, content: tf.concat([found, [content]], 0))
+
+        return tf.function(probe, autograph=False).get_concrete_function()
+
+    def is_same(self, values: np.ndarray, probed: np.ndarray) -> bool:
+        """Whether what a probe has found is what the array contains."""
+        content = values.reshape(-1).view(np.uint8)
+        starts = self._probe_positions() - self.offset
+        return list(probed) == [content[start : start + self._probe_bytes].tobytes() for start in starts]
+
+    def _probe_positions(self) -> np.ndarray:
+        last = self._end - self._probe_bytes
+        return np.unique(np.linspace(self.offset, last, _PROBES).astype(np.int64))
+
+    @property
+    def _probe_bytes(self) -> int:
+        return min(_PROBE_BYTES, self._end - self.offset)
+
+    @property
+    def _row_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def _end(self) -> int:
+        return self.offset + self.shape[0] * self._row_bytes
+
+    @property
+    def _unit(self) -> int:
+        """Bytes of a unit: a row consists of whole ones, which need not begin where it does."""
+        unit = gcd(_UNIT_BYTES, self._row_bytes)
+        # The last unit may not go beyond the file.
+        return unit if -(-self._end // unit) * unit <= self.file_bytes else gcd(unit, self.offset)
+
+
+def file_of(values: np.ndarray) -> ArrayFile | None:
+    """Where a memory-mapped array, or a run of its rows, is in a file.
+
+    None if its rows are not there one after the other, as little-endian numbers, or if it can be changed in memory.
+    """
+    mapped: np.memmap | None = None
+    base: Any = values
+    while isinstance(base, np.ndarray):
+        mapped, base = base if isinstance(base, np.memmap) else mapped, base.base
+    if not (isinstance(base, mmap.mmap) and mapped is not None and mapped.mode == "r" and mapped.filename):
+        return None
+    is_plain = values.dtype.name in _NUMBERS and values.dtype.isnative and sys.byteorder == "little"
+    if not (is_plain and values.flags.c_contiguous and values.ndim and values.size):
+        return None
+    path = Path(mapped.filename).absolute()
+    if not path.is_file():
+        return None
+    mapped_from = mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY
+    begin = np.frombuffer(base, np.uint8).__array_interface__["data"][0]
+    offset = mapped_from + values.__array_interface__["data"][0] - begin
+    return ArrayFile(str(path), path.stat().st_size, offset, values.shape, values.dtype)
 
 
 class FileColumn(Column):

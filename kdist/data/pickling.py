@@ -28,7 +28,7 @@ class _Pickler(cloudpickle.Pickler):
         import tensorflow as tf
 
         from kdist._compat.keras import ModelDetails, custom_objects_of, name_functions_apart
-        from kdist.data.array_files import file_of
+        from kdist.data.file_column import file_of
 
         if isinstance(obj, tf.data.Dataset):
             from kdist.data.serialization import dataset_graph

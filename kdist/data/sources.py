@@ -17,13 +17,11 @@ import tensorflow as tf
 
 from kdist._compat.keras_data import is_made_in_batches, is_scipy_sparse
 from kdist.data.base import DataContext, Readers, TrainingData
-from kdist.data.batch_source import BatchSource, has_sparse_matrix
-from kdist.data.columns import Share, as_array, received, without_copies
+from kdist.data.batch_source import BatchSource, PyDatasetShares, has_sparse_matrix
+from kdist.data.columns import Hdf5Rows, Share, as_array, received, without_copies
 from kdist.data.dataset_passes import DatasetPasses
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
-from kdist.data.hdf5 import Hdf5Rows
-from kdist.data.py_dataset_shares import PyDatasetShares
 from kdist.data.serialization import (
     CannotTravel,
     check_function,

@@ -1,8 +1,10 @@
-"""The chief's side of the evaluator: a task that evaluates each new checkpoint while training continues.
+"""Evaluators: tasks that evaluate each new checkpoint while training continues. After Estimator's evaluator.
 
-After Estimator's evaluator. The task only reads checkpoints and reports the results on its standard output; the chief
-prints them and writes them to TensorBoard. `kdist.evaluation.evaluator_main` is the task, and
-`kdist.evaluation.external_evaluator` is the evaluator of a cluster whose tasks others start.
+The chief starts one as its own child, `kdist.evaluation.evaluator_main`: that only reads checkpoints and reports the
+results on its standard output; the hook `Evaluator` prints them and writes them to TensorBoard.
+
+In a cluster of externally started tasks, `evaluate_until_done` is the evaluator's process. It is not part of the
+cluster: all that it shares with the chief is the run dir, on a disk or on object storage.
 """
 
 from __future__ import annotations
@@ -13,18 +15,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
+from kdist.cluster.processes.chief_board import chief_server
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
-from kdist.cluster.spec import EVALUATOR
+from kdist.cluster.spec import EVALUATOR, Membership
 from kdist.console import lines
 from kdist.data.pickling import packed_program
-from kdist.evaluation.checkpoint_evaluator import Evaluation
-from kdist.evaluation.evaluate import ValidationArguments
+from kdist.errors import ClusterError, ConfigError
+from kdist.evaluation.evaluate import CheckpointEvaluator, Evaluation, ValidationArguments
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.source import ModelSource
+from kdist.run.run_dir import RunDir
 from kdist.run.statistics import BestValues
+from kdist.storage.lock import RunLock
+from kdist.storage.object_storage import StorageError
+from kdist.version import __version__
 
 _NAME = EVALUATOR.job
 _POLL_SECS = 0.1
@@ -145,3 +154,134 @@ class Evaluator(Hook):
             self._start(session)
         else:
             warn(f"{how}; training continues without it")
+
+
+_LATE_SECS = 10.0
+#: Seconds between two looks for news.
+_LOOK_SECS = 0.5
+_COSTLY_LOOK_SECS = 5.0
+
+
+def evaluate_until_done(
+    source: ModelSource,
+    validation: ValidationArguments,
+    files: RunDir,
+    membership: Membership,
+    *,
+    start_timeout: float,
+    print_line: Callable[[str], None],
+) -> None:
+    """Prints the results of each new checkpoint and writes them to `tb/evaluator`, until the chief has finished.
+
+    Args:
+        source: the model.
+        validation: the data, and how to evaluate it.
+        files: the chief's run dir.
+        membership: what this process is.
+        start_timeout: seconds to wait for a chief.
+        print_line: takes the lines of the console.
+
+    Raises:
+        ConfigError: no validation data, or no run dir, or one on object storage that refuses or cannot be reached.
+        ClusterError: no chief started in the run dir in time, or it failed or died; or object storage failed.
+    """
+    if validation.data is None:
+        raise ConfigError(f"{membership.task}: an evaluator needs validation data; give validation_data")
+    if not files.is_given:
+        raise ConfigError(f"{membership.task}: an evaluator reads what the chief saves; give the chief's run_dir")
+    try:
+        with files.open_for(str(membership.task)) as run, closing(run.summaries()) as summaries:
+            chief, checkpoints = ChiefWatch(run, membership, start_timeout), run.checkpoints()
+            role = f"{membership.task} of {membership.spec.shape}"
+            print_line(f"kdist {__version__} | {role} | evaluates {checkpoints.place}")
+            evaluator = CheckpointEvaluator(source, validation, checkpoints)
+            pause = _LOOK_SECS if run.folder.looks_are_free else _COSTLY_LOOK_SECS
+            while True:
+                # Asked first: what the chief saved before it exited is evaluated as well.
+                is_done = chief.is_done()
+                found = evaluator.evaluate_newest()
+                if found is not None:
+                    chief.was_heard()
+                    print_line(lines.evaluation_line(found.step, None, found.logs))
+                    summaries.evaluation(found.logs, found.step)
+                    events = (run.path / "tb").rglob("events*")
+                    run.folder.publish([path.relative_to(run.path).as_posix() for path in events])
+                elif is_done:
+                    break
+                else:
+                    time.sleep(pause)
+    except StorageError as error:
+        raise ClusterError(f"{membership.task}: run.dir={error}") from None
+    print_line(f"done  | {membership.task} | the chief has finished")
+
+
+class ChiefWatch:
+    """The chief, as seen by the evaluator: through the run dir, where its lock has a heartbeat.
+
+    Args:
+        run: its run dir.
+        membership: what this process is.
+        start_timeout: seconds to wait for it.
+    """
+
+    def __init__(self, run: RunDir, membership: Membership, start_timeout: float) -> None:
+        self._run, self._lock = run, RunLock(run.folder)
+        self._address, self._task = chief_server(membership.spec)
+        self._who = membership.task
+        self._start_timeout = start_timeout
+        # That of an earlier run, if there is one.
+        self._earlier_result = run.result_written_at()
+        self._has_come = False
+        self._heard_at = time.monotonic()
+        self._missing_since: float | None = None
+
+    def was_heard(self) -> None:
+        """Anything new in the run dir is a sign of life."""
+        self._heard_at = time.monotonic()
+
+    def is_done(self) -> bool:
+        """Whether it started and has finished, or had finished before and did not start again.
+
+        Raises:
+            ClusterError: it did not start, it failed, or it died.
+        """
+        if self._lock.living_owner() is not None:
+            self._has_come = True
+            self._missing_since = None
+            self.was_heard()
+            return False
+        if not self._lock.exists and self._run.result_written_at() != self._earlier_result:
+            if self._run.read_result().get("status") == "failed":
+                raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._run}/result.json")
+            return True
+        return not self._will_come()
+
+    def _will_come(self) -> bool:
+        """Whether a chief that is not running may still start; False if it had finished before and does not start
+        again."""
+        if self._has_come:
+            self._raise_if_it_stays_away()
+            return True
+        if self._silent_secs <= self._start_timeout:
+            return True
+        if self._run.read_result().get("status") == "done":
+            return False
+        raise ClusterError(
+            f"{self._who}: no chief trains in {self._run} for {self._silent_secs:.0f} s (cluster.start_timeout); "
+            "run.dir has to be that of the chief, where both reach it"
+        )
+
+    def _raise_if_it_stays_away(self) -> None:
+        # Files that another machine has written may appear late on a shared file system.
+        now = time.monotonic()
+        self._missing_since = self._missing_since or now
+        if now - self._missing_since > _LATE_SECS:
+            raise ClusterError(f"{self._who}: {self._chief} exited without reporting completion")
+
+    @property
+    def _silent_secs(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    @property
+    def _chief(self) -> str:
+        return f"the chief ({self._task} at {self._address})"

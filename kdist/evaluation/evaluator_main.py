@@ -50,7 +50,7 @@ def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
     with quick_import():
         import tensorflow as tf
 
-        from kdist.evaluation.checkpoint_evaluator import CheckpointEvaluator
+        from kdist.evaluation.evaluate import CheckpointEvaluator
         from kdist.run.checkpoint import Checkpoints
 
     # The cores belong to the workers.

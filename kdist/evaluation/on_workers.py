@@ -27,14 +27,12 @@ from kdist.data.sources import as_tuples, has_labels, preprocessed
 from kdist.data.worker_dataset import call_with
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
-from kdist.model.forward import batch_size_of, forward, update_metrics
+from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
 from kdist.model.logs import Logs
 from kdist.model.lookup_rounds import LookupRounds
-from kdist.model.metric_merging import rules_of
-from kdist.model.metrics import MetricReader, metric_variables
-from kdist.model.model_checks import overrides_of, preprocessing_of
+from kdist.model.metrics import MetricReader, metric_variables, rules_of
 from kdist.model.names import is_seed
-from kdist.model.seeded_scope import SeededScope
+from kdist.model.source import overrides_of, preprocessing_of
 from kdist.model.state import parameter_names, stateful_layers, variables_of
 from kdist.strategies.base import PresentValues
 

@@ -21,9 +21,8 @@ from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import ValidationArguments, WorkerPool, evaluate, predict
 from kdist.log import warn
 from kdist.model.logs import Logs
-from kdist.model.model_checks import preprocessing_of
 from kdist.model.names import AVERAGE
-from kdist.model.source import ModelSource
+from kdist.model.source import ModelSource, preprocessing_of
 from kdist.model.state import (
     finalize_ema,
     names_here,

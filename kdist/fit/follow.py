@@ -9,7 +9,7 @@ from kdist.cluster.processes.server import serve_until_done
 from kdist.cluster.spec import Membership, Task
 from kdist.console import lines
 from kdist.errors import ChiefStoppedError, ConfigError
-from kdist.evaluation.external_evaluator import evaluate_until_done
+from kdist.evaluation.evaluator import evaluate_until_done
 from kdist.fit import signals
 from kdist.fit.request import Fit, FitOutcome
 from kdist.model.state import finalize_ema, write_to_model

@@ -35,8 +35,7 @@ from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.log import warn
-from kdist.model.model_checks import preprocessing_of
-from kdist.model.source import ModelSource
+from kdist.model.source import ModelSource, preprocessing_of
 from kdist.model.state import num_bytes
 from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy
 from kdist.run.result import Origin, Result, describe

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.console import lines
 from kdist.errors import CheckpointError
 from kdist.hooks.base import Session
-from kdist.hooks.monitor import Monitor, MonitoringHook
+from kdist.hooks.early_stopping import Monitor, MonitoringHook
 from kdist.log import warn
 from kdist.storage.files import write_whole
 

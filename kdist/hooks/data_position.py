@@ -1,18 +1,63 @@
-"""`DataPosition`: continues with data that may end where the checkpoint was, and ends training with it."""
+"""Hooks for data that can end: they continue where the checkpoint was, wait for more, and end training with it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+from kdist.console import lines
 from kdist.data.splits import SplitQueue, Splits
-from kdist.hooks.arrivals import Arrivals
-from kdist.hooks.base import Hook, Session
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
+
+#: Data may arrive in small pieces; not every wait is worth a line.
+_LINE_SECS = 60.0
+
+
+class Arrivals(Hook):
+    """Continues with data that keeps arriving where the checkpoint was, and waits when all of it is read.
+
+    A fit adds it by itself, before all hooks that save.
+
+    Args:
+        splits: of the data.
+        clock: returns seconds; replaced in tests.
+    """
+
+    def __init__(self, splits: SplitQueue, clock: Callable[[], float] = time.monotonic) -> None:
+        self._splits = splits
+        self._clock = clock
+        self._is_waiting = False
+        self._told_at: float | None = None
+
+    def after_create_session(self, session: Session) -> None:
+        # Also if the session continues from the model of an earlier fit, which has saved its last step.
+        state = session.checkpoints.data_state(session.global_step)
+        if state is not None:
+            self._splits.restore(state)
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        self._is_waiting = False
+
+    def while_waiting(self, session: Session) -> None:
+        now = self._clock()
+        if not self._is_waiting and (self._told_at is None or now - self._told_at >= _LINE_SECS):
+            self._told_at = now
+            place, idle_secs = self._splits.place, self._splits.idle_secs
+            session.print_line(lines.wait_line(session.global_step, session.last_step, place, idle_secs))
+        self._is_waiting = True
+        if (ended_by := self._splits.wait()) is not None:
+            session.request_stop(ended_by)
+
 
 #: Data whose cost was told; once is enough for programs that call `fit` in a loop.
 _warned_of: set[str] = set()
 
 
 class DataPosition(Hook):
-    """Comes before all hooks that save. A fit adds it by itself.
+    """Continues with data that may end where the checkpoint was, and ends training with it.
+
+    A fit adds it by itself, before all hooks that save.
 
     Args:
         splits: of the data.
@@ -28,8 +73,8 @@ class DataPosition(Hook):
         if session.strategy.has_workers and self._splits.pass_through_chief and self._splits.place not in _warned_of:
             _warned_of.add(self._splits.place)
             warn(
-                f"{self._splits.place} is read in this process, which sends every batch to the workers: one step is "
-                "one call, and more workers do not read faster; a function (context) -> tf.data.Dataset lets each "
+                f"{self._splits.place} is read in this process, which sends every batch to the workers: each step "
+                "is one call, so more workers do not read faster; a function (context) -> tf.data.Dataset lets each "
                 "worker read for itself"
             )
         self._splits.begin(lambda: session.interrupted)
@@ -54,7 +99,7 @@ class DataPosition(Hook):
 
 
 def hooks_of(splits: Splits | None, *, resumes: bool) -> list[Hook]:
-    """What a session needs for its data, if that may end."""
+    """Hooks for data that can end; none for other data."""
     if splits is None:
         return []
     if splits.arrive and isinstance(splits, SplitQueue):

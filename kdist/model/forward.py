@@ -1,4 +1,4 @@
-"""The one forward pass of kdist, for training, evaluation and histograms, and what Keras counts of it."""
+"""The one forward pass of kdist, for training, evaluation and histograms; the scope and the metrics of a pure step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import call, compute_loss, track_loss
+from kdist._compat.keras import call, compute_loss, global_seed, track_loss
 from kdist._compat.tensorflow import rename_legacy_functions
 from kdist.model.logs import flat
+from kdist.model.names import is_seed
+
+
+class SeededScope(keras.StatelessScope):
+    """A stateless scope that gives a state to seed generators which no layer has, as those of metrics and losses.
+
+    Their states follow from that of the global generator, if the scope has one: otherwise a step would read, on another
+    task, a variable of this process.
+    """
+
+    _num_found = 0
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and is_seed(variable) and (seed := self.state_mapping.get(id(global_seed()))) is not None:
+            self._num_found += 1
+            own = tf.constant([self._num_found, 0], seed.dtype)
+            value = self.state_mapping[id(variable)] = tf.cast(tf.bitwise.bitwise_xor(seed, own), variable.dtype)
+        return value
 
 
 def forward(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool) -> tuple[Any, tf.Tensor | None]:

@@ -13,9 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
-from kdist.model.embedding_lookup import RowLookups, sum_duplicates
+from kdist.model.embedding_lookup import RowLookups, TableGroup, sum_duplicates
 from kdist.model.phases import Phases
-from kdist.model.table_groups import TableGroup
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,11 @@ from kdist.model.embedding_lookup import (
     RowLookups,
     check_dynamic_layers,
     embedding_layers,
+    group_tables,
     layers_looked_up,
     why_needed_whole,
 )
-from kdist.model.forward import batch_size_of, forward, update_metrics
+from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import (
@@ -53,20 +54,15 @@ from kdist.model.loss_weights import (
     term_of,
     trial_values,
 )
-from kdist.model.metric_merging import check_metrics
-from kdist.model.metrics import LossCount, ReturnedValues, metric_variables
+from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases
-from kdist.model.seeded_scope import SeededScope
-from kdist.model.state import remember_groups
-from kdist.model.step_findings import StepFindings, StepOutputs
-from kdist.model.step_variables import check_assigned, check_exchanges, of_tensorflow
-from kdist.model.table_groups import group_tables
+from kdist.model.state import WorkerState, remember_groups
+from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges, of_tensorflow
 from kdist.model.traced_step import TracedScope, TracedStep, Values
 from kdist.model.train_step import OwnPhases, OwnTrainStep, clock_of, overrides_train_step
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
-from kdist.model.worker_state import WorkerState
 
 
 class ReplicaStep:
@@ -89,7 +85,7 @@ class ReplicaStep:
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
 
     Raises:
-        ConfigError: the model cannot be trained; `kdist.model.model_checks` finds what can be found before it is built.
+        ConfigError: the model cannot be trained; `kdist.model.source` checks what can be checked before it is built.
     """
 
     def __init__(

@@ -1,22 +1,161 @@
-"""What a traced step returns, and what its trace tells of it."""
+"""The outputs of a traced step, and the findings of its trace: variables that it may use, and state that it adds to.
+
+Changes of several workers add up if each is an increment: a counter, the steps of a moving average. They do not if the
+new value is computed otherwise: a flag, an index that wraps around, a queue, a clipped number. The sum of two such
+changes is a value that no worker has computed. `is_increment` tells one from the other by the operations between the
+old value and the new one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import global_seed
+from kdist._compat.keras import global_seed, layers_of, loss_scaling, loss_tracker, optimizers_of
+from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
-from kdist.model.increments import is_increment
 from kdist.model.loss_weights import LossTerms
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.state import choose_variables, layer_states, stateful_layers
-from kdist.model.step_variables import read_beside
 from kdist.model.traced_step import TracedScope
+
+#: Operations whose output is their input, or its value as another type.
+_UNCHANGED = frozenset({"Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"})
+_SUMS = frozenset({"Add", "AddV2", "AddN", "Sub"})
+
+
+def is_increment(old: tf.Tensor, new: Any) -> bool:
+    """Whether `new` is `old` and something added, or `old` times a known factor in (0, 1] and something added.
+
+    Both are of the same graph, and floating-point: whole numbers count, but they also number places in a buffer.
+    """
+    if not tf.is_symbolic_tensor(new) or not new.dtype.is_floating:
+        return False
+    return _Dependence(old).is_increment(new)
+
+
+class _Dependence:
+    """How tensors of a graph depend on one of them."""
+
+    def __init__(self, old: tf.Tensor) -> None:
+        self._old = old
+        #: All operations that use it, or what was made of it.
+        self._users: set[tf.Operation] = set()
+        found = old.consumers()
+        while found:
+            operation = found.pop()
+            if operation not in self._users:
+                self._users.add(operation)
+                found.extend(user for output in operation.outputs for user in output.consumers())
+
+    def is_increment(self, new: tf.Tensor) -> bool:
+        if not self._depends(new):
+            return False
+        factor = self._factor(new)
+        return self._is_sum(new) if factor is None else 0 < factor <= 1
+
+    def _depends(self, tensor: tf.Tensor) -> bool:
+        return tensor is self._old or tensor.op in self._users
+
+    def _is_sum(self, tensor: tf.Tensor) -> bool:
+        """Whether the old value itself is one of the summands, whatever the others are."""
+        while tensor is not self._old and tensor.op.type in _UNCHANGED:
+            tensor = tensor.op.inputs[0]
+        if tensor is self._old:
+            return True
+        if tensor.op.type not in _SUMS:
+            return False
+        summands = tensor.op.inputs[:1] if tensor.op.type == "Sub" else tensor.op.inputs
+        return any(self._depends(summand) and self._is_sum(summand) for summand in summands)
+
+    def _factor(self, tensor: tf.Tensor) -> float | None:
+        """That of the old value in a linear function of it; None if it is none, or the factor is not constant."""
+        if tensor is self._old or not self._depends(tensor):
+            return float(tensor is self._old)
+        operation = tensor.op
+        inputs = list(operation.inputs)
+        # The factors of the inputs, by which the operation multiplies them.
+        signs: list[float | None] = [None] * len(inputs)
+        if operation.type in _UNCHANGED | {"Neg"}:
+            signs[0] = -1.0 if operation.type == "Neg" else 1.0
+        elif operation.type in _SUMS:
+            signs = [-1.0 if operation.type == "Sub" and i else 1.0 for i in range(len(inputs))]
+        elif operation.type in ("Mul", "RealDiv"):
+            one, other = inputs
+            signs = [self._constant(other), self._constant(one) if operation.type == "Mul" else None]
+            if operation.type == "RealDiv" and signs[0]:
+                signs[0] = 1 / signs[0]
+        total = 0.0
+        for sign, part in zip(signs, inputs):
+            if self._depends(part):
+                factor = self._factor(part)
+                if sign is None or factor is None:
+                    return None
+                total += sign * factor
+        return total
+
+    def _constant(self, tensor: tf.Tensor) -> float | None:
+        """The number that all elements of a tensor are, if it is known."""
+        value = None if self._depends(tensor) else tf.get_static_value(tensor)
+        return None if value is None or not value.size or (value != value.flat[0]).any() else float(value.flat[0])
+
+
+def of_tensorflow(variables: Iterable[tf.Variable], known: Iterable[keras.Variable]) -> list[tf.Variable]:
+    """The variables that are not those of Keras's variables."""
+    values = {id(variable.value) for variable in known}
+    return [variable for variable in variables if id(variable) not in values]
+
+
+def check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> None:
+    """Refuses, with a `ConfigError`, a step that assigns a variable of Keras that the model does not know.
+
+    The states of random seeds have a place in the step's scope.
+    """
+    if others := [v.path for v in _of_others(model, assigned)]:
+        raise ConfigError(
+            f"model {model.name}: a step assigns {', '.join(others)}, which the model does not have; make it with "
+            "self.add_weight(..., trainable=False) of the model or a layer, or assign its owner to an attribute of them"
+        )
+
+
+def read_beside(model: keras.Model, read: Mapping[int, keras.Variable]) -> list[keras.Variable]:
+    """The variables that a step reads beside those of the model and its optimizers: of a loss, a metric, a regularizer.
+
+    A callback may assign them, so they belong to the state of the training.
+    """
+    of_optimizers = {id(v) for optimizer in optimizers_of(model).values() for v in optimizer.variables}
+    if (scaling := loss_scaling(model)) is not None:
+        of_optimizers |= {id(v) for v in scaling.variables}
+    return [v for v in _of_others(model, read) if id(v) not in of_optimizers]
+
+
+def _of_others(model: keras.Model, variables: Mapping[int, keras.Variable]) -> list[keras.Variable]:
+    """The variables that the model does not know. Seeds are not among them: a step's scope has their states."""
+    states = (variable for layer in stateful_layers(model) for variable in layer_states(layer))
+    known = {id(v) for v in (*model.variables, *model.metrics_variables, *loss_tracker(model).variables, *states)}
+    return [v for key, v in variables.items() if key not in known and not is_seed(v)]
+
+
+def check_exchanges(model: keras.Model, exchanges: Sequence[str], assigned: Mapping[int, keras.Variable]) -> None:
+    """Refuses, with a `ConfigError`, a step that reads, before its end, what other replicas have computed.
+
+    A layer whose statistics the step assigns is to read it even where Keras's code does not: with a mask it takes the
+    moments of the replica alone.
+    """
+    layers = [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
+    if not exchanges and not any(id(v) in assigned for layer in layers for v in layer.non_trainable_variables):
+        return
+    names = [f"{type(layer).__name__} {layer.name}" for layer in layers]
+    raise ConfigError(
+        f"model {model.name}: {', '.join(names) or 'its step'} (synchronized=True, or the replica context of "
+        "tf.distribute) needs values of the other replicas in the middle of a step, which replicas of kdist do not "
+        "exchange; set synchronized=False, or train with one replica (cluster=local) or strategy=parameter_server"
+    )
 
 
 class StepOutputs(NamedTuple):

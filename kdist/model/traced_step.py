@@ -23,10 +23,10 @@ from kdist._compat.tensorflow import (
     watch_in_every_tape,
     with_handle_of,
 )
+from kdist.model.forward import SeededScope
 from kdist.model.loss_weights import is_of_none
 from kdist.model.names import is_seed
 from kdist.model.phases import Levels, Phases, flat, packed
-from kdist.model.seeded_scope import SeededScope
 
 #: The values of variables, by `id`.
 Values = Mapping[int, tf.Tensor]

@@ -18,8 +18,8 @@ from kdist.config.scheduler import GRACE_SECS
 from kdist.data.base import TrainingData
 from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError
+from kdist.model.embedding_lookup import TableGroup
 from kdist.model.lookup_rounds import RowSource
-from kdist.model.table_groups import TableGroup
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.strategies.calls import StepLogs

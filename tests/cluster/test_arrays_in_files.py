@@ -16,8 +16,8 @@ from helpers import toy_data
 from keras import layers
 
 import kdist
-from kdist.data.array_files import ArrayFile
 from kdist.data.columns import Column
+from kdist.data.file_column import ArrayFile
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import decays, set_path
 from kdist._compat.lazy_variable import made_by
-from kdist.model.table_groups import TableGroup
+from kdist.model.embedding_lookup import TableGroup
 from kdist.model.updates import StepUpdates, Update
 from kdist.parameters.placement.messages import cut, fuse, unfuse
 from kdist.parameters.placement.plan import Shard

@@ -18,8 +18,8 @@ from kdist._compat.keras import set_value
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mixed
+from kdist.model.embedding_lookup import TableGroup
 from kdist.model.names import AVERAGE
-from kdist.model.table_groups import TableGroup
 from kdist.parameters.tables.admission import CountMinSketch, age_of_oldest, excess_rows, rows_to_evict
 from kdist.parameters.tables.rows import RowLock, replace_rows, resizable_variable, resize, set_rows
 

@@ -11,8 +11,8 @@ from itertools import accumulate
 import numpy as np
 import tensorflow as tf
 
+from kdist.model.embedding_lookup import TableGroup
 from kdist.model.lookup_rounds import RowRequest
-from kdist.model.table_groups import TableGroup
 from kdist.parameters.placement.blocks import Blocks
 from kdist.parameters.placement.messages import Wire, fuse
 from kdist.parameters.placement.plan import Shard

@@ -12,7 +12,7 @@ import pytest
 from helpers import wait_until
 
 from kdist.data.base import Readers
-from kdist.data.feed_queue import FeedQueue
+from kdist.data.fed_data import FeedQueue
 from kdist.data.splits import NothingToRead
 from kdist.errors import TaskError
 

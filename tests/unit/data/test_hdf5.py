@@ -10,10 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from kdist.data import hdf5
-from kdist.data.columns import Column, as_array
+from kdist.data import columns
+from kdist.data.columns import Column, Hdf5Rows, as_array
 from kdist.data.file_column import FileColumn, column_of
-from kdist.data.hdf5 import Hdf5Rows
 from kdist.data.sources import split_validation, training_data
 
 VALUES = np.arange(60.0).reshape(20, 3)
@@ -33,7 +32,7 @@ def test_a_dataset_in_one_piece_is_memory_mapped(userblock_size: int, tmp_path: 
 
 
 def test_others_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "_BLOCK_BYTES", 5 * 3 * 8)
+    monkeypatch.setattr(columns, "_BLOCK_BYTES", 5 * 3 * 8)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("chunked", data=VALUES, chunks=(3, 3))
         file.create_dataset("compressed", data=VALUES, compression="gzip")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.data.array_files import file_of
+from kdist.data.file_column import file_of
 from kdist.data.pickling import pickled, unpickled
 
 ARRAYS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kdist.hooks.arrivals import Arrivals
+from kdist.hooks.data_position import Arrivals
 
 
 class Waited:

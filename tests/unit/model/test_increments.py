@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from kdist.model.increments import is_increment
+from kdist.model.step_findings import is_increment
 
 INCREMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "counter": lambda old, x: old + 1.0,

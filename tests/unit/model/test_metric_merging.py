@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import kdist
 from kdist._compat.keras import global_seed
-from kdist.model.metric_merging import check_metrics
-from kdist.model.seeded_scope import SeededScope
+from kdist.model.forward import SeededScope
+from kdist.model.metrics import check_metrics
 
 SPEC = (tf.TensorSpec([None, 5], tf.int32), tf.TensorSpec([None, 5], tf.float32))
 

@@ -14,7 +14,7 @@ from helpers import in_short
 import kdist
 from kdist.errors import ConfigError
 from kdist.evaluation.on_workers import can_evaluate, can_predict
-from kdist.model.model_checks import preprocessing_of
+from kdist.model.source import preprocessing_of
 
 WORDS = ["low", "high", "very", "much"] * 12
 Y = np.arange(48) % 4 / 4

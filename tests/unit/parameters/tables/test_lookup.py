@@ -18,7 +18,7 @@ from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
-from kdist.model.table_groups import TableGroup, single_groups
+from kdist.model.embedding_lookup import TableGroup, single_groups
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore

@@ -18,9 +18,9 @@ from helpers import toy_data
 import kdist
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.errors import ClusterError, ConfigError
-from kdist.evaluation import external_evaluator
+from kdist.evaluation import evaluator
 from kdist.evaluation.evaluate import ValidationArguments
-from kdist.evaluation.external_evaluator import ChiefWatch, evaluate_until_done
+from kdist.evaluation.evaluator import ChiefWatch, evaluate_until_done
 from kdist.model.source import ModelSource
 from kdist.run.run_dir import RunDir
 from kdist.storage.object_storage import ObjectStorage
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(external_evaluator, "time", clock)
+    monkeypatch.setattr(evaluator, "time", clock)
     return clock
 
 
@@ -170,7 +170,7 @@ def test_a_chief_elsewhere_has_a_heartbeat(observe: Observe, run_dir: Path, cloc
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """The validation loss of a run on object storage that is done."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(external_evaluator, "_COSTLY_POLL_SECS", 0.01)
+    monkeypatch.setattr(evaluator, "_COSTLY_LOOK_SECS", 0.01)
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, run_dir=URL)
     trainer.fit(x, y, steps=5, validation_data=(x, y), verbose=0)
