@@ -412,7 +412,7 @@ class TrainSession:
 
 
 class Restarts:
-    """Counts them.
+    """Counts how often a run has resumed.
 
     Args:
         at_most: how often the run may resume.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -108,7 +109,7 @@ class Trainer:
         step_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         max_restarts: int = TrainConfig.max_restarts,
-        export_max_bytes: int = RunConfig.export_max_bytes,
+        export_max_bytes: float = RunConfig.export_max_bytes,
         grace_secs: float | None = RunConfig.grace_secs,
         stop_signals: Sequence[str] = STOP_SIGNALS,
         storage_timeout: float = RunConfig.storage_timeout,
@@ -136,8 +137,9 @@ class Trainer:
             run=RunConfig(
                 name=name or name_of_program(),
                 seed=seed,
-                export_max_bytes=export_max_bytes,
-                grace_secs=grace_secs_of(grace_secs, os.environ),
+                # As in `1.5e9`, and in `inf` for a model that always comes back.
+                export_max_bytes=int(min(export_max_bytes, sys.maxsize)),
+                grace_secs=grace_secs,
                 stop_signals=list(stop_signals),
                 storage_timeout=storage_timeout,
                 resume=resume,
@@ -269,7 +271,7 @@ class Trainer:
             y, sample_weight, class_weight, shuffle: as in Keras; with a dataset or function, y and sample_weight are
                 part of the elements.
             batch_size: examples per replica and step; None: 32, or a size that reads arrays in `steps_per_epoch` steps.
-                The last batch of arrays has the remaining examples, as in Keras; with several workers, each has one.
+                The last batch of arrays has the remaining examples, as in Keras; each of several workers has one.
             epochs, initial_epoch, steps_per_epoch: as in Keras; one step is one update of the parameters. With one
                 worker and without `steps`, an epoch ends with the data at the latest. A resumed run continues to the
                 end of epoch `epochs`, counting from where it stopped.
@@ -296,8 +298,6 @@ class Trainer:
             ClusterError: a task was lost, or stopped responding.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint is saved and the tasks have ended.
         """
-        if validation_split:
-            (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         fit = self._fit_of(
             x=x,
             y=y,
@@ -311,6 +311,7 @@ class Trainer:
             sample_weight=sample_weight,
             verbose=verbose,
             callbacks=callbacks,
+            validation_split=validation_split,
             validation_data=validation_data,
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
@@ -321,7 +322,7 @@ class Trainer:
         return self._run(fit)
 
     def fit_as_configured(self, **data: Any) -> keras.callbacks.History:
-        """As `fit`, which gets all but `data` from the config of the command line."""
+        """Trains as `fit` does, but takes every argument except `data` from the config of the command line."""
         return self._run(self._fit_of(**data))
 
     def _run(self, fit: Fit) -> keras.callbacks.History:
@@ -368,7 +369,7 @@ class Trainer:
     def _one_chief(self, fit: Fit) -> Iterator[Fit]:
         """Keeps other chiefs out of the run dir, and adopts the seed of the run that is resumed."""
         if not self._place.is_chief:
-            yield fit
+            yield fit.within_limits()
             return
         with (
             log.used(self._config.run.log_format),
@@ -379,10 +380,14 @@ class Trainer:
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
-            yield fit.with_seed(self.seed)
+            yield fit.with_seed(self.seed).within_limits()
 
-    def _fit_of(self, x: Any = None, y: Any = None, **arguments: Any) -> Fit:
+    def _fit_of(self, x: Any = None, y: Any = None, *, validation_split: float = 0.0, **arguments: Any) -> Fit:
         """The fit with these arguments of `fit`."""
+        if validation_split:
+            parts, validation_data = split_validation(x, y, arguments.get("sample_weight"), validation_split)
+            x, y, arguments["sample_weight"] = parts
+            arguments["validation_data"] = validation_data
         arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
         return Fit.of(
             self._config,
@@ -395,7 +400,7 @@ class Trainer:
             hparams=self.hparams,
             origin=self._origin or Origin.here_and_now(),
             num_fits=self._num_fits,
-        ).with_seed(self.seed)
+        )
 
     def _outcome_of(self, fit: Fit) -> FitOutcome:
         self._source.withhold()

@@ -81,6 +81,11 @@ def keras_form() -> Any:
     return (parts["x"], parts["y"]), parts["validation_data"]
 
 
+def split_form() -> Any:
+    parts = data()
+    return {"x": parts["x"], "y": parts["y"], "validation_split": 0.5}
+
+
 def raising_dataset() -> dict[str, Any]:
     def dataset(context: Any) -> Any:
         raise KeyError("no such column")

@@ -55,7 +55,7 @@ class TaskFingerprint:
         versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "kdist": __version__}
         versions |= {name: _version(name) for name in ("tensorflow", "keras")}
         addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
-        given = flat({name: config[name] for name in _GROUPS if name in config})
+        given = flat({name: config[name] for name in _GROUPS if name in config}, with_empty=True)
         if "fit" not in config:
             # That of a program is random if it is not given.
             given[SEED] = (config.get("run") or {}).get("seed")

@@ -62,11 +62,12 @@ def plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     }
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested mappings, by keys with dots."""
+def flat(config: Mapping[str, Any], prefix: str = "", *, with_empty: bool = False) -> dict[str, Any]:
+    """The values of nested mappings, by keys with dots; an empty mapping is a value if `with_empty`."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        is_value = not isinstance(value, Mapping) or (with_empty and not value)
+        found |= {f"{prefix}{name}": value} if is_value else flat(value, f"{prefix}{name}.", with_empty=with_empty)
     return found
 
 

@@ -115,7 +115,7 @@ class PlacementOptions:
     """Where variables live; without parameter servers these have no effect."""
 
     placement: str = "auto"
-    """Which server holds what: `round_robin`, `greedy`, `partitioned` (splits), `auto` (that, on few servers)."""
+    """Which server holds what: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few servers)."""
 
     # TensorFlow's `MinSizePartitioner` has the same threshold.
     partition_min_bytes: int = 256 << 10
@@ -147,7 +147,7 @@ class ParameterServerOptions(ServerOptions):
     """parameter_server: batches that a worker trains on between a pull and a push, which is one step; at least 1."""
 
     prefetch: Any = "auto"
-    """parameter_server: steps begun before the push of one is applied; `auto`: over several hosts, what pays."""
+    """parameter_server: steps begun before the push of one is applied; `auto` finds the number, over several hosts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,10 @@ def _without_epochs(fit: Fit) -> FitOutcome:
     callbacks = keras.callbacks.CallbackList([history, *fit.data.callbacks], model=model, epochs=train.epochs)
     callbacks.on_train_begin()
     callbacks.on_train_end()
-    return FitOutcome(fit.result(status="done", global_step=step), fit.resume, history)
+    result = fit.result(status="done", global_step=step)
+    if not fit.files.read_result():
+        fit.files.write_result(result)
+    return FitOutcome(result, fit.resume, history)
 
 
 def _ended_before(fit: Fit) -> FitOutcome | None:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.checks import check_whole_number
 from kdist.config.recorded import plain_values
 from kdist.config.scheduler import grace_secs_of
-from kdist.config.schema import Config, TrainConfig
+from kdist.config.schema import Config
 from kdist.data.base import Readers, TrainingData
 from kdist.data.epoch_lengths import EpochLengths
 from kdist.data.sources import training_data
@@ -174,10 +174,13 @@ class Fit:
             ConfigError: a value is not allowed.
         """
         given = dict(arguments)
+        known = {item.name for item in fields(FitData)}.union(*_IN_CONFIG.values())
+        if unknown := [name for name in given if name not in known]:
+            raise TypeError(f"{unknown[0]}: fit and session have no such argument")
         groups = {group: {n: given.pop(n) for n in names if n in given} for group, names in _IN_CONFIG.items()}
         config = replace(
             config,
-            train=_within_limits(replace(config.train, **groups["train"])),
+            train=replace(config.train, **groups["train"]),
             run=replace(config.run, **groups["run"]),
         )
         return cls(config, data=FitData(**given), place=place, **others)
@@ -185,6 +188,15 @@ class Fit:
     def with_seed(self, seed: int) -> Fit:
         """The same fit with another seed."""
         return replace(self, config=replace(self.config, run=replace(self.config.run, seed=seed)))
+
+    def within_limits(self) -> Fit:
+        """The same fit, limited by `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
+        limits = {"epochs": keras.config.max_epochs(), "steps_per_epoch": keras.config.max_steps_per_epoch()}
+        given = {name: getattr(self.config.train, name) for name in limits}
+        lower = {n: limit for n, limit in limits.items() if limit and (given[n] is None or given[n] > limit)}
+        for name, limit in lower.items():
+            warn(f"{name}={given[name]}: limited to {limit} by keras.config.set_max_{name}")
+        return replace(self, config=replace(self.config, train=replace(self.config.train, **lower)))
 
     @cached_property
     def record(self) -> Mapping[str, Any]:
@@ -195,7 +207,8 @@ class Fit:
         return plain_values(
             {
                 "cluster": asdict(self.config.cluster),
-                "strategy": {**asdict(self.config.strategy), "name": self.strategy_name},
+                # Arguments of a class of the user's may be objects that cannot be copied.
+                "strategy": {**vars(self.config.strategy), "name": self.strategy_name},
                 "train": asdict(self.config.train),
                 "fit": {name: getattr(self.data, name) for name in (*own, "validation_freq")},
                 "run": {**asdict(self.config.run), "dir": str(self.files)},
@@ -480,13 +493,3 @@ class FitOutcome:
     history: keras.callbacks.History = field(default_factory=keras.callbacks.History)
     error: BaseException | None = None
     left_on_servers: Fit | None = None
-
-
-def _within_limits(train: TrainConfig) -> TrainConfig:
-    """Applies the limits of `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
-    limits = {"epochs": keras.config.max_epochs(), "steps_per_epoch": keras.config.max_steps_per_epoch()}
-    given = {name: getattr(train, name) for name in limits}
-    lower = {n: limit for n, limit in limits.items() if limit and (given[n] is None or given[n] > limit)}
-    for name, limit in lower.items():
-        warn(f"{name}={given[name]}: limited to {limit} by keras.config.set_max_{name}")
-    return replace(train, **lower)

@@ -43,11 +43,6 @@ class TableGroup:
     dynamic: tuple[DynamicEmbedding, ...] = ()
 
 
-def single_groups(layers: Mapping[int, keras.layers.Layer], row_wise: frozenset[int]) -> list[TableGroup]:
-    """A group for each table by itself; `layers` by the index of their table."""
-    return [_group({index: layer}, index in row_wise) for index, layer in layers.items()]
-
-
 def group_tables(
     layers: Mapping[int, keras.layers.Layer],
     row_wise: frozenset[int],

@@ -159,32 +159,34 @@ def clip_gradients(
         variable_of: key -> its variable, whose parts have one norm.
         device_of: key -> the device of its gradient; empty for the caller's.
     """
-    if optimizer.gradient_accumulation_steps:
-        # Their mean is clipped, where it is accumulated.
+    kinds = ("clipnorm", "global_clipnorm", "clipvalue")
+    # As in Keras, a number that is not positive clips nothing.
+    kind = next((kind for kind in kinds if (getattr(optimizer, kind) or 0) > 0), None)
+    if kind is None or optimizer.gradient_accumulation_steps:
+        # The mean of accumulated gradients is clipped where they are accumulated.
         return dict(gradients)
-    limit, scale_of = optimizer.clipvalue, dict[Hashable, tf.Tensor]()
-    if norm := optimizer.clipnorm or optimizer.global_clipnorm:
+    limit, scale_of = getattr(optimizer, kind), dict[Hashable, tf.Tensor]()
+    if kind != "clipvalue":
         squares = defaultdict[Hashable, list[tf.Tensor]](list)
         for key, gradient in gradients.items():
             device = device_of(key)
             with _on(device):
                 values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
                 square = tf.reduce_sum(tf.square(tf.cast(values, _WIDE.get(values.dtype, tf.float32))))
-            of = variable_of(key) if optimizer.clipnorm else None
+            of = variable_of(key) if kind == "clipnorm" else None
             squares[of].append(tf.identity(square) if device else square)
         for of, parts in squares.items():
-            total = tf.sqrt(tf.add_n(parts))
-            scale_of[of] = norm / tf.maximum(total, norm)
-            if not optimizer.clipnorm:
+            widest = max((part.dtype for part in parts), key=lambda dtype: dtype.size)
+            total = tf.sqrt(tf.add_n([tf.cast(part, widest) for part in parts]))
+            scale_of[of] = limit / tf.maximum(total, limit)
+            if kind == "global_clipnorm":
                 # As in Keras: no number if the norm is infinite.
                 scale_of[of] += total - total
-    elif not limit:
-        return dict(gradients)
 
     def clip(key: K, values: tf.Tensor) -> tf.Tensor:
-        if not norm:
+        if kind == "clipvalue":
             return tf.clip_by_value(values, -limit, limit)
-        return values * tf.cast(scale_of[variable_of(key) if optimizer.clipnorm else None], values.dtype)
+        return values * tf.cast(scale_of[variable_of(key) if kind == "clipnorm" else None], values.dtype)
 
     clipped: dict[K, Gradient] = {}
     for key, gradient in gradients.items():

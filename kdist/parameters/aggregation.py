@@ -68,7 +68,7 @@ class GradientAggregator:
                 if self._has_one_mean(layout):
                     # One operation for all variables of a server, however many workers there are.
                     total = tf.add_n([Wire.unpack(tensor, layout.dtype) for tensor in tensors])
-                    means |= layout.split(of_total("mean", total, len(tensors)))
+                    means |= layout.split(of_total("mean", total, len(tensors), layout.dtype))
                     continue
                 of_each = [layout.split(tensor) for tensor in tensors]
                 for key in of_each[0]:
@@ -83,8 +83,11 @@ class GradientAggregator:
             values = tf.concat([change.values for change in changes], 0) / len(changes)
             rows = tf.IndexedSlices(values, tf.concat([change.indices for change in changes], 0))
             return sum_duplicates(rows) if self._store.blocks[key].is_row_wise else rows
-        rule = rule_of(self._store, key, changes[0].dtype)
-        return changes[0] if rule == "first" else of_total(rule, tf.add_n(list(changes)), len(changes))
+        dtype = changes[0].dtype
+        if (rule := rule_of(self._store, key, dtype)) == "first":
+            return changes[0]
+        total = tf.add_n([tf.cast(change, dtype_of_total(rule, dtype)) for change in changes])
+        return of_total(rule, total, len(changes), dtype)
 
     def _has_one_mean(self, layout: Layout) -> bool:
         """Tells whether a fused tensor can be averaged without unpacking it."""
@@ -101,13 +104,16 @@ def rule_of(store: ParameterStore, key: UpdateKey, dtype: tf.DType) -> str:
     return "first" if dtype == tf.bool else store.blocks[key].aggregation
 
 
-def of_total(rule: str, total: tf.Tensor, num_replicas: int) -> tf.Tensor:
+def dtype_of_total(rule: str, dtype: tf.DType) -> tf.DType:
+    """The dtype in which changes of replicas are added up: small whole numbers have a mean, but no room for a sum."""
+    return dtype if rule != "mean" or dtype.is_floating else tf.float64
+
+
+def of_total(rule: str, total: tf.Tensor, num_replicas: int, dtype: tf.DType) -> tf.Tensor:
     """The change that replicas apply, from the sum of theirs; a mean of whole numbers is rounded to the nearest."""
-    if rule != "mean":
-        return total
-    if total.dtype.is_floating:
-        return total / num_replicas
-    return tf.cast(tf.round(tf.cast(total, tf.float64) / num_replicas), total.dtype)
+    if rule == "mean":
+        total /= num_replicas
+    return tf.cast(total if dtype.is_floating or rule != "mean" else tf.round(total), dtype)
 
 
 def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:

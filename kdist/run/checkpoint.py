@@ -53,6 +53,10 @@ _FULL, _DELTA = "ckpt", "delta"
 DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
 
 
+class NotDownloadedError(StorageError, CheckpointError):
+    """A checkpoint cannot be read, because object storage failed."""
+
+
 class Checkpoints:
     """The checkpoints of one run, `<folder>/ckpt-<global step>`.
 
@@ -414,7 +418,7 @@ class Checkpoints:
         except NotThereError:
             raise
         except StorageError as error:
-            raise StorageError(f"{self.place}/{path.name} cannot be downloaded: {error}") from None
+            raise NotDownloadedError(f"{self.place}/{path.name} cannot be downloaded: {error}") from None
 
     def _names_of(self, path: Path) -> list[str]:
         """The files of a checkpoint in the run dir: its index, and its data as far as it is there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -45,14 +45,24 @@ class Folder:
         """A folder in this one."""
         return Folder(self.path / name, f"{self}/{name}")
 
+    def place_of(self, name: str) -> str:
+        """The path or URL of a file, for people."""
+        return str(self.path / name)
+
     def make(self) -> None:
         """Creates the folder, for its owner alone, if there is none."""
         make_private(self.path)
 
-    def names(self, under: str = "") -> set[str]:
-        """The names of all files below a folder in this one, relative to it."""
+    def names(self, under: str = "", *, ends: Collection[str] = ()) -> set[str]:
+        """The names of all files below a folder in this one, relative to it.
+
+        Args:
+            ends: names of files; what lies in folders beside one of them is not wanted, and may be left out.
+        """
         found, top = set[str](), str(self.path / under)
-        for folder, _, names in os.walk(top):
+        for folder, inner, names in os.walk(top):
+            if not set(ends).isdisjoint(names):
+                inner.clear()
             within = folder[len(top) + 1 :]
             found.update(f"{within}/{name}" if within else name for name in names)
         return found

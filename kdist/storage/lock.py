@@ -155,7 +155,10 @@ class RunLock:
                 self._content = json.dumps(asdict(self._mine)).encode()
                 self._folder.write(LOCK, self._content)
         except OSError as error:
-            raise ConfigError(f"run.dir={self._folder}: cannot be written: {error.strerror or error}") from error
+            # That of a run at a URL is on this machine, too.
+            place = "" if str(self._folder) == str(self._folder.path) else f"{self._folder.path}: "
+            why = error.strerror or error
+            raise ConfigError(f"run.dir={self._folder}: {place}cannot be written: {why}") from error
         self._released.clear()
         threading.Thread(target=self._beat, daemon=True, name="kdist-run-lock").start()
         return self
@@ -190,8 +193,8 @@ class RunLock:
             age = max(0.0, self._age(heartbeat_at))
             silence = f"; its last heartbeat was {age:.0f} s ago"
             takeover = (
-                f"; if it was killed, start again in {self._stale_secs - age:.0f} s, or delete {self._folder}/{LOCK} "
-                "to take over now"
+                f"; if it was killed, start again in {self._stale_secs - age:.0f} s, or delete "
+                f"{self._folder.place_of(LOCK)} to take over now"
             )
         return ConfigError(
             f"run.dir={self._folder}: is in use by {who} since {owner.since}{silence}\n"
@@ -237,8 +240,8 @@ def check_not_taken_over(folder: Folder) -> None:
     # Host names may change while a process runs.
     if (owner.boot, owner.namespace, owner.pid) != (_boot_id(), _pid_namespace(), os.getpid()):
         raise ConfigError(
-            f"run.dir={folder}: was taken over by {owner} at {owner.since}: this run missed its heartbeat for "
-            f"{STALE_SECS:g} s and stops without saving"
+            f"run.dir={folder}: was taken over by {owner} at {owner.since}, perhaps after this run was suspended for "
+            f"more than {STALE_SECS:g} s; this run stops without saving"
         )
 
 

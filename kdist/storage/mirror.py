@@ -11,7 +11,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -131,7 +131,7 @@ class Mirror(Folder):
     def refresh(self) -> None:
         self._sizes = {name: size for name, size in self.storage.sizes().items() if not _is_passing(name)}
 
-    def names(self, under: str = "") -> set[str]:
+    def names(self, under: str = "", *, ends: Collection[str] = ()) -> set[str]:
         start = f"{under}/" if under else ""
         there = {name.removeprefix(start) for name in list(self._sizes) if name.startswith(start)}
         return super().names(under) | there
@@ -181,8 +181,11 @@ class Mirror(Folder):
         with RunLock(Folder(path, f"{self} ({reader})")):
             try:
                 # A process that was killed has left them.
-                for left in filter(Path.is_dir, path.iterdir()):
-                    shutil.rmtree(left, ignore_errors=True)
+                for left in path.iterdir():
+                    if left.is_dir():
+                        shutil.rmtree(left, ignore_errors=True)
+                    elif left.name != LOCK:
+                        left.unlink()
                 yield storage
             finally:
                 shutil.rmtree(path, ignore_errors=True)

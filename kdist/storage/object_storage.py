@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
@@ -160,7 +160,10 @@ class ObjectStorage(Folder):
     def make(self) -> None:
         """Object storage has no folders without files."""
 
-    def names(self, under: str = "") -> set[str]:
+    def place_of(self, name: str) -> str:
+        return f"{self}/{name}"
+
+    def names(self, under: str = "", *, ends: Collection[str] = ()) -> set[str]:
         start = f"{under}/" if under else ""
         return {name.removeprefix(start) for name in self.sizes() if name.startswith(start)}
 

@@ -6,7 +6,7 @@ by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from kdist.data.worker_dataset import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput, RunningStep
-from kdist.parameters.aggregation import finished, of_total, rule_of, weighted
+from kdist.parameters.aggregation import dtype_of_total, finished, of_total, rule_of, weighted
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import CallLogs, NextBatch, Replica, StepLogs, run_steps
@@ -120,14 +120,15 @@ class AllReduce(StoreStrategy):
         sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
         dense = [key for key in first if key not in sparse and not isinstance(key, Overflow)]
         rules = {key: rule_of(self._store, key, first[key].dtype) for key in dense}
-        for keys in _by_dtype(dense, first):
+        for keys in _by_dtype({key: dtype_of_total(rules[key], first[key].dtype) for key in dense}):
             # All at once, so that TensorFlow packs them into one message.
             own = [[changes[key] for key in keys] for changes in each]
             totals = self._in_each_replica(partial(_totals, own, [rules[key] for key in keys]))
-            for changes, of_replica in zip(each, totals):
-                for key, total in zip(keys, of_replica):
-                    joined = of_total(rules[key], total, self.num_replicas)
-                    changes[key] = tf.ensure_shape(tf.cast(joined, changes[key].dtype), changes[key].shape)
+            for store, changes, of_replica in zip(self._stores, each, totals):
+                with tf.device(store.devices[0]):
+                    for key, total in zip(keys, of_replica):
+                        joined = of_total(rules[key], total, self.num_replicas, changes[key].dtype)
+                        changes[key] = tf.ensure_shape(joined, changes[key].shape)
         for b in sparse:
             shape = tf.constant(self._store.blocks.shape_of_block(b), tf.int64)
             slices = [tf.IndexedSlices(changes[b].values, changes[b].indices, shape) for changes in each]
@@ -167,11 +168,11 @@ class AllReduce(StoreStrategy):
         ]
 
 
-def _by_dtype(keys: Sequence[Any], changes: BlockUpdates) -> list[list[Any]]:
+def _by_dtype(dtypes: Mapping[Any, tf.DType]) -> list[list[Any]]:
     """The keys of changes in groups of one dtype: only these are packed into one message."""
     groups: dict[tf.DType, list[Any]] = {}
-    for key in keys:
-        groups.setdefault(changes[key].dtype, []).append(key)
+    for key, dtype in dtypes.items():
+        groups.setdefault(dtype, []).append(key)
     return list(groups.values())
 
 
@@ -179,12 +180,12 @@ def _totals(
     values: Sequence[Sequence[tf.Tensor]], rules: Sequence[str], context: tf.distribute.ReplicaContext, local: int
 ) -> Any:
     """The sums over all replicas; by the rule `first`, of one and of zeros. Truth values travel as numbers."""
-    is_first = context.replica_id_in_sync_group == 0
-    numbers = [tf.cast(value, tf.int32) if value.dtype == tf.bool else value for value in values[local]]
-    own = [
-        tf.where(is_first, number, tf.zeros_like(number)) if rule == "first" else number
-        for number, rule in zip(numbers, rules)
-    ]
+    own = []
+    for value, rule in zip(values[local], rules):
+        number = tf.cast(value, tf.int32 if value.dtype == tf.bool else dtype_of_total(rule, value.dtype))
+        if rule == "first":
+            number = tf.where(context.replica_id_in_sync_group == 0, number, tf.zeros_like(number))
+        own.append(number)
     return context.all_reduce(tf.distribute.ReduceOp.SUM, here(own))
 
 

@@ -340,7 +340,9 @@ class Processes:
             is_error, content = unpickled(self._pipes[0].recv_bytes())
         except BlockingIOError:
             secs = self._cluster.step_timeout
-            raise ClusterError(f"worker:0 sent nothing for {secs:g} s (cluster.step_timeout)") from None
+            raise ClusterError(
+                f"worker:0 neither sent nor took a message for {secs:g} s (cluster.step_timeout)"
+            ) from None
         except (EOFError, OSError):
             is_error, content = True, ClusterError("worker:0 has closed its pipe")
         if is_error and isinstance(content, ClusterError):

@@ -116,7 +116,7 @@ def runs_folder(place: str | Path) -> Folder:
 
 def _run_dirs(folder: Folder) -> list[str]:
     """The paths of all run dirs in a folder, with `/`, sorted as a person would; `.` is the folder itself."""
-    parts = (name.rpartition("/") for name in folder.names())
+    parts = (name.rpartition("/") for name in folder.names(ends=_RECORDS))
     found = {PurePosixPath(within) for within, _, name in parts if name in _RECORDS}
     # Folders in a run dir belong to the run.
     return sorted((str(path) for path in found if found.isdisjoint(path.parents)), key=_as_numbered)

@@ -71,6 +71,22 @@ def test_the_same_run_dir_goes_on_where_it_stopped_and_keeps_its_mode(tmp_path: 
     assert (tmp_path / "D").stat().st_mode & 0o777 == 0o755
 
 
+def test_no_epoch_trains_nothing_and_the_data_may_choose_the_size_of_batches(tmp_path: Path) -> None:
+    done = kdist(*MINE, "train.epochs=0", "train.batch_size=null", "run.dir=D", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nothing to train: epochs=0" in done.stdout
+    assert (result_of(tmp_path / "D")["status"], result_of(tmp_path / "D")["global_step"]) == ("done", 0)
+    done = kdist(*MINE, "train.epochs=1", "train.batch_size=null", "run.dir=E", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert result_of(tmp_path / "E")["examples"] == 32 * result_of(tmp_path / "E")["global_step"]
+
+
+def test_a_function_of_data_may_leave_the_split_to_fit(tmp_path: Path) -> None:
+    done = kdist(*MINE, "data._target_=user_code.split_form", "train.steps=5", "run.dir=D", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert result_of(tmp_path / "D")["metrics"]["validation"]["loss"] > 0
+
+
 def test_config_overrides_what_the_model_was_compiled_with(tmp_path: Path) -> None:
     overrides = ["+model.compiled=false", "optimizer=adam", "optimizer.learning_rate=0.02", "optimizer.clipnorm=1"]
     done = kdist(

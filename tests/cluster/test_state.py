@@ -27,6 +27,8 @@ class Memory(keras.layers.Layer):
 
         self.has_begun, self.index, self.last = state("has_begun"), state("index", dtype="int32"), state("last", 4)
         self.seen, self.share = state("seen", aggregation="sum"), state("share", aggregation="mean")
+        self.count = state("count", dtype="int32", aggregation="sum")
+        self.age = state("age", dtype="uint8", aggregation="mean")
         self.queue = state("queue", PLACES, 4)
         self.queue.assign(ops.normalize(ops.ones((PLACES, 4)), axis=1))
         self.probability = state("probability")
@@ -39,6 +41,9 @@ class Memory(keras.layers.Layer):
         self.probability.assign(ops.clip(self.probability + 0.3, 0.0, 1.0))
         self.last.assign(inputs[-1])
         self.seen.assign_add(float(BATCH))
+        self.count.assign_add(BATCH)
+        # As an age that ends at 200: the sum of two is more than a byte.
+        self.age.assign(ops.minimum(self.age + 50, 200))
         self.share.assign(0.5 * self.share + 0.5)
         return inputs
 
@@ -63,5 +68,6 @@ def test_no_value_is_one_that_nobody_has_computed(cluster: str, strategy: str, r
     np.testing.assert_allclose(np.linalg.norm(memory.queue.numpy(), axis=1), 1.0, rtol=1e-5)
     assert np.isclose(X, memory.last.numpy(), atol=1e-6).all(1).any()
     # The sum over the workers, whether an update is of one or of all of them.
-    assert float(memory.seen.numpy()) == 2 * NUM_EXAMPLES
+    assert float(memory.seen.numpy()) == int(memory.count.numpy()) == 2 * NUM_EXAMPLES
+    assert int(memory.age.numpy()) == 200
     assert float(memory.share.numpy()) == pytest.approx(1.0, abs=1e-3)

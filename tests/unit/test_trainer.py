@@ -3,6 +3,7 @@
 import inspect
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
 from kdist.hooks import CheckpointSaver, Hook, StopAtStep
 from kdist.run.checkpoint import Checkpoints
+from kdist.strategies.single import Single
 
 X, Y = toy_data(40)
 
@@ -248,6 +250,8 @@ def test_limits_for_trying_a_program_out_hold_as_in_keras(run_dir: Path) -> None
         trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
         with pytest.warns(UserWarning, match="epochs=5: limited to 2 by keras.config.set_max_epochs"):
             assert fit(trainer, epochs=5).epoch == [0, 1]
+        # It is a line of the run like any other.
+        assert "epochs=5: limited to 2" in (run_dir / "logs" / "chief-0.log").read_text()
         model = models.mlp()
         with pytest.warns(UserWarning, match="Limiting epochs to 2"):
             model.fit(X, Y, batch_size=10, epochs=5, verbose=0)
@@ -590,3 +594,40 @@ def test_what_is_no_data_is_refused_by_name(run_dir: Path) -> None:
             use(range(40))
         with pytest.raises(ValueError, match="must be arrays"):
             use([1.0, 2.0])
+
+
+def test_a_strategy_of_ones_own_takes_arguments_that_cannot_be_copied(run_dir: Path) -> None:
+    class Guarded(Single):
+        def __init__(self, *, lock: Any) -> None:
+            super().__init__()
+            self.lock = lock
+
+    lock = threading.Lock()
+    trainer = kdist.Trainer(models.mlp, strategy=Guarded, run_dir=run_dir, arguments={"lock": lock})
+    fit(trainer, steps=1)
+    assert trainer.result.config is not None
+    assert trainer.result.config["strategy"]["arguments"] == {}
+
+
+def test_a_session_splits_data_as_fit_does(run_dir: Path) -> None:
+    trainer = kdist.Trainer(models.mlp, run_dir=run_dir)
+    with trainer.session(X, Y, validation_split=0.25, batch_size=10, steps=3, verbose=0) as session:
+        while not session.should_stop():
+            session.run()
+    assert "val_loss" not in trainer.result.metrics["train"]
+    assert trainer.result.metrics["validation"]["loss"] > 0
+
+
+def test_an_argument_that_fit_has_not_is_named(run_dir: Path) -> None:
+    with (
+        pytest.raises(TypeError, match="^foo: fit and session have no such argument"),
+        kdist.Trainer(models.mlp, run_dir=run_dir).session(X, Y, foo=1),
+    ):
+        pytest.fail("it has started")
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("export_max_bytes", [1.5e9, float("inf")])
+def test_a_number_of_bytes_may_be_written_as_a_float(export_max_bytes: float, run_dir: Path) -> None:
+    fit(trainer := kdist.Trainer(models.mlp, run_dir=run_dir, export_max_bytes=export_max_bytes), steps=1)
+    assert trainer.result.status == "done"

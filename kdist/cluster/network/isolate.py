@@ -17,8 +17,6 @@ from pathlib import Path
 from kdist.errors import ConfigError
 from kdist.log import Line, warn
 
-MODES = ("never", "auto", "must")
-
 # linux/sched.h
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 # linux/sockios.h and linux/if.h
@@ -45,7 +43,7 @@ def enter(mode: str) -> None:
     It does so on a machine without a network as well, where other processes share the loopback device.
 
     Args:
-        mode: of `MODES`: `never` does nothing; `auto` leaves it to `require` to say that it did not work.
+        mode: `cluster.isolate`: `never` does nothing; `auto` leaves it to `require` to say that it did not work.
 
     Raises:
         ConfigError: it did not work, and `must`.

@@ -136,7 +136,7 @@ def start_child(
     start_timeout: float = math.inf,
     **options: Any,
 ) -> Child:
-    """Starts a process that calls `end_with_parent`.
+    """Starts a process that ends when its standard input closes, as with this process: see `end_with_parent`.
 
     It has its own session: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
     before it ignores them wait until it does.

@@ -303,7 +303,7 @@ class Blocks(Sequence[Block]):
             is_table=variables.table_group(first.variable) is not None,
             is_row_wise=variables.is_row_wise(first.variable),
             is_dynamic=variables.is_dynamic(first.variable),
-            is_replaced=first.variable in variables.replaced,
+            is_replaced=first.variable in variables.replaced and not self._is_summed(first.variable),
             aggregation=self._aggregation(first.variable),
         )
 
@@ -314,6 +314,11 @@ class Blocks(Sequence[Block]):
         default = "first" if variable in self._variables.replaced else "mean"
         own = self._all_variables[variable].aggregation
         return {"mean": "mean", "sum": "sum", "only_first_replica": "first"}.get(own, default)
+
+    def _is_summed(self, variable: int) -> bool:
+        """True if changes add up by the variable's own word; a sum of new values would have the old one in it twice."""
+        original = self._all_variables[variable]
+        return original.aggregation == "sum" and tf.as_dtype(original.dtype) != tf.bool
 
     def _is_in(self, update: Update, variable: int) -> bool:
         return self._variables.is_parameter(variable) and variable in update.variables

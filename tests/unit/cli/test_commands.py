@@ -44,9 +44,8 @@ def test_train_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[0] == printed[1] != ""
 
 
-@pytest.mark.parametrize("name", [*moved.COMMANDS, "kdist.launch"])
+@pytest.mark.parametrize("name", moved.COMMANDS)
 def test_earlier_names_of_commands_work(name: str, tmp_path: Path) -> None:
-    name = name.removesuffix(".__main__")
     done = subprocess.run(
         [sys.executable, "-m", name, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )

@@ -48,6 +48,18 @@ def test_names_are_relative_to_the_folder_below(folder: Folder) -> None:
     assert folder.names("tb") == set()
 
 
+def test_folders_beside_an_ending_need_not_be_looked_at(tmp_path: Path) -> None:
+    make(folder := Folder(tmp_path), "1/result.json", "1/checkpoints/ckpt-1.index", "2/result.json")
+    assert folder.names(ends=("result.json",)) == {"1/result.json", "2/result.json"}
+
+
+def test_a_reader_begins_with_an_empty_folder(tmp_path: Path) -> None:
+    mirror = Mirror(f"file://{tmp_path}/there", 1.0, tmp_path / "here")
+    make(Folder(tmp_path / "here-evaluator-0"), "model.keras", "checkpoints/ckpt-1.index")
+    with mirror.open_for("evaluator:0") as opened:
+        assert Folder(opened.path).names() <= {".lock"}
+
+
 def test_files_that_are_published_can_be_fetched_until_they_are_deleted(folder: Folder) -> None:
     make(folder, "checkpoints/data", "checkpoints/index")
     folder.fetch(["checkpoints/data", "checkpoints/index"])

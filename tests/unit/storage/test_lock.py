@@ -201,6 +201,24 @@ def test_somebody_elses_lock_is_not_removed(run_dir: Path, folder: Folder) -> No
     assert (run_dir / ".lock").exists()
 
 
+def test_the_lock_to_delete_is_named_by_its_place(run_dir: Path, clock: Clock) -> None:
+    write_lock(run_dir, held_by(host="elsewhere"))
+    os.utime(run_dir / ".lock", (clock.now - 5, clock.now - 5))
+    clock.beats_at = clock.now + 5
+    # The folder on this machine of a run at a URL.
+    lock = RunLock(Folder(run_dir, "s3://bucket/run"))
+    message = rf"^run\.dir=s3://bucket/run: is in use by .*\n.*delete {run_dir}/\.lock to take over"
+    with pytest.warns(UserWarning, match="waiting for its heartbeat"), pytest.raises(ConfigError, match=message):
+        lock.__enter__()
+
+
+def test_a_folder_of_a_run_at_a_url_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = rf"run\.dir=s3://bucket/run: {tmp_path}/file/run: cannot be written: Not a directory"
+    with pytest.raises(ConfigError, match=message):
+        RunLock(Folder(tmp_path / "file" / "run", "s3://bucket/run")).__enter__()
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.dir=.*: cannot be written: Not a directory"):

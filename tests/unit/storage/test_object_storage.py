@@ -452,6 +452,20 @@ def test_deltas_are_uploaded_fetched_and_deleted_as_checkpoints_are(
         assert names() == {"ckpt-40.index"}
 
 
+def test_a_checkpoint_that_cannot_be_downloaded_is_an_error_of_storage_and_of_the_checkpoint(
+    storage: type[FaultyStorage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mirror() as entered:
+        save(entered, 10)
+    move_to_another_machine(monkeypatch, tmp_path)
+    with mirror() as entered:
+        storage.fault = failing(PermissionError("Forbidden"), "get_file", "cat_file", of="ckpt-10.")
+        with pytest.raises(CheckpointError, match=f"{URL}/checkpoints/ckpt-10 cannot be downloaded: ") as raised:
+            checkpoints_of(entered).read(10)
+        assert isinstance(raised.value, StorageError)
+        storage.fault = None
+
+
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning_and_goes_later(storage: type[FaultyStorage]) -> None:
     with mirror() as entered:
         save(entered, 10)

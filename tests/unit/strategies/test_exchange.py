@@ -33,7 +33,10 @@ def test_parameters_that_are_treated_alike_are_exchanged_as_one(
     assert sum(block.is_parameter for block in store.blocks) == number
 
 
-@pytest.mark.parametrize("clipping", [{"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.01}, {}], ids=str)
+CLIPPINGS = [{kind: limit} for kind in ("clipnorm", "global_clipnorm", "clipvalue") for limit in (0.1, -1.0)]
+
+
+@pytest.mark.parametrize("clipping", [*CLIPPINGS, {}], ids=str)
 def test_mean_gradients_are_clipped_as_by_keras(clipping: dict[str, float], run_dir: Path) -> None:
     optimizer = keras.optimizers.SGD(**clipping)
     store = store_of(optimizer, run_dir)
@@ -55,3 +58,10 @@ def test_gradients_that_are_no_numbers_are_clipped_as_by_keras(clipping: dict[st
     found = clip_gradients(optimizer, dict(enumerate(gradients)))
     for number, gradient in enumerate(optimizer._clip_gradients(gradients)):
         np.testing.assert_allclose(found[number], gradient, rtol=1e-6)
+
+
+def test_the_norm_of_gradients_of_several_dtypes_is_that_of_all() -> None:
+    gradients = {0: tf.constant([3.0]), 1: tf.constant([4.0], tf.float64)}
+    found = clip_gradients(keras.optimizers.SGD(global_clipnorm=1.0), gradients)
+    np.testing.assert_allclose([found[0].numpy()[0], found[1].numpy()[0]], [0.6, 0.8], rtol=1e-6)
+    assert (found[0].dtype, found[1].dtype) == (tf.float32, tf.float64)

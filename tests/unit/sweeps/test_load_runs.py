@@ -1,4 +1,4 @@
-"""Runs as rows: what is found below a folder, what is refused, and how seeds are group_by."""
+"""Runs as rows: what is found below a folder, what is refused, and how seeds are grouped."""
 
 import csv
 import io

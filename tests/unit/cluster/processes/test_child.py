@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from helpers import wait_until
+
 from kdist.cluster.processes.child import end_children, start_child
 
 PROGRAM = "import sys; print('for the log', file=sys.stderr); print('out', flush=True); sys.stdin.read(); sys.exit({})"
@@ -30,8 +32,7 @@ def test_it_prints_to_its_log_and_is_killed_if_it_does_not_end(tmp_path: Path) -
     log = tmp_path / "logs" / "task.log"
     program = "import signal; print('out', flush=True); signal.pause()"
     child = start_child([sys.executable, "-c", program], log, prints_to_log=True)
-    while not log.read_text():
-        time.sleep(0.01)
+    wait_until(log.read_text, 20, "it prints")
     end_children([child], 0.1)
     assert child.how_it_ended() == "signal 9, SIGKILL"
     assert child.log_tail() == f"\n  log: {log} (last lines follow)\nout"

@@ -18,7 +18,7 @@ from kdist.config.schema import ServerOptions
 from kdist.data.worker_dataset import iterator_spec
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
-from kdist.model.embedding_lookup import TableGroup, single_groups
+from kdist.model.embedding_lookup import TableGroup, group_tables
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
@@ -83,8 +83,8 @@ def test_they_train_as_apart_and_as_by_keras(
     training = prepared(run_dir, optimizer, lengths)
     together = train(training, store_of(training, num_servers=3))
 
-    def apart(tables: dict[int, Any], row_wise: frozenset[int], *_: Any) -> Sequence[TableGroup]:
-        return single_groups(tables, row_wise)
+    def apart(tables: dict[int, Any], *others: Any) -> Sequence[TableGroup]:
+        return [group for index, table in tables.items() for group in group_tables({index: table}, *others)]
 
     monkeypatch.setattr(replica_step, "group_tables", apart)
     training = prepared(run_dir, optimizer, lengths)
