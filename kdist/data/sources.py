@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras_data import is_made_in_batches, is_scipy_sparse
-from kdist.data.base import DataContext, Readers, TrainingData
+from kdist.data.base import DataContext, Readers, TrainingData, worker_dataset
 from kdist.data.batch_source import BatchSource, PyDatasetShares, has_sparse_matrix
 from kdist.data.columns import Hdf5Rows, Share, as_array, received, without_copies
 from kdist.data.dataset_passes import DatasetPasses
@@ -32,7 +32,6 @@ from kdist.data.serialization import (
 )
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.data.splits import Passes, Splits
-from kdist.data.worker_dataset import worker_dataset
 from kdist.errors import ConfigError
 
 

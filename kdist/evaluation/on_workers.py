@@ -19,12 +19,12 @@ import tensorflow as tf
 from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
 from kdist._compat.tensorflow import function_for_tasks
+from kdist.data.base import call_with
 from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import Share, received, without_copies
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels, preprocessed
-from kdist.data.worker_dataset import call_with
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics

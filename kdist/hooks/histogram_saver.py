@@ -97,7 +97,7 @@ class HistogramSaver(TimedHook):
 
     def _next_batch(self, session: Session) -> Any:
         """A batch that a worker reads, too."""
-        from kdist.data.worker_dataset import make_dataset, worker_dataset
+        from kdist.data.base import make_dataset, worker_dataset
 
         data, splits = session.spec.data, session.spec.data.splits
         if self._make is None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
-from kdist.data.worker_dataset import iterator_over, iterator_spec
+from kdist.data.base import iterator_over, iterator_spec
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput, RunningStep

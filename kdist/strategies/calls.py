@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kdist._compat.tensorflow import function_for_tasks
 from kdist.config.schema import ParameterServerOptions
-from kdist.data.worker_dataset import next_of
+from kdist.data.base import next_of
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.metrics import MetricReader, MetricRows
 from kdist.model.replica_step import ReplicaStep

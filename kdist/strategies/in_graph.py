@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.cluster.spec import Task
-from kdist.data.worker_dataset import next_of
+from kdist.data.base import next_of
 from kdist.dispatch.connection import compute_device
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep

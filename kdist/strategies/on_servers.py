@@ -18,8 +18,7 @@ from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
-from kdist.data.base import TrainingData
-from kdist.data.worker_dataset import iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
+from kdist.data.base import TrainingData, iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.health import Supervisor, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_lost

@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.spec import Task
+from kdist.data.base import iterator_over
 from kdist.data.split_data import naming, why_unreadable
 from kdist.data.splits import Splits
-from kdist.data.worker_dataset import iterator_over
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.worker_threads import may_be_lost
 from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, GLOBAL_STEP, SEED

@@ -21,8 +21,8 @@ from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
 from kdist.config.checks import checked_number_or_auto
 from kdist.config.schema import ParameterServerOptions
+from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
-from kdist.data.worker_dataset import iterator_spec
 from kdist.dispatch.worker_threads import Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn

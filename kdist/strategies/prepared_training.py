@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.config.schema import PlacementOptions
-from kdist.data.worker_dataset import element_spec, make_dataset, worker_dataset
+from kdist.data.base import element_spec, make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource

@@ -8,8 +8,8 @@ from typing import ClassVar
 import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
+from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
-from kdist.data.worker_dataset import iterator_spec
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import StepLogs, UnrolledCalls

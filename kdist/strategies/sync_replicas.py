@@ -26,8 +26,8 @@ from kdist._compat.first_call_lock import fetch
 from kdist._compat.tensorflow import function_for_tasks
 from kdist.cluster.spec import Task
 from kdist.config.schema import SyncReplicasOptions
+from kdist.data.base import iterator_spec, next_of
 from kdist.data.splits import NothingToRead
-from kdist.data.worker_dataset import iterator_spec, next_of
 from kdist.dispatch.worker_threads import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn

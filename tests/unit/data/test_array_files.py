@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 from kdist.data import file_column
+from kdist.data.base import make_dataset, worker_dataset
 from kdist.data.columns import Column
 from kdist.data.file_column import ArrayFile, FileColumn, column_of, file_of
 from kdist.data.sources import split_validation, training_data
-from kdist.data.worker_dataset import make_dataset, worker_dataset
 
 ROWS = 40
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kdist.data.base import call_with
 from kdist.data.columns import Column, as_array
 from kdist.data.file_column import column_of
 from kdist.data.sources import training_data
-from kdist.data.worker_dataset import call_with
 from kdist.errors import ConfigError
 
 

@@ -7,9 +7,8 @@ import pytest
 import tensorflow as tf
 from kdist.recipes.mnist import load_data
 
-from kdist.data.base import DataContext, Readers, TrainingData
+from kdist.data.base import DataContext, Readers, TrainingData, make_dataset, worker_dataset
 from kdist.data.sources import split_validation, training_data
-from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError
 
 

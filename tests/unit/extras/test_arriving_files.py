@@ -14,9 +14,9 @@ import tensorflow as tf
 from helpers import result_of
 
 import kdist
+from kdist.data.base import make_dataset, worker_dataset
 from kdist.data.sources import training_data
 from kdist.data.splits import NothingToRead, UnreadableSplit
-from kdist.data.worker_dataset import make_dataset, worker_dataset
 from kdist.errors import ConfigError, TaskError
 from kdist.extras.arriving_files import ArrivingFiles
 

@@ -9,7 +9,7 @@ from keras import layers
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.data.worker_dataset import iterator_spec
+from kdist.data.base import iterator_spec
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls

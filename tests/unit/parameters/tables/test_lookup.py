@@ -15,7 +15,7 @@ from keras import layers
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.data.worker_dataset import iterator_spec
+from kdist.data.base import iterator_spec
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.embedding_lookup import TableGroup, group_tables
