@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cluster
 COMMAND = "hydra.searchpath=[pkg://theirs.conf] +recipe=theirs run.trust=[theirs] cluster=1ps2w"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "strategy"),
     [

@@ -30,6 +30,7 @@ def run(recipe: str, tmp_path: Path, *more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_linear_finds_the_line(tmp_path: Path) -> None:
     lines = run("linear", tmp_path).splitlines()
     last = [line for line in lines if line.startswith("line  | step   1000/1000")][-1]

@@ -74,6 +74,7 @@ def in_files(folder: Path) -> tuple[np.memmap, np.memmap]:
     return x, y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [pytest.param("2ps2w", marks=pytest.mark.long), "1ps1w"])
 def test_workers_read_memory_mapped_arrays_from_their_files(
     cluster: str, run_dir: Path, tmp_path: Path, ways: Ways

@@ -41,7 +41,7 @@ class ValidatesZeros(callbacks.Callback):
     "strategy",
     [
         pytest.param("parameter_server", marks=pytest.mark.long),
-        "sync_replicas",
+        pytest.param("sync_replicas", marks=pytest.mark.long),
         "mirrored",
         # As `mirrored`, in two processes.
         pytest.param("multi_worker_mirrored", marks=pytest.mark.long),

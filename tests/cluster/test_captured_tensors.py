@@ -45,6 +45,7 @@ def batches() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((inputs, Y)).map(lambda x, y: (x, y + added[0])).batch(8)
 
 
+@pytest.mark.long
 def test_a_second_fit_has_the_same_numbers_as_in_keras(run_dir: Path) -> None:
     data, plain = batches(), build()
     trainer = kdist.Trainer(build, "1ps1w", run_dir=run_dir)

@@ -125,6 +125,7 @@ def _in_every_task(way: str, folder: Path, jobs: dict[str, int]) -> dict[str, di
     return said
 
 
+@pytest.mark.long
 def test_a_session_takes_the_role_of_its_task_and_only_the_chief_has_a_model_afterwards(tmp_path: Path) -> None:
     said = _in_every_task("session", tmp_path, {"ps": 1, "worker": 2})
     chief = said.pop("worker:0")

@@ -96,7 +96,7 @@ def test_tasks_end_by_themselves_although_a_process_that_was_forked_meanwhile_li
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(("mode", "code"), [("return", 0), ("raise", 1)])
+@pytest.mark.parametrize(("mode", "code"), [("return", 0), pytest.param("raise", 1, marks=pytest.mark.long)])
 def test_tasks_end_when_the_chief_returns_or_raises(tmp_path: Path, mode: str, code: int) -> None:
     chief = subprocess.run(
         [sys.executable, "-c", CHIEF, str(tmp_path), mode], capture_output=True, text=True, timeout=60, check=False

@@ -95,6 +95,7 @@ def test_a_tracked_run_says_what_ran_and_how_it_ended(store: Any, tmp_path: Path
     assert {"model.keras", "result.json", "metrics.csv", "config.json"} <= files
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_failed_in_the_tracker(store: Any, tmp_path: Path) -> None:
     class Raises(kdist.hooks.Hook):
         def after_run(self, context: Any, values: Any) -> None:

@@ -229,7 +229,10 @@ class Halves(Hook):
         return 4 - step % 4
 
 
-@pytest.mark.parametrize(("cluster", "options"), [("2w", {}), ("local", {"strategy": "mirrored", "devices": 2})])
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [("2w", {}), pytest.param("local", {"strategy": "mirrored", "devices": 2}, marks=pytest.mark.long)],
+)
 def test_a_session_of_ones_own_has_hooks_that_read_and_write_also_after_a_worker_is_lost(
     run_dir: Path, cluster: str, options: dict[str, Any]
 ) -> None:

@@ -332,6 +332,7 @@ def test_a_server_that_is_killed_or_stopped_ends_the_run(blow: signal.Signals, s
     assert result_of(run_dir)["gradients"]["applied"] == 10
 
 
+@pytest.mark.long
 def test_the_process_stays_whole_beside_several_clusters(tmp_path: Path) -> None:
     """A plain Keras model is trained before, between and after; variables, datasets, functions and seeds live on.
 

@@ -90,7 +90,7 @@ def test_sparse_matrices_travel(run_dir: Path) -> None:
     np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("make", "epochs"), [pytest.param(generated, 1, marks=pytest.mark.long), (unknown_length, 2)])
 @pytest.mark.filterwarnings("ignore:.*is read in this process")
 def test_every_batch_is_used_once_per_epoch(make: Any, epochs: int, strategy: str, run_dir: Path) -> None:

@@ -63,6 +63,7 @@ def test_workers_wait_for_a_hook_unless_it_only_looks(run_dir: Path) -> None:
     assert seen[True].functions[-1] == seen[True].functions[len(seen[True].functions) // 2] <= 2
 
 
+@pytest.mark.long
 def test_updates_run_beside_their_variables(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, "2ps1w", run_dir=run_dir, steps_per_call=1)

@@ -56,7 +56,11 @@ def build() -> keras.Model:
 
 @pytest.mark.parametrize(
     ("cluster", "strategy"),
-    [("2ps2w", "parameter_server"), pytest.param("1ps2w", "sync_replicas", marks=pytest.mark.long), ("2w", "auto")],
+    [
+        ("2ps2w", "parameter_server"),
+        pytest.param("1ps2w", "sync_replicas", marks=pytest.mark.long),
+        pytest.param("2w", "auto", marks=pytest.mark.long),
+    ],
 )
 def test_no_value_is_one_that_nobody_has_computed(cluster: str, strategy: str, run_dir: Path) -> None:
     trainer = kdist.Trainer(build, cluster, strategy, run_dir=run_dir)

@@ -95,6 +95,7 @@ def test_more_replicas_than_workers_are_several_batches_of_each(run_dir: Path) -
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_tokens_of_tf1_go_to_whoever_is_fast(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(

@@ -82,7 +82,7 @@ def test_it_trains_as_in_keras(name: str, run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("cluster", ["local", pytest.param("2w", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("cluster", ["local", pytest.param("2w", marks=[pytest.mark.cluster, pytest.mark.long])])
 def test_a_stage_without_epochs_trains_nothing(cluster: str, run_dir: Path) -> None:
     # A program that trains in stages, of which one is empty, or has been done before.
     def stages(fit: Callable[..., Any]) -> tuple[list[str], list[list[int]]]:

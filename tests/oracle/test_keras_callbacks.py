@@ -194,6 +194,7 @@ def test_model_checkpoint_saves_the_model_of_its_epoch(tmp_path: Path) -> None:
     assert (tmp_path / "kdist" / "best.weights.h5").exists()
 
 
+@pytest.mark.long
 def test_model_checkpoint_by_batches(tmp_path: Path) -> None:
     trainer = kdist.Trainer(build, run_dir=tmp_path / "run")
     trainer.fit(**data(), callbacks=[callbacks.ModelCheckpoint(tmp_path / "last.keras", save_freq=7)])
@@ -210,6 +211,7 @@ def test_csv_logger(tmp_path: Path) -> None:
         np.testing.assert_allclose([float(v) for v in our.values()], [float(v) for v in their.values()], rtol=1e-4)
 
 
+@pytest.mark.long
 def test_tensorboard(tmp_path: Path) -> None:
     both(lambda folder: [callbacks.TensorBoard(folder, histogram_freq=2, profile_batch=(2, 4))], tmp_path)
     for split in ("train", "validation"):

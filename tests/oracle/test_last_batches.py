@@ -109,8 +109,15 @@ def compared_with_keras(
 
 
 @pytest.mark.filterwarnings("ignore:(?i).*your input ran out of data")
-@pytest.mark.parametrize("stops_at", [4, 5, 6, 9])
-@pytest.mark.parametrize("make", [of_unknown_length, of_python])
+@pytest.mark.parametrize(
+    ("make", "stops_at"),
+    [
+        (of_unknown_length, 5),
+        (of_python, 6),
+        *(pytest.param(of_unknown_length, step, marks=pytest.mark.long) for step in (4, 6, 9)),
+        *(pytest.param(of_python, step, marks=pytest.mark.long) for step in (4, 5, 9)),
+    ],
+)
 def test_a_run_that_stopped_within_a_pass_of_unknown_length_goes_on_there(
     make: Callable[[], tf.data.Dataset], stops_at: int, run_dir: Path
 ) -> None:

@@ -48,7 +48,9 @@ def build(kind: type[keras.Sequential] = keras.Sequential, loss: Any = "mse") ->
 
 
 @pytest.mark.parametrize("kind", [keras.Sequential, Anneals])
-@pytest.mark.parametrize("cluster", ["local", pytest.param("1ps1w", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("local", marks=pytest.mark.long), pytest.param("1ps1w", marks=pytest.mark.cluster)]
+)
 @pytest.mark.usefixtures("tasks_prepared")
 def test_they_are_read_and_assigned_as_in_keras(kind: type[keras.Sequential], cluster: str, run_dir: Path) -> None:
     plain, trainer = build(kind), kdist.Trainer(lambda: build(kind), cluster, run_dir=run_dir)

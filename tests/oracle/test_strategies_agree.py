@@ -16,7 +16,7 @@ from helpers import environment, free_addresses, in_short
 import kdist
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
-OPTIMIZERS = in_short(agreement.optimizers(), {agreement.SEVERAL, agreement.SCALED, agreement.STATEFUL, "masked"})
+OPTIMIZERS = in_short(agreement.optimizers(), {agreement.SEVERAL, agreement.STATEFUL})
 
 
 @cache

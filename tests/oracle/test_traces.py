@@ -61,7 +61,7 @@ def test_a_step_is_traced_once_in_one_process(kind: Any, has_table: bool, run_di
     assert traces(run_dir.with_name("traces")) == {str(os.getpid()): 1}
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=pytest.mark.long)])
 def test_the_chief_of_parameter_servers_traces_a_step_once_and_no_task_does(strategy: str, run_dir: Path) -> None:
     train(run_dir.with_name("traces"), OwnStep, run_dir, cluster="1ps2w", strategy=strategy)
     assert traces(run_dir.with_name("traces")) == {str(os.getpid()): 1}

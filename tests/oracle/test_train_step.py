@@ -289,12 +289,9 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 
 #: The others run in `make long`.
 IN_SHORT = {
-    "written out",
     "two optimizers and spectral norms",
     "optimizer read with a schedule",
-    "weights clipped after each update",
     "two updates of the same weights",
-    "inputs alone",
 }
 
 

@@ -88,8 +88,10 @@ def in_order(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("step", [2, 7])
-@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize(
+    ("step", "num_servers"),
+    [(2, 1), (7, 3), *(pytest.param(*given, marks=pytest.mark.long) for given in [(2, 3), (7, 1)])],
+)
 def test_a_checkpoint_and_its_deltas_are_restored(
     step: int, num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
