@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +32,7 @@ class Batch(Split):
 
     Attributes:
         tensors: of its parts.
-        number: in its pass.
+        number: its place in its pass.
         pass_number: of its pass.
     """
 
@@ -58,18 +57,14 @@ class FeedQueue(Splits, Passes):
     pass_through_chief = True
 
     def __init__(self, source: BatchSource, readers: Readers, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
+        super().__init__(batch_size=0)
         self.place = source.name
         self._interrupted: Callable[[], bool] = lambda: False
         self._source = source
         self._readers = readers
         self._clock = clock
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._waiting: deque[Batch] = deque()
-        self._reading: dict[int, Batch] = {}
-        self._batches: Counter[int] = Counter()
         #: The present pass: its number, the number of its next batch, and whether all of them were made.
         self._pass, self._next, self._is_made = 0, 0, False
         self._has_ended = False
@@ -81,7 +76,7 @@ class FeedQueue(Splits, Passes):
     @property
     def num_read(self) -> int:
         with self._changed:
-            return min([*(b.number for b in (*self._waiting, *self._reading.values())), self._next])
+            return min([*(batch.number for batch in self._unread), self._next])
 
     @property
     def is_only_pass(self) -> bool:
@@ -106,33 +101,15 @@ class FeedQueue(Splits, Passes):
             ConfigError: the batch is not like the first ones.
         """
         with self._changed:
-            if worker not in self._reading:
-                if not self._wait_for(1):
-                    raise NothingToRead
-                self._reading[worker] = self._waiting.popleft()
-                self._changed.notify_all()
-            return self._reading[worker]
-
-    def split_of(self, worker: int) -> Split | None:
-        return self._reading.get(worker)
-
-    def num_batches(self, worker: int) -> int:
-        return self._batches[worker]
+            if worker not in self._reading and not self._wait_for(1):
+                raise NothingToRead
+            batch: Batch = self._take(worker)
+            return batch
 
     def advance(self, worker: int) -> None:
         with self._changed:
             if self._reading.pop(worker, None) is not None:
                 self._batches[worker] += 1
-
-    def finish(self, worker: int) -> None:
-        with self._changed:
-            self._reading.pop(worker, None)
-
-    def give_back(self, worker: int) -> None:
-        with self._changed:
-            if batch := self._reading.pop(worker, None):
-                self._waiting.appendleft(batch)
-                self._changed.notify_all()
 
     def wait(self) -> str | None:
         # By passes, it is the end of an epoch.
@@ -143,7 +120,7 @@ class FeedQueue(Splits, Passes):
             return f"{self.place}, which ran out of data" if is_at_end and not self._readers.by_passes else None
 
     def pass_has_ended(self) -> bool:
-        # What is left of it may be too little for a step.
+        # The rest of it may be too little for a step.
         with self._changed:
             return self._is_over and len(self._waiting) < self._readers.at_once and not self._reading
 
@@ -153,9 +130,8 @@ class FeedQueue(Splits, Passes):
 
     def state(self) -> str:
         with self._changed:
-            unread = [(batch.pass_number, batch.number) for batch in (*self._waiting, *self._reading.values())]
             present = (self._pass + 1, 0) if self._is_made else (self._pass, self._next)
-            pass_number, batch = min([*unread, present])
+            pass_number, batch = min([*((batch.pass_number, batch.number) for batch in self._unread), present])
             position = {"pass": pass_number, "batch": batch}
             if self.steps_per_epoch:
                 position["epoch"] = self.first_epoch if pass_number == self._pass else self.epoch_after(self._next)
@@ -163,7 +139,7 @@ class FeedQueue(Splits, Passes):
 
     def restore(self, state: str | None) -> None:
         if not self._source.repeats:
-            # What was read cannot be read again.
+            # Batches that were read cannot be read again.
             for worker in sorted(self._reading, key=lambda worker: self._reading[worker].number, reverse=True):
                 self.give_back(worker)
             return
@@ -190,7 +166,7 @@ class FeedQueue(Splits, Passes):
 
     @property
     def _is_over(self) -> bool:
-        """Whether no other batch is made before a pass is begun, if one is."""
+        """True if no other batch is made before a pass is begun, if one is."""
         return self._has_ended or (self._is_made and self._readers.by_passes)
 
     def _wait_for(self, number: int) -> bool:
@@ -267,7 +243,7 @@ class FeedQueue(Splits, Passes):
 
 
 class FedData(TrainingData):
-    """What a `BatchSource` makes; a worker is sent one batch at a time.
+    """The batches of a `BatchSource`; a worker is sent one at a time.
 
     Args:
         source: makes the batches.

@@ -6,7 +6,6 @@ pass alone, so that any place in any pass is found at once; a dataset is read up
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,16 +18,13 @@ from kdist._compat.keras_data import is_made_in_batches, is_scipy_sparse
 from kdist.data.base import DataContext, Readers, TrainingData, worker_dataset
 from kdist.data.batch_source import BatchSource, PyDatasetShares, has_sparse_matrix
 from kdist.data.columns import Hdf5Rows, Share, as_array, received, without_copies
-from kdist.data.dataset_passes import DatasetPasses
+from kdist.data.datasets import DatasetData, DatasetPasses, FunctionData
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import (
     CannotTravel,
     check_function,
-    dataset_graph,
-    dataset_of_graph,
     may_need_this_process,
-    uses_libraries,
 )
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.data.splits import Passes, Splits
@@ -142,72 +138,6 @@ class ArrayData(TrainingData):
 
         first = begin(batch)
         return order[first : tf.maximum(begin(batch + 1), first + 1)]
-
-
-class DatasetData(TrainingData):
-    """A `tf.data.Dataset` of batches. Its graph is sent to the workers; each takes every n-th batch.
-
-    Args:
-        num_iterators: how many iterators read it at the same time.
-    """
-
-    def __init__(self, dataset: tf.data.Dataset, num_iterators: int = 1) -> None:
-        cardinality = int(dataset.cardinality().numpy())
-        if cardinality == 0:
-            raise ValueError("the dataset is empty")
-        self._num_batches = cardinality if cardinality > 0 else None
-        self._element_spec = dataset.element_spec
-        self._graph = dataset_graph(dataset, num_iterators)
-        self.is_untried = uses_libraries(self._graph)
-
-    def batches_per_pass(self, num_workers: int) -> int | None:
-        return self._num_batches
-
-    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([], tf.string)]
-
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
-        return [self._graph]
-
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        dataset = dataset_of_graph(arguments[0], self._element_spec)
-        # Repeated first, so that no worker's share of a short dataset is empty.
-        repeated = _repeated(dataset, context.first_batch * context.num_workers)
-        return repeated.shard(context.num_workers, context.worker_index)
-
-
-class FunctionData(TrainingData):
-    """A function `(DataContext) -> tf.data.Dataset` of batches, traced for the workers."""
-
-    def __init__(self, function: Callable[[DataContext], tf.data.Dataset]) -> None:
-        self._function = function
-        self._name = getattr(function, "__name__", str(function))
-        try:
-            inspect.signature(function).bind(None)
-        except TypeError as error:
-            raise ConfigError(
-                f"the dataset function {self._name} must take one argument, the context: "
-                f"(context) -> tf.data.Dataset ({error})"
-            ) from error
-
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
-        dataset = self._function(context)
-        if not isinstance(dataset, tf.data.Dataset):
-            raise TypeError(
-                f"the dataset function {self._name} returned {type(dataset).__name__}; it must return a "
-                "tf.data.Dataset of batches"
-            )
-        return _repeated(dataset, context.first_batch)
-
-
-def _repeated(dataset: tf.data.Dataset, num_read: tf.Tensor | int) -> tf.data.Dataset:
-    """`dataset`, repeated endlessly, from the place in a pass after `num_read` elements.
-
-    Elements before that place are read again, at most one pass; without a known length it starts over.
-    """
-    length = dataset.cardinality()
-    place = tf.where(length > 0, tf.cast(num_read, tf.int64) % tf.maximum(length, 1), 0)
-    return dataset.repeat().skip(place)
 
 
 def training_data(

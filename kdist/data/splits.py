@@ -37,8 +37,8 @@ class Split:
     """A part of the data.
 
     Attributes:
-        name: what its enumerator calls it: a file, or a range of messages.
-        num_read: how many of its records were read.
+        name: given by its enumerator: a file, or a range of messages.
+        num_read: the number of its records that were read.
     """
 
     name: str
@@ -46,26 +46,33 @@ class Split:
 
     @property
     def place(self) -> str:
-        """The place in it up to which it was read, for people."""
+        """The place up to which it was read, for people."""
         return f"{self.name}, after {self.num_read} records"
 
 
 class Splits(abc.ABC):
-    """The parts of the data, as those see them who read it. Thread-safe.
+    """Hands out parts of the data to workers. Thread-safe.
+
+    Args:
+        batch_size: records that a worker reads at once; 0 if a worker reads all of a split at once.
 
     Attributes:
-        place: where they come from, for people to read.
-        arrive: whether they keep arriving, so that a run waits for them.
-        pass_through_chief: whether this process reads them, and sends them to the workers.
+        place: the source of the splits, for people to read.
+        arrive: they keep arriving, so that a run waits for them.
+        pass_through_chief: this process reads them, and sends them to the workers.
     """
 
     place: str
     arrive: ClassVar[bool] = False
     pass_through_chief: ClassVar[bool] = False
-    #: Records within which readers were lost at the same place: they are read ahead of those that train.
-    _read_ahead: int = 0
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._changed = threading.Condition()
+        #: Splits without a worker, and by worker.
+        self._waiting: deque[Any] = deque()
+        self._reading: dict[int, Any] = {}
+        self._batches: Counter[int] = Counter()
         #: For splits that lost readers: the place of the last one, and how many in a row were lost there.
         self._lost: dict[str, tuple[int, int]] = {}
 
@@ -77,7 +84,7 @@ class Splits(abc.ABC):
 
     @abc.abstractmethod
     def look(self) -> bool:
-        """Whether one waits for a worker; called in the thread that runs the training loop."""
+        """True if a split waits for a worker; called in the thread that runs the training loop."""
 
     @abc.abstractmethod
     def assign(self, worker: int) -> Split:
@@ -87,52 +94,76 @@ class Splits(abc.ABC):
             NothingToRead: there is none.
         """
 
-    @abc.abstractmethod
+    def _take(self, worker: int) -> Any:
+        """As `assign`, of the splits that wait; called with the lock."""
+        if worker not in self._reading:
+            if not self._waiting:
+                raise NothingToRead
+            self._reading[worker] = self._waiting.popleft()
+            self._changed.notify_all()
+        return self._reading[worker]
+
     def split_of(self, worker: int) -> Split | None:
         """The split that a worker is reading."""
+        return self._reading.get(worker)
 
-    @abc.abstractmethod
     def num_batches(self, worker: int) -> int:
-        """How many batches a worker has read, of all its splits."""
+        """The number of batches that a worker has read, of all its splits."""
+        return self._batches[worker]
 
-    @abc.abstractmethod
     def advance(self, worker: int) -> None:
         """A worker has read a batch."""
+        with self._changed:
+            # A worker that counts as lost has no split any more.
+            if split := self._reading.get(worker):
+                self._reading[worker] = replace(split, num_read=split.num_read + self._batch_size)
+                self._batches[worker] += 1
 
-    @abc.abstractmethod
     def finish(self, worker: int) -> None:
         """A worker has read all of its split."""
+        with self._changed:
+            self._reading.pop(worker, None)
 
     def skip(self, worker: int, reason: str) -> bool:
-        """A worker cannot read its split, or the rest of it. Returns whether that is passed over."""
+        """Passes over the rest of a split that its worker cannot read; False if that is an error."""
         return False
 
-    @abc.abstractmethod
     def give_back(self, worker: int) -> None:
         """A worker was lost, or does not continue: another one continues with its split."""
+        with self._changed:
+            if split := self._reading.pop(worker, None):
+                self._waiting.appendleft(split)
+                self._changed.notify_all()
 
     def count_loss(self, split: Split) -> int:
-        """A worker was lost while it read a split. Returns how many in a row were lost at that place of it."""
+        """Counts the loss of a worker that read a split; returns how many in a row were lost at that place of it."""
         place, in_a_row = self._lost.get(split.name, (split.num_read, 0))
-        in_a_row = in_a_row + 1 if split.num_read - place <= self._read_ahead else 1
+        # Readers are ahead of the batches that are trained.
+        is_there = split.num_read - place <= _BATCHES_READ_AHEAD * self._batch_size
+        in_a_row = in_a_row + 1 if is_there else 1
         self._lost[split.name] = split.num_read, in_a_row
         return in_a_row
 
     @abc.abstractmethod
     def wait(self) -> str | None:
-        """Waits a little, when there is nothing that a worker could read now; returns why training ends, if it does."""
+        """Waits a little when no worker can read anything; returns the reason why training ends, if it does."""
 
     @abc.abstractmethod
     def state(self) -> str:
-        """What was read, as JSON."""
+        """The part of the data that was read, as JSON."""
 
     @abc.abstractmethod
     def restore(self, state: str | None) -> None:
-        """Continues where `state` was, or begins anew if it is None; no worker has a split."""
+        """Continues from `state`, or begins anew if it is None; no worker has a split."""
+
+    @property
+    def _unread(self) -> list[Any]:
+        """The splits that are not read to their end, as far as they were found."""
+        return [*self._reading.values(), *self._waiting]
 
 
 class Passes(abc.ABC):
-    """Data that is read in passes, of a length that nobody knows: one ends when all of it was read.
+    """Data that is read in passes of unknown length: a pass ends when all of it was read.
 
     Attributes:
         steps_per_epoch: of an epoch that does not end with its pass, which one worker reads; None if a pass is an
@@ -151,11 +182,11 @@ class Passes(abc.ABC):
     @property
     @abc.abstractmethod
     def is_only_pass(self) -> bool:
-        """Whether there is no other one."""
+        """True if no other pass follows."""
 
     @abc.abstractmethod
     def pass_has_ended(self) -> bool:
-        """Whether the present pass was read to its end."""
+        """True if the present pass was read to its end."""
 
     @abc.abstractmethod
     def begin_pass(self) -> None:
@@ -176,7 +207,7 @@ class SplitEnumerator(abc.ABC):
     """Finds the splits of one source. Except for `check`, it is used by one thread only.
 
     Attributes:
-        place: where it looks, for people to read.
+        place: the source, for people to read.
         poll_secs: seconds between two looks.
         idle_secs: seconds without a new split after which training ends.
     """
@@ -196,7 +227,7 @@ class SplitEnumerator(abc.ABC):
     @property
     @abc.abstractmethod
     def ended_by(self) -> str | None:
-        """Why `discover` will find nothing more; None if it may."""
+        """The reason why `discover` will find nothing more; None if it may."""
 
     def check(self, name: str) -> None:  # noqa: B027 - not every source can check
         """Looks at a split before a worker gets it.
@@ -208,11 +239,11 @@ class SplitEnumerator(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> Any:
-        """What was found, for JSON."""
+        """The splits that were found, for JSON."""
 
     @abc.abstractmethod
     def restore(self, state: Any) -> None:
-        """Continues where `state` was."""
+        """Continues from `state`."""
 
 
 class SplitQueue(Splits):
@@ -234,18 +265,12 @@ class SplitQueue(Splits):
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size)
         self.place = enumerator.place
-        self._read_ahead = _BATCHES_READ_AHEAD * batch_size
         self.idle_secs = enumerator.idle_secs
         self._enumerator = enumerator
-        self._batch_size = batch_size
         self._clock = clock
         self._pause = pause
-        self._lock = threading.Lock()
-        self._waiting: deque[Split] = deque()
-        self._reading: dict[int, Split] = {}
-        self._batches: Counter[int] = Counter()
         self._last_look: float | None = None
         self._idle_since: float | None = None
         self._trouble: OSError | None = None
@@ -260,12 +285,11 @@ class SplitQueue(Splits):
     def assign(self, worker: int) -> Split:
         """As in `Splits`; raises `ConfigError` if the next split does not fit the others."""
         while True:
-            with self._lock:
-                if worker in self._reading:
-                    return self._reading[worker]
-                if not self._waiting:
-                    raise NothingToRead
-                split = self._reading[worker] = self._waiting.popleft()
+            with self._changed:
+                is_new = worker not in self._reading
+                split: Split = self._take(worker)
+                if not is_new:
+                    return split
                 self._idle_since = None
             try:
                 self._enumerator.check(split.name)
@@ -273,35 +297,13 @@ class SplitQueue(Splits):
             except UnreadableSplit as error:
                 self.skip(worker, str(error))
 
-    def split_of(self, worker: int) -> Split | None:
-        return self._reading.get(worker)
-
-    def num_batches(self, worker: int) -> int:
-        return self._batches[worker]
-
-    def advance(self, worker: int) -> None:
-        with self._lock:
-            # A worker that counts as lost has no split any more.
-            if split := self._reading.get(worker):
-                self._reading[worker] = replace(split, num_read=split.num_read + self._batch_size)
-                self._batches[worker] += 1
-
-    def finish(self, worker: int) -> None:
-        with self._lock:
-            self._reading.pop(worker, None)
-
     def skip(self, worker: int, reason: str) -> bool:
-        with self._lock:
+        with self._changed:
             split = self._reading.pop(worker, None)
         if split is not None:
             what = f"what follows {split.num_read} records " if split.num_read else ""
             warn(f"{split.name}: {what}cannot be read and is skipped: {reason}")
         return True
-
-    def give_back(self, worker: int) -> None:
-        with self._lock:
-            if split := self._reading.pop(worker, None):
-                self._waiting.appendleft(split)
 
     def wait(self) -> str | None:
         """As in `Splits`; training ends if nothing more will come, or nothing came for `idle_secs`.
@@ -317,8 +319,7 @@ class SplitQueue(Splits):
             return ended_by
         if self._idle_since is None:
             self._idle_since = self._clock()
-        left = self.idle_secs - self._since(self._idle_since)
-        if left <= 0 and not is_being_read:
+        if self._since(self._idle_since) >= self.idle_secs and not is_being_read:
             if self._trouble is not None:
                 raise DataSourceError(
                     f"{self.place} could not be read for {self.idle_secs:g} s (idle_secs): {self._trouble}"
@@ -329,18 +330,15 @@ class SplitQueue(Splits):
         return None
 
     def state(self) -> str:
-        """What was found and what of it was read, as JSON."""
-        with self._lock:
-            unread = [*self._reading.values(), *self._waiting]
-            return json.dumps(
-                {"found": self._enumerator.state(), "unread": [[split.name, split.num_read] for split in unread]}
-            )
+        with self._changed:
+            unread = [[split.name, split.num_read] for split in self._unread]
+            return json.dumps({"found": self._enumerator.state(), "unread": unread})
 
     def restore(self, state: str | None) -> None:
         if state is None:
             return
         decoded = json.loads(state)
-        with self._lock:
+        with self._changed:
             self._enumerator.restore(decoded["found"])
             self._waiting = deque(Split(*each) for each in decoded["unread"])
             self._reading.clear()
@@ -356,7 +354,7 @@ class SplitQueue(Splits):
             self._trouble = error
             return
         self._trouble = None
-        with self._lock:
+        with self._changed:
             self._waiting.extend(map(Split, found))
 
     def _since(self, time: float) -> float:

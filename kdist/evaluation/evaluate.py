@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from kdist.evaluation.on_workers import (
     OutputsOnWorkers,
     can_evaluate,
     can_predict,
-    parts_for,
-    parts_of,
+    shards_for,
+    shards_of,
 )
 from kdist.model.logs import Logs, as_logs
 from kdist.model.source import ModelSource, overrides_of, preprocessing_of
@@ -36,49 +36,37 @@ from kdist.strategies.prepared_training import prepare
 if TYPE_CHECKING:
     from kdist.hooks.base import Session
     from kdist.hooks.keras_callbacks import Callbacks
-    from kdist.strategies.base import Strategy, WorkerEvaluation
+    from kdist.strategies.base import Strategy
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Loss and metrics of the checkpoint of a step."""
-
-    step: int
-    logs: dict[str, float]
-
-
-class CheckpointEvaluator:
-    """Evaluates the newest checkpoint of a run, each checkpoint once.
+def evaluations(
+    source: ModelSource, arguments: ValidationArguments, checkpoints: Checkpoints, after: int = -1
+) -> Iterator[tuple[int, Logs] | None]:
+    """Evaluates the newest checkpoint of a run, again and again, each checkpoint once.
 
     Args:
         source: the model; it gets the values of the checkpoints.
         arguments: the validation data, and how to evaluate it.
         checkpoints: those of the run; only read.
         after: the step of the last checkpoint that was evaluated before.
+
+    Yields:
+        The step, and loss and metrics; None if the newest checkpoint was evaluated before, or cannot be read.
     """
-
-    def __init__(
-        self, source: ModelSource, arguments: ValidationArguments, checkpoints: Checkpoints, after: int = -1
-    ) -> None:
-        # Builds the model.
-        data = arguments.training_data(preprocessing_of(source.model))
-        prepare(TrainingSpec(source.model, data, arguments.batch_size, None, 0, Path()), 1)
-        self._validator = Validator(source.model, arguments)
-        self._checkpoints = checkpoints
-        self._after = after
-
-    def evaluate_newest(self) -> Evaluation | None:
-        """Evaluates the newest checkpoint; None if it was evaluated before, or cannot be read."""
-        newest = max(self._checkpoints.steps(), default=-1)
+    data = arguments.training_data(preprocessing_of(source.model))
+    # Builds the model.
+    prepare(TrainingSpec(source.model, data, arguments.batch_size, None, 0, Path()), 1)
+    validator = Validator(source.model, arguments)
+    while True:
+        newest = max(checkpoints.steps(), default=-1)
         # A run that starts over has smaller steps.
-        if newest in (-1, self._after):
-            return None
-        values = self._checkpoints.read(newest)
+        values = None if newest in (-1, after) else checkpoints.read(newest)
         if values is None:
-            # Deleted meanwhile, or damaged, which is for the chief to report; a newer one will come.
-            return None
-        self._after = newest
-        return Evaluation(newest, self._validator.of_values(values))
+            # It may be deleted meanwhile, or damaged, which is for the chief to report; a newer one will come.
+            yield None
+        else:
+            after = newest
+            yield newest, validator.of_values(values)
 
 
 def evaluate(
@@ -132,7 +120,7 @@ class WorkerPool:
 
     Attributes:
         make_strategy: makes a strategy with parameter servers, not started.
-        num_workers: how many workers it has.
+        num_workers: the number of its workers.
         log_dir: folder for the logs of the tasks.
         grace_secs: seconds that an interrupted evaluation has to end.
         training: starts a strategy with the values that are evaluated on its servers, if the model does not have them.
@@ -153,13 +141,13 @@ class WorkerPool:
         batch_size: int | None,
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> Logs | None:
-        """The same as `evaluate`; None if the workers cannot do it. Callbacks see the begin and the end."""
-        parts = None
-        if can_evaluate(model) and self._can_give(model):
-            parts = parts_for(model, (x, y, sample_weight), batch_size, self.num_workers)
-        if parts is None:
+        """Does the same as `evaluate`; None if the workers cannot. Callbacks see the begin and the end."""
+        if not can_evaluate(model) or not self._can_give(model):
             return None
-        evaluation = MetricsOnWorkers(model, parts, self.num_workers)
+        shards = shards_for(model, (x, y, sample_weight), batch_size, self.num_workers)
+        if shards is None:
+            return None
+        evaluation = MetricsOnWorkers(model, shards)
         listed = keras.callbacks.CallbackList(list(callbacks), model=model)
         listed.on_test_begin()
         results = self._run(model, evaluation)
@@ -170,20 +158,16 @@ class WorkerPool:
         return logs
 
     def predict(
-        self,
-        model: keras.Model,
-        x: Any,
-        batch_size: int | None,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        self, model: keras.Model, x: Any, batch_size: int | None, callbacks: Sequence[keras.callbacks.Callback] = ()
     ) -> Any:
-        """The same as `keras.Model.predict`; None if the workers cannot do it. Callbacks see the begin and the end."""
-        # The parts of a dataset are not in its order.
+        """Does the same as `keras.Model.predict`; None if the workers cannot. Callbacks see the begin and the end."""
+        # The shards of a dataset are not in its order.
         if not can_predict(model) or not self._can_give(model) or isinstance(x, tf.data.Dataset):
             return None
-        parts = parts_of(x, None, None, batch_size, self.num_workers)
-        if parts is None:
+        shards = shards_of(x, None, None, batch_size, self.num_workers)
+        if shards is None:
             return None
-        prediction = OutputsOnWorkers(model, parts, self.num_workers)
+        prediction = OutputsOnWorkers(model, shards)
         listed = keras.callbacks.CallbackList(list(callbacks), model=model)
         listed.on_predict_begin()
         results = self._run(model, prediction)
@@ -193,7 +177,7 @@ class WorkerPool:
         return prediction.outputs(results)
 
     def _can_give(self, model: keras.Model) -> bool:
-        """Whether workers can get all values of the model."""
+        """True if workers can get all values of the model."""
         return self.training is not None or not rows_cannot_be_sent(model)
 
     def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> list[Any] | None:
@@ -215,13 +199,13 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class ValidationArguments:
-    """What `fit` was told about validation.
+    """The arguments of `fit` for validation.
 
     Attributes:
         data: as in Keras; None for no validation.
         batch_size: examples per batch; 32 if None.
         steps: batches to evaluate; all if None.
-        with_ema: whether to validate the moving averages of the parameters.
+        with_ema: validate the moving averages of the parameters.
     """
 
     data: Any
@@ -235,7 +219,7 @@ class ValidationArguments:
         return (self.data, None, None) if has_labels(self.data) else keras.utils.unpack_x_y_sample_weight(self.data)
 
     def training_data(self, preprocess: Callable[..., Any] | None) -> TrainingData:
-        """The same data as something to train on: a model is built for its batches."""
+        """The same data as training data: a model is built for its batches."""
         x, y, sample_weight = self.parts
         return training_data(
             x, y, sample_weight, batch_size=self.batch_size, shuffle=False, seed=0, preprocess=preprocess
@@ -249,7 +233,7 @@ class Validator:
         model: the trainer's own; it gets the values that are validated.
         arguments: without data there is nothing to evaluate.
         callbacks: called at the events of an evaluation.
-        stays_on_servers: whether the model, built, is too large for this process.
+        stays_on_servers: tells if the model, built, is too large for this process.
 
     Raises:
         ConfigError: moving averages are to be validated, and the optimizer keeps none.
@@ -264,10 +248,10 @@ class Validator:
     ) -> None:
         self._model = model
         self._stays_on_servers = stays_on_servers
-        #: What the workers run; None if they cannot, once that has been determined.
+        #: The evaluation that workers run; None if they cannot, once that has been determined.
         self._on_workers: MetricsOnWorkers | None = None
         self._has_looked = False
-        #: Whether the workers need what the model has: averages, or whole tables.
+        #: The workers need the values of the model: averages, or whole tables.
         self._model_is_used = arguments.with_ema
         self._callbacks = callbacks
         self._arguments = arguments
@@ -331,7 +315,7 @@ class Validator:
             finalize_ema(self._model)
 
     def _bring(self, session: Session) -> None:
-        """Gives the model what is validated."""
+        """Gives the model the values that are validated."""
         if self._stays_on_servers():
             raise ConfigError(
                 f"validation_data: model {self._model.name} is larger than run.export_max_bytes and stays on its "
@@ -343,29 +327,21 @@ class Validator:
         self._finish_model()
 
     def _by_workers(self, session: Session, evaluation: MetricsOnWorkers) -> Logs | None:
-        """What the workers found; None if they were interrupted, or cannot do it."""
-        callbacks = self._callbacks
-        evaluation.values = None
+        """Loss and metrics by the workers; None if they were interrupted, or cannot compute them."""
         if self._model_is_used and rows_cannot_be_sent(self._model):
             return None
-        if self._model_is_used:
-            self._bring(session)
-            evaluation.values = read_from_model(self._model)
-        elif callbacks is not None:
-            callbacks.pull(session)
-        if self._model_is_used and callbacks is not None:
-            callbacks.see(session)
+        callbacks = self._callbacks
+        evaluation.values = self._brought_values(session) if self._model_is_used else None
         if callbacks is not None:
+            (callbacks.see if self._model_is_used else callbacks.pull)(session)
             callbacks.list.on_test_begin()
             callbacks.push(session)
-        on_workers: WorkerEvaluation = evaluation
         try:
-            results = session.strategy.on_workers(on_workers)
+            results = session.strategy.on_workers(evaluation)
         except NeedsWholeTable:
             self._model_is_used = True
-            self._bring(session)
-            evaluation.values = read_from_model(self._model)
-            results = session.strategy.on_workers(on_workers)
+            evaluation.values = self._brought_values(session)
+            results = session.strategy.on_workers(evaluation)
         if results is None:
             return None
         logs = evaluation.logs(results)
@@ -374,11 +350,15 @@ class Validator:
             callbacks.push(session)
         return logs
 
-    def _evaluation_for(self, num_parts: int) -> MetricsOnWorkers | None:
+    def _brought_values(self, session: Session) -> dict[str, np.ndarray]:
+        self._bring(session)
+        return read_from_model(self._model)
+
+    def _evaluation_for(self, num_workers: int) -> MetricsOnWorkers | None:
         arguments = self._arguments
         acts_on_batches = self._callbacks is not None and self._callbacks.acts_on_test_batches
         at_least = 1 if self._stays_on_servers() else 2
-        if num_parts < at_least or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
+        if num_workers < at_least or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
             return None
-        parts = parts_for(self._model, arguments.parts, arguments.batch_size, num_parts)
-        return None if parts is None else MetricsOnWorkers(self._model, parts, num_parts)
+        shards = shards_for(self._model, arguments.parts, arguments.batch_size, num_workers)
+        return None if shards is None else MetricsOnWorkers(self._model, shards)

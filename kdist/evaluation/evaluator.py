@@ -25,7 +25,7 @@ from kdist.cluster.spec import EVALUATOR, Membership
 from kdist.console import lines
 from kdist.data.pickling import packed_program
 from kdist.errors import ClusterError, ConfigError
-from kdist.evaluation.evaluate import CheckpointEvaluator, Evaluation, ValidationArguments
+from kdist.evaluation.evaluate import ValidationArguments, evaluations
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.source import ModelSource
@@ -48,7 +48,7 @@ class Evaluator(Hook):
         validation: the data, and how to evaluate it.
         log_dir: folder for the evaluator's log.
         best: gets the results.
-        max_restarts: how often it is restarted after it died.
+        max_restarts: restarts of a process that died.
         last_secs: seconds that the end of training waits for it.
     """
 
@@ -79,7 +79,7 @@ class Evaluator(Hook):
             self._start(session)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        self._tell(context.session)
+        self._report(context.session)
 
     def end(self, session: Session) -> None:
         """Waits for the last checkpoint, which was saved before."""
@@ -90,7 +90,7 @@ class Evaluator(Hook):
                 warn(f"{_NAME}: did not evaluate step {steps[-1]} within {self._last_secs:g} s (cluster.step_timeout)")
                 return
             time.sleep(_POLL_SECS)
-            self._tell(session)
+            self._report(session)
 
     def close(self) -> None:
         if self._process is not None:
@@ -99,12 +99,12 @@ class Evaluator(Hook):
 
     def _start(self, session: Session) -> None:
         try:
-            self._process = self._started(session)
+            self._process = self._start_process(session)
         except OSError as error:
             # As when the disk is full.
             warn(f"{_NAME}: cannot be started: {error.strerror or error}; training continues without it")
 
-    def _started(self, session: Session) -> Child:
+    def _start_process(self, session: Session) -> Child:
         # Not through a pipe: a process that is stopped would leave it full.
         with tempfile.TemporaryFile() as request:
             request.write(self._packed)
@@ -126,24 +126,22 @@ class Evaluator(Hook):
         os.set_blocking(process.stdout.fileno(), False)
         return process
 
-    def _tell(self, session: Session) -> None:
-        for found in self._new_evaluations():
-            self._last_step = found.step
-            self._best.add(found.step, found.logs)
-            session.print_line(lines.evaluation_line(found.step, session.last_step, found.logs))
-            session.summaries.evaluation(found.logs, found.step)
-        if self._process is not None and self._process.poll() is not None:
-            self._is_lost(session, self._process)
-
-    def _new_evaluations(self) -> list[Evaluation]:
+    def _report(self, session: Session) -> None:
         if self._process is None:
-            return []
+            return
         while new := self._process.stdout.read(1 << 16):
             self._unread += new
-        *lines, self._unread = self._unread.split(b"\n")
-        return [Evaluation(**json.loads(line)) for line in lines]
+        *results, self._unread = self._unread.split(b"\n")
+        for result in results:
+            self._last_step, logs = json.loads(result)
+            self._best.add(self._last_step, logs)
+            session.print_line(lines.evaluation_line(self._last_step, session.last_step, logs))
+            session.summaries.evaluation(logs, self._last_step)
+        if self._process.poll() is not None:
+            self._restart(session, self._process)
 
-    def _is_lost(self, session: Session, process: Child) -> None:
+    def _restart(self, session: Session, process: Child) -> None:
+        """Restarts a process that has died, if a signal ended it."""
         self.close()
         how = f"{_NAME} died ({process.how_it_ended()}); log: {self._log}"
         # An error of its own would occur again.
@@ -177,7 +175,7 @@ def evaluate_until_done(
         source: the model.
         validation: the data, and how to evaluate it.
         files: the chief's run dir.
-        membership: what this process is.
+        membership: this process.
         start_timeout: seconds to wait for a chief.
         print_line: takes the lines of the console.
 
@@ -194,16 +192,17 @@ def evaluate_until_done(
             chief, checkpoints = ChiefWatch(run, membership, start_timeout), run.checkpoints()
             role = f"{membership.task} of {membership.spec.shape}"
             print_line(f"kdist {__version__} | {role} | evaluates {checkpoints.place}")
-            evaluator = CheckpointEvaluator(source, validation, checkpoints)
+            new_evaluations = evaluations(source, validation, checkpoints)
             pause = _LOOK_SECS if run.folder.looks_are_free else _COSTLY_LOOK_SECS
             while True:
-                # Asked first: what the chief saved before it exited is evaluated as well.
+                # Asked first: a checkpoint that the chief saved before it exited is evaluated as well.
                 is_done = chief.is_done()
-                found = evaluator.evaluate_newest()
+                found = next(new_evaluations)
                 if found is not None:
+                    step, logs = found
                     chief.was_heard()
-                    print_line(lines.evaluation_line(found.step, None, found.logs))
-                    summaries.evaluation(found.logs, found.step)
+                    print_line(lines.evaluation_line(step, None, logs))
+                    summaries.evaluation(logs, step)
                     events = (run.path / "tb").rglob("events*")
                     run.folder.publish([path.relative_to(run.path).as_posix() for path in events])
                 elif is_done:
@@ -216,11 +215,11 @@ def evaluate_until_done(
 
 
 class ChiefWatch:
-    """The chief, as seen by the evaluator: through the run dir, where its lock has a heartbeat.
+    """Watches the chief by its run dir, where its lock has a heartbeat.
 
     Args:
         run: its run dir.
-        membership: what this process is.
+        membership: this process.
         start_timeout: seconds to wait for it.
     """
 
@@ -240,47 +239,35 @@ class ChiefWatch:
         self._heard_at = time.monotonic()
 
     def is_done(self) -> bool:
-        """Whether it started and has finished, or had finished before and did not start again.
+        """True if it started and has finished, or had finished before and did not start again.
 
         Raises:
             ClusterError: it did not start, it failed, or it died.
         """
         if self._lock.living_owner() is not None:
-            self._has_come = True
-            self._missing_since = None
+            self._has_come, self._missing_since = True, None
             self.was_heard()
             return False
         if not self._lock.exists and self._run.result_written_at() != self._earlier_result:
             if self._run.read_result().get("status") == "failed":
                 raise ClusterError(f"{self._who}: {self._chief} has failed; see {self._run}/result.json")
             return True
-        return not self._will_come()
-
-    def _will_come(self) -> bool:
-        """Whether a chief that is not running may still start; False if it had finished before and does not start
-        again."""
+        now = time.monotonic()
         if self._has_come:
-            self._raise_if_it_stays_away()
-            return True
-        if self._silent_secs <= self._start_timeout:
-            return True
-        if self._run.read_result().get("status") == "done":
+            # Files that another machine has written may appear late on a shared file system.
+            self._missing_since = self._missing_since or now
+            if now - self._missing_since > _LATE_SECS:
+                raise ClusterError(f"{self._who}: {self._chief} exited without reporting completion")
             return False
+        silent_secs = now - self._heard_at
+        if silent_secs <= self._start_timeout:
+            return False
+        if self._run.read_result().get("status") == "done":
+            return True
         raise ClusterError(
-            f"{self._who}: no chief trains in {self._run} for {self._silent_secs:.0f} s (cluster.start_timeout); "
+            f"{self._who}: no chief trains in {self._run} for {silent_secs:.0f} s (cluster.start_timeout); "
             "run.dir has to be that of the chief, where both reach it"
         )
-
-    def _raise_if_it_stays_away(self) -> None:
-        # Files that another machine has written may appear late on a shared file system.
-        now = time.monotonic()
-        self._missing_since = self._missing_since or now
-        if now - self._missing_since > _LATE_SECS:
-            raise ClusterError(f"{self._who}: {self._chief} exited without reporting completion")
-
-    @property
-    def _silent_secs(self) -> float:
-        return time.monotonic() - self._heard_at
 
     @property
     def _chief(self) -> str:

@@ -1,8 +1,8 @@
 """The evaluator's process: reads each new checkpoint, evaluates it, and reports the result.
 
 `python -m kdist.evaluation.evaluator_main '<options as JSON>'`; the option `request` is the descriptor of an open file
-with what `kdist.data.pickling.packed_program` made. It writes a line of JSON for each checkpoint to standard output,
-and exits when its standard input closes.
+packed by `kdist.data.pickling.packed_program`. It writes a line of JSON, `[step, logs]`, for each checkpoint to
+standard output, and exits when its standard input closes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,19 +49,17 @@ def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
     with quick_import():
         import tensorflow as tf
 
-        from kdist.evaluation.evaluate import CheckpointEvaluator
+        from kdist.evaluation.evaluate import evaluations
         from kdist.run.checkpoint import Checkpoints
 
     # The cores belong to the workers.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    evaluator = CheckpointEvaluator(**unpacked_program(packed), checkpoints=Checkpoints(folder), after=after)
-    while True:
-        found = evaluator.evaluate_newest()
+    for found in evaluations(**unpacked_program(packed), checkpoints=Checkpoints(folder), after=after):
         if found is None:
             time.sleep(_POLL_SECS)
         else:
-            print(json.dumps(asdict(found)), file=said, flush=True)
+            print(json.dumps(found), file=said, flush=True)
 
 
 if __name__ == "__main__":

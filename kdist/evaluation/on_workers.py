@@ -1,4 +1,4 @@
-"""Evaluation and prediction on the workers: each has a part of the data, and every example is used exactly once.
+"""Evaluation and prediction on the workers: each has a shard of the data, and every example is used exactly once.
 
 Metrics are exact: a worker starts from zero and returns its sums, which the chief adds up (see `kdist.model.metrics`).
 """
@@ -37,147 +37,116 @@ from kdist.model.state import parameter_names, stateful_layers, variables_of
 from kdist.strategies.base import PresentValues
 
 
-class Parts(abc.ABC):
-    """Data split into parts, one per worker."""
+@dataclass(frozen=True)
+class EvaluationShards:
+    """The data of an evaluation in shards, one per worker; every example is in one of them.
 
-    @abc.abstractmethod
-    def specs(self) -> list[tf.TensorSpec]:
-        """What `dataset` takes as `arguments`."""
+    Attributes:
+        number: of the shards.
+        specs: of the `arguments` of `dataset`.
+        arguments: shard -> the arguments of `dataset`.
+        dataset: `(shard, *arguments)` -> its batches, each once; traced once for all shards.
+        trace_transfer: traces what sending the arguments needs.
+    """
 
-    def trace_transfer(self) -> None:  # noqa: B027 - not every kind of data needs it
-        """Traces what sending the arguments needs."""
-
-    @abc.abstractmethod
-    def arguments(self, part: int) -> list[tf.Tensor | Share]:
-        """The arguments of `dataset` for a part."""
-
-    @abc.abstractmethod
-    def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        """The batches of a part, each once; traced once for all parts."""
-
-
-class _ArrayParts(Parts):
-    """Arrays, split between batches, so that the batches are those of a single reader."""
-
-    def __init__(self, arrays: Any, batch_size: int, num_parts: int) -> None:
-        self._structure = tf.nest.map_structure(type, arrays)
-        self._columns = columns_of(arrays)
-        self._batch_size = batch_size
-        num_examples = len(self._columns[0].values)
-        num_batches = -(-num_examples // batch_size)
-        self._cuts = [min(num_examples, i * num_batches // num_parts * batch_size) for i in range(num_parts)]
-        self._cuts.append(num_examples)
-
-        self._max_rows = max(stop - start for start, stop in pairwise(self._cuts))
-
-    def specs(self) -> list[tf.TensorSpec]:
-        return [spec for column in self._columns for spec in column.specs(self._max_rows)]
-
-    def trace_transfer(self) -> None:
-        for column in self._columns:
-            column.trace_transfer(self._max_rows)
-
-    def arguments(self, part: int) -> list[tf.Tensor | Share]:
-        rows = slice(self._cuts[part], self._cuts[part + 1])
-        return [column.share(rows, self._max_rows) for column in self._columns]
-
-    def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        shares = received(self._columns, self._max_rows, arguments)
-        batches = (
-            tf.data.Dataset.range(shares[0].num_rows)
-            .batch(self._batch_size)
-            .map(lambda chosen: tf.nest.pack_sequence_as(self._structure, [share.take(chosen) for share in shares]))
-        )
-        is_large = any(column.is_large(self._max_rows) for column in self._columns)
-        return without_copies(batches) if is_large else batches
+    number: int
+    specs: Sequence[tf.TensorSpec]
+    arguments: Callable[[int], list[tf.Tensor | Share]]
+    dataset: Callable[..., tf.data.Dataset]
+    trace_transfer: Callable[[], None] = lambda: None
 
 
-class _DatasetParts(Parts):
-    """A finite `tf.data.Dataset` of batches; a part is every n-th batch."""
+def _shards_of_arrays(arrays: Any, batch_size: int, number: int) -> EvaluationShards:
+    """Splits arrays between batches, so that the batches are those of a single reader."""
+    structure, columns = tf.nest.map_structure(type, arrays), columns_of(arrays)
+    num_examples = len(columns[0].values)
+    num_batches = -(-num_examples // batch_size)
+    cuts = [min(num_examples, i * num_batches // number * batch_size) for i in range(number)] + [num_examples]
+    max_rows = max(stop - start for start, stop in pairwise(cuts))
 
-    def __init__(self, dataset: tf.data.Dataset, num_parts: int) -> None:
-        self._graph, self._spec, self._num_parts = dataset_graph(dataset, num_parts), dataset.element_spec, num_parts
+    def trace_transfer() -> None:
+        for column in columns:
+            column.trace_transfer(max_rows)
 
-    def specs(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([], tf.string)]
+    def arguments(shard: int) -> list[tf.Tensor | Share]:
+        return [column.share(slice(cuts[shard], cuts[shard + 1]), max_rows) for column in columns]
 
-    def arguments(self, part: int) -> list[tf.Tensor | Share]:
-        return [self._graph]
+    def dataset(_: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
+        arrived = received(columns, max_rows, arguments)
+        numbers = tf.data.Dataset.range(arrived[0].num_rows).batch(batch_size)
+        batches = numbers.map(lambda chosen: tf.nest.pack_sequence_as(structure, [a.take(chosen) for a in arrived]))
+        return without_copies(batches) if any(column.is_large(max_rows) for column in columns) else batches
 
-    def dataset(self, part: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        return dataset_of_graph(arguments[0], self._spec).shard(self._num_parts, part)
+    specs = [spec for column in columns for spec in column.specs(max_rows)]
+    return EvaluationShards(number, specs, arguments, dataset, trace_transfer)
 
 
-def parts_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, num_parts: int) -> Parts | None:
-    """The data in parts; None if it cannot be split, or is too small."""
+def _shards_of_dataset(dataset: tf.data.Dataset, number: int) -> EvaluationShards:
+    """Splits a finite dataset of batches; a shard is every n-th batch."""
+    graph, spec = dataset_graph(dataset, number), dataset.element_spec
+    return EvaluationShards(
+        number,
+        [tf.TensorSpec([], tf.string)],
+        lambda _: [graph],
+        lambda shard, graph: dataset_of_graph(graph, spec).shard(number, shard),
+    )
+
+
+def shards_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, number: int) -> EvaluationShards | None:
+    """The data in shards; None if it cannot be split, or is too small."""
     if isinstance(x, tf.data.Dataset):
         # An unknown or infinite length is negative; some datasets exist in this process only.
         with suppress(ConfigError):
-            return _DatasetParts(x, num_parts) if int(x.cardinality().numpy()) >= num_parts else None
+            return _shards_of_dataset(x, number) if int(x.cardinality().numpy()) >= number else None
     if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(x, y, sample_weight):
         return None
     arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
     lengths = {array.shape[0] if getattr(array, "shape", ()) else 0 for array in tf.nest.flatten(arrays)}
     # At least one batch per worker.
-    is_enough = len(lengths) == 1 and min(lengths) >= num_parts * (batch_size or 32)
-    return _ArrayParts(arrays, batch_size or 32, num_parts) if is_enough else None
+    is_enough = len(lengths) == 1 and min(lengths) >= number * (batch_size or 32)
+    return _shards_of_arrays(arrays, batch_size or 32, number) if is_enough else None
 
 
-def parts_for(model: keras.Model, data: tuple[Any, Any, Any], batch_size: int | None, num_parts: int) -> Parts | None:
-    """The same, of x, y and sample_weight as a model's own `evaluate` prepares them, if it has one."""
+def shards_for(
+    model: keras.Model, data: tuple[Any, Any, Any], batch_size: int | None, number: int
+) -> EvaluationShards | None:
+    """The shards of x, y and sample_weight as a model's own `evaluate` prepares them, if it has one."""
     if (preprocess := preprocessing_of(model)) is None:
-        return parts_of(*data, batch_size, num_parts)
-    x = preprocessed(preprocess, *data, batch_size)
-    return parts_of(x, None, None, None, num_parts)
+        return shards_of(*data, batch_size, number)
+    return shards_of(preprocessed(preprocess, *data, batch_size), None, None, None, number)
 
 
 class NeedsWholeTable(Exception):
     """An evaluation uses a table otherwise than training does, which looks up rows."""
 
 
-#: What is computed with some values of the model's variables: its scope, nested tensors -> nested tensors.
+#: Computes with values of the model's variables: `(their scope, *nested tensors)` -> nested tensors.
 _Body: TypeAlias = "Callable[..., Any]"
+#: Runs a body with such values: `(body, its arguments)` -> its outputs.
+_Run: TypeAlias = "Callable[[_Body, Sequence[Any]], Any]"
 
 
-@dataclass(frozen=True)
-class _Given:
-    """Values of variables that were sent to the worker."""
+def _with_given(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> _Run:
+    """Runs with values of variables that were sent to the worker."""
 
-    variables: Sequence[keras.Variable]
-    values: Sequence[tf.Tensor]
-
-    def run(self, body: _Body, arguments: Sequence[Any]) -> Any:
-        with SeededScope(zip(self.variables, self.values), collect_losses=True) as scope:
+    def run(body: _Body, arguments: Sequence[Any]) -> Any:
+        with SeededScope(zip(variables, values), collect_losses=True) as scope:
             return body(scope, *arguments)
 
+    return run
 
-class _Pulled:
-    """The present values of a training, which the worker pulls once, but rows of tables when it needs them."""
 
-    def __init__(self, training: PresentValues) -> None:
-        self._training = training
-        self._values, self._rows = training.pull()
+def _with_pulled(training: PresentValues) -> _Run:
+    """Runs with the present values of a training, which the worker pulls once, but rows of tables when it needs them.
 
-    def run(self, body: _Body, arguments: Sequence[Any]) -> Any:
-        """What `body` makes of `arguments`.
+    A run raises `NeedsWholeTable` if the body reads more of a table than rows.
+    """
+    values, rows = training.pull()
+    if rows is None:
+        return _with_given(training.variables, values)
 
-        Raises:
-            NeedsWholeTable: it reads more of a table than rows.
-        """
-        if self._rows is None:
-            return _Given(self._training.variables, self._values).run(body, arguments)
-
-        def with_rows(*given: Any) -> tuple[Any, RowLookups]:
-            return self._with_rows(body, given)
-
-        specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
-        training = self._training
-        rounds = LookupRounds.of_function(with_rows, specs, training.tables, training.table_groups)
-        return rounds.run(arguments, self._rows)[0]
-
-    def _with_rows(self, body: _Body, arguments: Sequence[Any]) -> tuple[Any, RowLookups]:
-        training = self._training
-        pairs = [pair for pair in zip(training.variables, self._values) if pair[1] is not None]
+    def with_rows(body: _Body, arguments: Sequence[Any]) -> tuple[Any, RowLookups]:
+        pairs = [pair for pair in zip(training.variables, values) if pair[1] is not None]
         with SeededScope(pairs, collect_losses=True) as scope:
             empty = {i: tf.zeros([0, layer.output_dim]) for i, layer in training.tables.items()}
             scope.state_mapping |= {id(training.variables[i]): table for i, table in empty.items()}
@@ -188,65 +157,72 @@ class _Pulled:
             raise NeedsWholeTable
         return outputs, lookups
 
+    def run(body: _Body, arguments: Sequence[Any]) -> Any:
+        specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
+        rounds = LookupRounds.of_function(
+            lambda *given: with_rows(body, given), specs, training.tables, training.table_groups
+        )
+        return rounds.run(arguments, rows)[0]
+
+    return run
+
 
 class _OnWorkers(abc.ABC):
-    """A computation that each worker runs on its part of the data.
+    """A computation that each worker runs on its shard of the data.
 
     Args:
         model: built; the source of the function, not changed.
-        parts: the data.
-        num_parts: number of parts.
+        shards: the data.
 
     Attributes:
         values: of the model's variables, by their names in a checkpoint; set before each run. None: workers pull the
             present ones of the training from the servers, of tables the rows that their examples need.
     """
 
-    def __init__(self, model: keras.Model, parts: Parts, num_parts: int) -> None:
-        self.num_parts = num_parts
+    def __init__(self, model: keras.Model, shards: EvaluationShards) -> None:
+        self.num_parts = shards.number
         self.values: Mapping[str, np.ndarray] | None = None
         self._model = model
-        self._parts = parts
+        self._shards = shards
         self._names = parameter_names(model)
-        self._variables = list(self._names.values())
         self._seeds = [*filter(is_seed, variables_of(model)[1]), global_seed()]
 
     def trace(self, training: PresentValues | None) -> tuple[Any, Any]:
-        """The functions for the workers: one creates a part's dataset, one iterates over it.
+        """The functions for the workers: one creates a shard's dataset, one iterates over it.
 
         Raises:
             NeedsWholeTable: an evaluation that pulls needs more of a table than rows.
         """
-        self._parts.trace_transfer()
-        make = function_for_tasks(self._parts.dataset, tf.TensorSpec([], tf.int64), *self._parts.specs())
+        self._shards.trace_transfer()
+        make = function_for_tasks(self._shards.dataset, tf.TensorSpec([], tf.int64), *self._shards.specs)
         if self.values is None:
             assert training is not None
             through = function_for_tasks(
-                lambda dataset: self._through(dataset, _Pulled(training)), make.structured_outputs
+                lambda dataset: self._through(dataset, _with_pulled(training)), make.structured_outputs
             )
             return make, through
-        values = [tf.TensorSpec(v.shape, v.dtype) for v in self._variables]
+        variables = list(self._names.values())
         through = function_for_tasks(
-            lambda dataset, given: self._through(dataset, _Given(self._variables, given)),
+            lambda dataset, given: self._through(dataset, _with_given(variables, given)),
             make.structured_outputs,
-            values,
+            [tf.TensorSpec(v.shape, v.dtype) for v in variables],
         )
         return make, through
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
-        """A part's dataset, on the worker that this is called for."""
-        return call_with(functions[0], tf.constant(part, tf.int64), *self._parts.arguments(part))
+        """A shard's dataset, on the worker that this is called for."""
+        return call_with(functions[0], tf.constant(part, tf.int64), *self._shards.arguments(part))
 
     def run(self, functions: tuple[Any, Any], dataset: Any) -> Any:
-        """What the worker brings of its part."""
+        """The result of a shard, fetched from the worker that this is called for."""
         arguments = [dataset]
         if self.values is not None:
             arguments.append([tf.constant(self.values[name], v.dtype) for name, v in self._names.items()])
         return tf.nest.map_structure(fetch, functions[1](*arguments))
 
     @abc.abstractmethod
-    def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> Any:
-        """Iterates over a part; traced."""
+    def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:
+        """Iterates over a shard; traced."""
 
     def _set(self, scope: keras.StatelessScope, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
         """Sets the values of variables in a scope, and those of seeds."""
@@ -256,24 +232,21 @@ class _OnWorkers(abc.ABC):
 
 
 class MetricsOnWorkers(_OnWorkers):
-    """Loss and metrics of a part; returns the metric variables, flattened into one float64 vector."""
+    """Loss and metrics of a shard; returns the metric variables, flattened into one float64 vector."""
 
-    def __init__(self, model: keras.Model, parts: Parts, num_parts: int) -> None:
-        super().__init__(model, parts, num_parts)
+    def __init__(self, model: keras.Model, shards: EvaluationShards) -> None:
+        super().__init__(model, shards)
         self._reader = MetricReader(model)
 
     def logs(self, results: Sequence[np.ndarray]) -> Logs:
         """Loss and metrics of the whole, loss first."""
-        rows = np.stack(results)
-        sizes = np.cumsum([initial.size for initial in self._reader.initial_values])
-        shapes = [initial.shape for initial in self._reader.initial_values]
-        split = np.split(rows, sizes[:-1], axis=1)
-        logs = self._reader.logs(
-            self._reader.total([part.reshape(len(rows), *shape) for part, shape in zip(split, shapes)])
-        )
+        rows, initial = np.stack(results), self._reader.initial_values
+        split = np.split(rows, np.cumsum([value.size for value in initial])[:-1], axis=1)
+        values = [columns.reshape(len(rows), *value.shape) for columns, value in zip(split, initial)]
+        logs = self._reader.logs(self._reader.total(values))
         return {"loss": logs["loss"], **logs}
 
-    def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> tf.Tensor:
+    def _through(self, dataset: tf.data.Dataset, run: _Run) -> tf.Tensor:
         metrics = metric_variables(self._model)
         iterator = iter(dataset)
 
@@ -285,7 +258,7 @@ class MetricsOnWorkers(_OnWorkers):
             return [scope.get_current_value(metric) for metric in metrics]
 
         def step(optional: Any, *totals: tf.Tensor) -> Any:
-            return (iterator.get_next_as_optional(), *values.run(add, [optional.get_value(), list(totals)]))
+            return (iterator.get_next_as_optional(), *run(add, [optional.get_value(), list(totals)]))
 
         initial = [tf.constant(value, v.dtype) for value, v in zip(self._reader.initial_values, metrics)]
         _, *totals = tf.while_loop(
@@ -295,21 +268,21 @@ class MetricsOnWorkers(_OnWorkers):
 
 
 class OutputsOnWorkers(_OnWorkers):
-    """The outputs of a part, in its order."""
+    """The outputs of a shard, in its order."""
 
     @staticmethod
     def outputs(results: Sequence[Any]) -> Any:
         """The outputs of the whole."""
-        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *results)
+        return tf.nest.map_structure(lambda *shards: np.concatenate(shards), *results)
 
-    def _through(self, dataset: tf.data.Dataset, values: _Given | _Pulled) -> Any:
+    def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:
         def predict_on(scope: keras.StatelessScope, x: Any) -> Any:
             self._set(scope, [], [])
             return call(self._model, x, training=False)
 
         def predict(batch: Any) -> Any:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            return values.run(predict_on, [x])
+            return run(predict_on, [x])
 
         like = tf.function(predict, autograph=False).get_concrete_function(dataset.element_spec).structured_outputs
         iterator = iter(dataset)
@@ -330,7 +303,7 @@ class OutputsOnWorkers(_OnWorkers):
 
 
 def can_evaluate(model: keras.Model) -> bool:
-    """Whether workers can: the model is built, has no stateful layer, nothing of its own that evaluates or counts, but
+    """True if workers can evaluate: the model is built and stateless, has no method that evaluates or counts except
     preprocessing, and its metrics need no order.
     """
     if not model.built or not metrics_are_built(model) or stateful_layers(model):
@@ -341,6 +314,6 @@ def can_evaluate(model: keras.Model) -> bool:
 
 
 def can_predict(model: keras.Model) -> bool:
-    """Whether workers can predict: the model is built, stateless, and has nothing of its own that predicts."""
+    """True if workers can predict: the model is built and stateless, and has no method that predicts."""
     own = overrides_of(model, "predict_step", "make_predict_function", "predict")
     return model.built and not stateful_layers(model) and not own

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class TrainedRun:
-    """A run that was trained, with the values of one of its checkpoints, or their moving averages if it keeps some.
+    """A trained run with the values of one of its checkpoints, or their moving averages if it keeps some.
 
     Args:
         config: with the model, and the cluster that evaluates it; checked.
@@ -52,8 +52,8 @@ class TrainedRun:
         step: of the checkpoint; None for the newest undamaged one, or without any for the values of `model.keras`,
             which is then the model of the config.
         log_dir: folder for the logs of tasks.
-        data: makes the data that the model is built for, where it needs some: it is not built, or workers pull values;
-            takes the preprocessing of the model.
+        data: preprocessing of the model -> the data that it is built for; called if the model is not built, or workers
+            pull values.
 
     Attributes:
         step: the global step of the values.
@@ -84,7 +84,7 @@ class TrainedRun:
         self._is_newest = step is None
         self.step = self._step(step)
         self._is_loaded = False
-        #: What the model was built for, if it was built for data.
+        #: The spec of the batches that the model was built for, if it was built for data.
         self.batch_spec: Any = None
 
     @cached_property
@@ -140,7 +140,7 @@ class TrainedRun:
         return evaluate(self.load(), x, y, batch_size=batch_size, sample_weight=sample_weight)
 
     def predict(self, x: Any, batch_size: int | None) -> Any:
-        """What `keras.Model.predict` returns, computed by the workers if the cluster has some and they can."""
+        """Predicts as `keras.Model.predict`, on the workers if the cluster has some and they can."""
         if (pool := self._pool()) is not None:
             outputs = pool.predict(self.model, x, batch_size)
             if outputs is not None:
@@ -150,7 +150,7 @@ class TrainedRun:
 
     @property
     def _is_of_file(self) -> bool:
-        """Whether the model is that of `model.keras`."""
+        """True if the model is that of `model.keras`."""
         return self._config.model["_target_"] == MODEL_FILE
 
     def _step(self, wanted: int | None) -> int:
