@@ -136,7 +136,7 @@ def finished(store: ParameterStore, means: BlockUpdates, num_replicas: int, phas
     changes = _unweighted(store, means, num_replicas)
     blocks, clipped = store.blocks, dict[int, Gradient]()
     for update in store.updates.in_phase(phase):
-        optimizer, in_update = store.updates.groups[update.group].optimizer, store.blocks_in(update)
+        optimizer, in_update = store.updates.groups[update.group].optimizer, store.blocks.in_update(update)
         own = {b: changes[b] for b in changes if b in in_update}
         if not optimizer.clipnorm:
             clipped |= clip_gradients(optimizer, own, device_of=store.device_of)
@@ -147,7 +147,10 @@ def finished(store: ParameterStore, means: BlockUpdates, num_replicas: int, phas
             with tf.device(store.device_of(b) or None):
                 by_shard |= blocks.split(b, gradient)
         parts = clip_gradients(
-            optimizer, by_shard, blocks.variable_of_shard, lambda shard: store.device_of(blocks.of_shard[shard])
+            optimizer,
+            by_shard,
+            lambda shard: blocks.shards[shard].variable,
+            lambda shard: store.device_of(blocks.of_shard[shard]),
         )
         for b in own:
             with tf.device(store.device_of(b) or None):

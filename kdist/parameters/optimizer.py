@@ -26,7 +26,7 @@ from kdist._compat.lazy_variable import cheap_constants
 from kdist.errors import ConfigError
 from kdist.model.names import LEARNING_RATE
 from kdist.model.optimizer import leaves_other_rows_alone, optimizer_state
-from kdist.model.updates import OptimizerGroup, StepUpdates, Update
+from kdist.model.updates import OptimizerGroup, StepUpdates
 from kdist.parameters.placement.blocks import Blocks, StoredShard
 from kdist.parameters.placement.messages import BlockUpdates
 from kdist.parameters.tables.rows import RowLock, set_rows
@@ -346,22 +346,14 @@ class ServerOptimizers:
         for update in self._updates.in_phase(phase):
             if blocks := self._blocks_of(server, update.group):
                 self._optimizers[server, update.group].apply(
-                    [arrived.get(b) if self._is_in(update, b) else None for b in blocks],
+                    [arrived.get(b) if self._blocks[b].variable in update.variables else None for b in blocks],
                     self._updates.groups[update.group].iteration(step, update.number),
                 )
 
-    def blocks_in(self, update: Update) -> set[int]:
-        """The blocks that an update changes."""
-        return {b for b, block in enumerate(self._blocks) if block.is_parameter and self._is_in(update, b)}
-
     def _blocks_of(self, server: int, group: int) -> list[int]:
         """The blocks of a server whose parameters are of a group."""
-        variables, blocks = self._updates.groups[group].variables, self._blocks
-        own = (b for b, block in enumerate(blocks) if block.server == server and block.is_parameter)
-        return [b for b in own if blocks.variable_of(b) in variables]
-
-    def _is_in(self, update: Update, block: int) -> bool:
-        return self._blocks.variable_of(block) in update.variables
+        own = [b for b, block in enumerate(self._blocks) if block.server == server and block.is_parameter]
+        return [b for b in own if self._blocks[b].variable in self._updates.groups[group].variables]
 
     def _name_variables(
         self,
@@ -385,7 +377,7 @@ class ServerOptimizers:
                 stored = (
                     self._blocks.stored_shard(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
                 )
-                slots[f"slots/{names[self._blocks.variable_of_shard(shard)]}/{slot}"][shard] = stored
+                slots[f"slots/{names[self._blocks.shards[shard].variable]}/{slot}"][shard] = stored
 
 
 # Keras's optimizers with their dense updates as one operation each, by TensorFlow's own kernels. Keras writes an update

@@ -23,7 +23,7 @@ from kdist.model.names import (
 )
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.train_step import ClockKind
-from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates, Update
+from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 from kdist.parameters.optimizer import ServerOptimizers
 from kdist.parameters.placement.blocks import Blocks, ModelVariables, StoredShard
 from kdist.parameters.placement.messages import (
@@ -40,10 +40,10 @@ from kdist.parameters.placement.messages import (
     fuse_by,
 )
 from kdist.parameters.placement.plan import PlacementPlan
-from kdist.parameters.tables.changed_rows import SaveIntervals
 from kdist.parameters.tables.dynamic_table import DynamicTable
 from kdist.parameters.tables.lookup import TableRows
-from kdist.parameters.tables.table import make_tables, row_wise_groups
+from kdist.parameters.tables.rows import on_each
+from kdist.parameters.tables.table import make_tables
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.initial_values import set_initial_values
 from kdist.parameters.values.named_values import NamedValues
@@ -84,7 +84,7 @@ class ParameterStore:
         marks_changes: bool = False,
         is_replicated: bool = False,
     ) -> None:
-        self.devices, self.shards = list(devices), plan.shards
+        self.devices = list(devices)
         self.is_remote = any("/job:ps" in device for device in devices)
         self._has_several_writers = self.is_remote or is_replicated
         self.wire = wire or Wire()
@@ -95,12 +95,12 @@ class ParameterStore:
         step = int(step_counter(updates.groups[0].optimizer).numpy())
         self.counters = UpdateCounters(self.devices, step, updates.num_phases)
         self._shards_of: dict[int, list[int]] = defaultdict(list)
-        for i, shard in enumerate(self.shards):
+        for i, shard in enumerate(plan.shards):
             self._shards_of[shard.variable].append(i)
         # Few tensors travel.
         self.blocks = Blocks(
             model_variables,
-            self.shards,
+            plan.shards,
             updates,
             flat_parameters=self._has_several_writers,
             flat_state=self.is_remote,
@@ -108,14 +108,11 @@ class ParameterStore:
         self._variables = [
             self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
         ]
-        intervals = SaveIntervals(self.devices) if marks_changes else None
-        tables = make_tables(
-            self.blocks, self.shards, self._variables, self.devices, intervals, is_shared=self.is_remote
-        )
+        # The present interval between saves, see `kdist.parameters.tables.changed_rows`.
+        intervals = on_each(self.devices, 1, tf.int32) if marks_changes else []
+        tables = make_tables(self.blocks, self._variables, self.devices, intervals, is_shared=self.is_remote)
         self._evicting = [table for table in tables.values() if isinstance(table, DynamicTable) and table.evicts]
         self._table_rows = TableRows(
-            model_variables.table_groups,
-            self.shards,
             self.blocks,
             tables,
             lambda block: self.counters.begun[self.blocks[block].server].read_value(),
@@ -131,7 +128,11 @@ class ParameterStore:
         )
         scaling = model_variables.loss_scaling
         self._loss_scale = None if scaling is None else ServerLossScale(scaling, self.devices)
-        groups = row_wise_groups(self.blocks, names, tables)
+        groups = [
+            ([names[i] for i in group.tables], [tables[b] for b in self.blocks.of_tables(group)])
+            for group in self.blocks.table_groups
+            if group.is_row_wise
+        ]
         self.dynamic = DynamicValues(groups)
         self._initial = {
             name: variable
@@ -149,7 +150,7 @@ class ParameterStore:
                 self.blocks.stored_shard(shard, self._variables[self.blocks.of_shard[shard]]) for shard in shards
             ]
             for index, shards in self._shards_of.items()
-            if not model_variables.is_dynamic(index)
+            if not self.blocks[self.blocks.of_shard[shards[0]]].is_dynamic
         }
         stored |= self._optimizers.stored
         copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
@@ -167,7 +168,7 @@ class ParameterStore:
     def fill(self) -> None:
         """Sets the initial values of large variables and of slots, which may take a while; called once, at first."""
         set_initial_values(
-            self.blocks, self.shards, self._variables, self._originals, self._stored_names, self._initial, self.values
+            self.blocks, self._variables, self._originals, self._stored_names, self._initial, self.values
         )
         self.dynamic.fill(self.counters.global_step())
         if self.is_remote:
@@ -222,7 +223,7 @@ class ParameterStore:
         """
         with tf.device(self.devices[0]):
             step = self.counters.begun[0].read_value()
-        wanted = {b for b, block in enumerate(self.blocks) if not block.is_table}
+        wanted = {b for b, block in enumerate(self.blocks) if block.tables is None}
         if only is not None:
             wanted = {self.blocks.of_shard[shard] for index in only for shard in self._shards_of[index]}
         whole = {b: self._variables[b].value for b in sorted(wanted)}
@@ -302,9 +303,9 @@ class ParameterStore:
             for index, (new, old) in enumerate(zip(state, pulled.state), self._num_trainable)
         ]
         for index, change in enumerate([*gradients, *of_state]):
-            shards = self._shards_of[index]
             if change is None:
                 continue
+            shards = self._shards_of[index]
             # What travels needs the shape, which TensorFlow does not infer of every gradient.
             shape = self._originals[index].shape
             if isinstance(change, tf.IndexedSlices):
@@ -316,8 +317,7 @@ class ParameterStore:
             elif len(shards) == 1:
                 by_shard[shards[0]] = change
             else:
-                sizes = [self.shards[i].stop - self.shards[i].start for i in shards]
-                by_shard |= zip(shards, tf.split(change, sizes))
+                by_shard |= zip(shards, tf.split(change, [self.blocks.shape_of(i)[0] for i in shards]))
         changes: BlockUpdates = dict(self._table_rows.by_block(of_tables))
         for index, change in enumerate(output.assigned):
             if change is not None:
@@ -348,10 +348,6 @@ class ParameterStore:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
         steps = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
         return steps[0]
-
-    def blocks_in(self, update: Update) -> set[int]:
-        """The blocks that an update changes."""
-        return self._optimizers.blocks_in(update)
 
     def _arrived(self, gathered: Gathered) -> dict[int, tf.Tensor]:
         """Gathered values on the device of the caller, by shard."""
@@ -427,8 +423,8 @@ class UpdateCounters:
 
     def __init__(self, devices: Sequence[str], step: int, num_phases: int) -> None:
         self._num_phases = num_phases
-        self.begun = [_counter(device, step) for device in devices]
-        self.applied = [_counter(device, step * num_phases) for device in devices]
+        self.begun = on_each(devices, step, tf.int64)
+        self.applied = on_each(devices, step * num_phases, tf.int64)
 
     def global_step(self) -> int:
         """The exact number of updates."""
@@ -448,11 +444,6 @@ class UpdateCounters:
             counter.assign(step * self._num_phases)
 
 
-def _counter(device: str, value: int) -> tf.Variable:
-    with tf.device(device):
-        return tf.Variable(value, dtype=tf.int64, trainable=False, name=GLOBAL_STEP)
-
-
 class ServerLossScale:
     """The scale on the first server, and on every server the number of steps that it has dropped.
 
@@ -470,10 +461,7 @@ class ServerLossScale:
         with tf.device(devices[0]):
             self._scale = tf.Variable(optimizer.dynamic_scale.numpy(), dtype=tf.float32, trainable=False)
             self._steps = tf.Variable(optimizer.step_counter.numpy(), dtype=tf.int32, trainable=False)
-        self._dropped = []
-        for device in devices:
-            with tf.device(device):
-                self._dropped.append(tf.Variable(0, dtype=tf.int64, trainable=False))
+        self._dropped = on_each(devices, 0, tf.int64)
 
     @property
     def variables(self) -> dict[str, list[tf.Variable]]:
@@ -500,11 +488,7 @@ class ServerLossScale:
         """
         is_dropped = overflow > 0
         iteration = step - self._dropped[server].read_value()
-
-        def update_once() -> None:
-            update(iteration)
-
-        tf.cond(is_dropped, lambda: None, update_once)
+        tf.cond(is_dropped, lambda: None, lambda: update(iteration))
         self._dropped[server].assign_add(tf.cast(is_dropped, tf.int64), read_value=False)
         if server == 0:
             steps = tf.where(is_dropped, 0, self._steps.read_value() + 1)

@@ -59,7 +59,7 @@ class Values(abc.ABC):
 
     @abc.abstractmethod
     def histograms(self) -> dict[str, np.ndarray]:
-        """The distribution of each parameter, see `Histograms.read`."""
+        """The distribution of each parameter, see `histograms_of`."""
 
     @abc.abstractmethod
     def next_interval(self, since: int | None) -> int | None:

@@ -23,7 +23,7 @@ from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, GLOBAL_STEP, SEED
 from kdist.parameters.placement.plan import PlacementPlan, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.parameters.values.histograms import Histograms
+from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.base import Strategy, Values
 from kdist.strategies.calls import CallSizer, StepLogs
 from kdist.strategies.prepared_training import PreparedTraining
@@ -197,7 +197,7 @@ class StoreValues(Values):
         self._store = stores[0]
         self._stores = stores
         self._strategy = strategy
-        self._histograms: Histograms | None = None
+        self._histograms: Callable[[], dict[str, np.ndarray]] | None = None
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -227,8 +227,8 @@ class StoreValues(Values):
 
     def histograms(self) -> dict[str, np.ndarray]:
         def read() -> dict[str, np.ndarray]:
-            self._histograms = self._histograms or Histograms(self._store.values)
-            return self._histograms.read()
+            self._histograms = self._histograms or histograms_of(self._store.values)
+            return self._histograms()
 
         return self._strategy.at_rest(read, "histograms", traces=True)
 

@@ -24,6 +24,7 @@ from kdist.hooks.base import RunContext, RunValues
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.messages import Wire
 from kdist.parameters.values.named_values import NamedValues
+from kdist.parameters.values.slices import WritePlan
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 
@@ -103,7 +104,7 @@ class StepsMeanwhile(Hook):
         self.begun_at: list[int] = []
         self._may_write = threading.Event()
         self._step = 0
-        write = ValueFiles._write_large
+        write = WritePlan.write
 
         def late(*arguments: Any) -> None:
             if self._step:
@@ -111,7 +112,7 @@ class StepsMeanwhile(Hook):
                 assert self._may_write.wait(60)
             write(*arguments)
 
-        monkeypatch.setattr(ValueFiles, "_write_large", late)
+        monkeypatch.setattr(WritePlan, "write", late)
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._step = values.global_step

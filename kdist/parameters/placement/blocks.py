@@ -1,6 +1,7 @@
-"""`Block`: the variable that stores shards. All shards that a server's optimizer updates in the same way, element by
-element, form one vector, so that a server reads and updates one variable, regardless of the number of layers; the rows
-of embedding tables form one table.
+"""`Block`: the variable that stores shards.
+
+All shards that a server's optimizer updates in the same way, element by element, form one vector, so that a server
+reads and updates one variable, regardless of the number of layers; the rows of embedding tables form one table.
 """
 
 from __future__ import annotations
@@ -55,19 +56,9 @@ class ModelVariables:
     def is_parameter(self, variable: int) -> bool:
         return variable < len(self.parameters)
 
-    def table_group(self, variable: int) -> int | None:
-        """The index of its group, if it is a table that is looked up."""
-        return next((g for g, group in enumerate(self.table_groups) if variable in group.tables), None)
-
-    def is_dynamic(self, variable: int) -> bool:
-        """Tells whether it stands for a table without a length."""
-        group = self.table_group(variable)
-        return group is not None and bool(self.table_groups[group].dynamic)
-
-    def is_row_wise(self, variable: int) -> bool:
-        """Tells whether it is a table of which only rows that were looked up are updated."""
-        group = self.table_group(variable)
-        return group is not None and self.table_groups[group].is_row_wise
+    def tables_with(self, variable: int) -> TableGroup | None:
+        """The group of a variable, if it is a table that is looked up."""
+        return next((group for group in self.table_groups if variable in group.tables), None)
 
 
 @dataclass(frozen=True)
@@ -97,24 +88,33 @@ class Block:
 
     Attributes:
         shards: their indices in the plan.
+        variable: the index of the variable of the first; the others are in the same updates.
         is_flat: whether the variable is the concatenation of all of them, flattened; otherwise there is only one shard,
             or they are of tables, and their rows follow each other.
         is_parameter: whether they belong to trainable variables rather than to state.
-        is_table, is_row_wise: whether they are of tables that are looked up by rows; that are also updated so.
-        is_dynamic: whether they are of dynamic tables; the variable is that of `DynamicTable.vectors`.
+        tables: the group of tables that is looked up by rows, if they are of these.
         is_replaced: whether a change is the new value, and not what is added to the old one.
         aggregation: joins the changes of synchronous replicas: `mean`, `sum` or `first`.
     """
 
     server: int
     shards: tuple[int, ...]
+    variable: int
     is_flat: bool
     is_parameter: bool
-    is_table: bool
-    is_row_wise: bool
-    is_dynamic: bool
+    tables: TableGroup | None = None
     is_replaced: bool = False
     aggregation: str = "mean"
+
+    @property
+    def is_row_wise(self) -> bool:
+        """True for rows of tables that are also updated by rows."""
+        return self.tables is not None and self.tables.is_row_wise
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True for dynamic tables; the variable is that of `DynamicTable.vectors`."""
+        return self.tables is not None and bool(self.tables.dynamic)
 
     @property
     def is_joint(self) -> bool:
@@ -128,6 +128,10 @@ class Blocks(Sequence[Block]):
     Args:
         updates: of the parameters.
         flat_parameters, flat_state: whether variables that are treated alike are one block; if not, each has one.
+
+    Attributes:
+        of_shard: the index of the block of each shard.
+        table_groups: the groups of tables that are looked up.
     """
 
     def __init__(
@@ -139,29 +143,28 @@ class Blocks(Sequence[Block]):
         flat_parameters: bool,
         flat_state: bool,
     ) -> None:
-        self._variables = variables
-        self._all_variables = variables.all
-        self._shards = list(shards)
+        self.shards, self.table_groups = list(shards), variables.table_groups
+        self._variables, self._all_variables = variables, variables.all
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for i, shard in enumerate(self._shards):
+        for i, shard in enumerate(self.shards):
             original = self._all_variables[shard.variable]
-            may_be_flat = flat_parameters if variables.is_parameter(shard.variable) else flat_state
+            is_parameter = variables.is_parameter(shard.variable)
+            tables = variables.tables_with(shard.variable)
             key: tuple[Any, ...] = (i,)
-            if variables.is_row_wise(shard.variable):
-                key = ("rows", shard.server, variables.table_group(shard.variable))
-            elif may_be_flat and self._can_be_flat(shard.variable, updates):
+            if tables is not None and tables.is_row_wise:
+                key = ("rows", shard.server, tables.tables)
+            elif (flat_parameters if is_parameter else flat_state) and self._can_be_flat(shard.variable, updates):
                 # Of state, neither has any.
-                in_updates = tuple(u for u, update in enumerate(updates.updates) if self._is_in(update, shard.variable))
-                decayed_by = [decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable)]
+                in_updates = tuple(is_parameter and shard.variable in update.variables for update in updates.updates)
+                decayed_by = tuple(decays(optimizer, original) for optimizer in updates.optimizers_of(shard.variable))
                 aggregation = self._aggregation(shard.variable)
-                key = ("flat", shard.server, original.dtype, in_updates, tuple(decayed_by), aggregation)
+                key = ("flat", shard.server, original.dtype, in_updates, decayed_by, aggregation)
             alike[key].append(i)
         self._blocks = [
             self._block(group, is_flat=key[0] == "flat")
             for key, found in alike.items()
             for group in cut(found, self._num_bytes, _TABLE_BYTES if key[0] == "rows" else None)
         ]
-        #: The index of the block that a shard is in.
         self.of_shard = {shard: b for b, block in enumerate(self._blocks) for shard in block.shards}
         # Traced once, however many steps a call unrolls: a flat block may have hundreds of shards.
         self._split_flat = tf.function(self._trace_split, autograph=False)
@@ -204,8 +207,8 @@ class Blocks(Sequence[Block]):
         return [tf.IndexedSlices(*part) for part in zip(*parts)]
 
     def shape_of(self, shard: int) -> tuple[int, ...]:
-        whole = tuple(self._all_variables[self._shards[shard].variable].shape)
-        return (self._shards[shard].stop - self._shards[shard].start, *whole[1:]) if whole else ()
+        whole = tuple(self._all_variables[self.shards[shard].variable].shape)
+        return (self.shards[shard].stop - self.shards[shard].start, *whole[1:]) if whole else ()
 
     def shape_of_block(self, block: int) -> tuple[int, ...]:
         """Of its variable; of a dynamic table as if it had no rows."""
@@ -215,68 +218,52 @@ class Blocks(Sequence[Block]):
         return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _num_bytes(self, shard: int) -> int:
-        return prod(self.shape_of(shard)) * tf.as_dtype(self._all_variables[self._shards[shard].variable].dtype).size
+        return prod(self.shape_of(shard)) * tf.as_dtype(self._all_variables[self.shards[shard].variable].dtype).size
 
     def start_of(self, shard: int) -> int:
-        """At which element of its block a shard begins."""
+        """The element of its block with which a shard begins."""
         before = self._blocks[self.of_shard[shard]].shards
         return sum(prod(self.shape_of(i)) for i in before[: before.index(shard)])
 
     def first_row(self, shard: int) -> int:
-        """At which row of its block a shard of a table begins."""
+        """The row of its block with which a shard of a table begins."""
         return self.start_of(shard) // prod(self.shape_of(shard)[1:])
 
     def stored_shard(self, shard: int, variable: keras.Variable) -> StoredShard:
         """The elements of a shard in the variable of its block, or in one of the same shape."""
         return StoredShard(variable.value, self.start_of(shard), self.shape_of(shard))
 
-    @property
-    def table_groups(self) -> Sequence[TableGroup]:
-        """The groups of the tables that are looked up."""
-        return self._variables.table_groups
-
-    def table_group(self, block: int) -> int:
-        """The index of the group whose tables a block has."""
-        group = self._variables.table_group(self.variable_of(block))
-        assert group is not None
-        return group
-
-    def of_group(self, group: int) -> list[int]:
+    def of_tables(self, group: TableGroup) -> list[int]:
         """The blocks that have rows of a group of tables, server by server."""
-        own = [b for b, block in enumerate(self) if block.is_table and self.table_group(b) == group]
+        own = [b for b, block in enumerate(self) if block.tables is group]
         return sorted(own, key=lambda b: self._blocks[b].server)
 
-    def variable_of_shard(self, shard: int) -> int:
-        """The index of its variable."""
-        return self._shards[shard].variable
-
-    def variable_of(self, block: int) -> int:
-        """The variable of a block; the first of several, which is in the same updates as the others."""
-        return self._shards[self._blocks[block].shards[0]].variable
+    def in_update(self, update: Update) -> set[int]:
+        """The blocks that an update changes."""
+        return {b for b, block in enumerate(self) if block.is_parameter and block.variable in update.variables}
 
     def original(self, block: int) -> keras.Variable:
         """The variable of the model that a block stands for; the first of several; the others are equivalent."""
-        return self._all_variables[self.variable_of(block)]
+        return self._all_variables[self._blocks[block].variable]
 
     def starts_empty(self, block: int) -> bool:
         """True if a block is made without values, because this process has none, or they do not travel at once."""
         shards = self._blocks[block].shards
-        are_here = all(made_by(self._all_variables[self._shards[i].variable]) is None for i in shards)
+        are_here = all(made_by(self._all_variables[self.shards[i].variable]) is None for i in shards)
         return not are_here or sum(map(self._num_bytes, shards)) > StoredShard.slice_bytes
 
     def make_variable(self, block: int, device: str) -> keras.Variable:
         """The variable that stores a block, with its initial value if it does not start empty."""
-        original, is_flat = self.original(block), self._blocks[block].is_flat
-        shape = self.shape_of_block(block)
+        original = self.original(block)
         with tf.device(device):
             variable = keras.Variable(
                 _capacity if self.starts_empty(block) else self._initial_value(block),
-                shape=shape,
+                shape=self.shape_of_block(block),
                 dtype=original.dtype,
                 trainable=original.trainable,
                 name=f"v{block}",
             )
-        if not is_flat:
+        if not self._blocks[block].is_flat:
             # Some optimizers treat variables by their path.
             set_path(variable, original.path)
             variable.constraint = original.constraint
@@ -284,27 +271,25 @@ class Blocks(Sequence[Block]):
         return variable
 
     def _initial_value(self, block: int) -> np.ndarray:
-        pieces = []
-        for i in self._blocks[block].shards:
-            shard = self._shards[i]
+        values = []
+        for shard in (self.shards[i] for i in self._blocks[block].shards):
             value = self._all_variables[shard.variable].numpy()
-            pieces.append(value[shard.start : shard.stop] if value.ndim else value)
+            values.append(value[shard.start : shard.stop] if value.ndim else value)
         if self._blocks[block].is_flat:
-            pieces = [piece.ravel() for piece in pieces]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            values = [value.ravel() for value in values]
+        return values[0] if len(values) == 1 else np.concatenate(values)
 
     def _block(self, shards: Sequence[int], *, is_flat: bool) -> Block:
-        first, variables = self._shards[shards[0]], self._variables
+        first, variables = self.shards[shards[0]], self._variables
         return Block(
             first.server,
             tuple(shards),
+            first.variable,
             is_flat,
-            is_parameter=variables.is_parameter(first.variable),
-            is_table=variables.table_group(first.variable) is not None,
-            is_row_wise=variables.is_row_wise(first.variable),
-            is_dynamic=variables.is_dynamic(first.variable),
-            is_replaced=first.variable in variables.replaced and not self._is_summed(first.variable),
-            aggregation=self._aggregation(first.variable),
+            variables.is_parameter(first.variable),
+            variables.tables_with(first.variable),
+            first.variable in variables.replaced and not self._is_summed(first.variable),
+            self._aggregation(first.variable),
         )
 
     def _aggregation(self, variable: int) -> str:
@@ -320,19 +305,15 @@ class Blocks(Sequence[Block]):
         original = self._all_variables[variable]
         return original.aggregation == "sum" and tf.as_dtype(original.dtype) != tf.bool
 
-    def _is_in(self, update: Update, variable: int) -> bool:
-        return self._variables.is_parameter(variable) and variable in update.variables
-
     def _can_be_flat(self, variable: int, updates: StepUpdates) -> bool:
         original, variables = self._all_variables[variable], self._variables
         if not variables.is_parameter(variable):
             return variable not in variables.replaced
-        has_own_rule = original.constraint is not None or original.overwrite_with_gradient
         # What gets no gradient must not be touched, neither by weight decay nor by anything else.
-        if variable in updates.assigned:
+        if variable in updates.assigned or variable not in variables.dense:
             return False
-        is_dense = variable in variables.dense and variables.table_group(variable) is None
-        return is_dense and updates.is_elementwise(variable) and not has_own_rule
+        has_own_rule = original.constraint is not None or original.overwrite_with_gradient
+        return variables.tables_with(variable) is None and updates.is_elementwise(variable) and not has_own_rule
 
 
 def _capacity(shape: Sequence[int], dtype: Any = None) -> tf.Tensor:

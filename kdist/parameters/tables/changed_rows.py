@@ -7,10 +7,7 @@ to be cleared, and what a failed save did not write stays marked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import tensorflow as tf
 
 
 @dataclass(frozen=True)
@@ -24,25 +21,3 @@ class DeltaBase:
 
     step: int
     interval: int
-
-
-class SaveIntervals:
-    """The number of the present interval, on each server.
-
-    Attributes:
-        of_servers: scalar int32.
-    """
-
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._present = 1
-        self.of_servers: list[tf.Variable] = []
-        for device in devices:
-            with tf.device(device):
-                self.of_servers.append(tf.Variable(self._present, dtype=tf.int32, trainable=False))
-
-    def next(self) -> int:
-        """Begins another interval; returns the number of the one that it ends. Nothing may change rows meanwhile."""
-        self._present += 1
-        for variable in self.of_servers:
-            variable.assign(self._present)
-        return self._present - 1

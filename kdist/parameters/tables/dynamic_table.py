@@ -42,13 +42,10 @@ class DynamicTable:
         interval: on the server, scalar int32: the present interval between saves, if anybody asks what changes in it.
 
     Attributes:
-        layers: of the tables.
         columns: the vectors, `vectors`, what `add_slot` adds, and for each row `ids`, int64; `tables`, the position of
             its table in the group, or -1 if nothing is in the row, int32; `counts` of its updates, int32; the global
             step of the last one, or of its creation, `last_steps`, int32.
-        lock: of all rows.
         num_rows: int64: rows that are or were in use.
-        evicted: ids that have lost their rows.
     """
 
     rows_move: ClassVar[bool] = True
@@ -67,7 +64,8 @@ class DynamicTable:
         num_groups: int = 1,
         interval: tf.Variable | None = None,
     ) -> None:
-        self.layers, self.device, self._interval = group.dynamic, device, interval
+        self.layers, self.device, self.interval = group.dynamic, device, interval
+        self.server, self.num_servers = server, num_servers
         first = group.dynamic[0]
         self._initializer = first.row_initializer
         self._admission = first.admission or Admission()
@@ -77,33 +75,29 @@ class DynamicTable:
         self._seeds = tf.constant([layer.row_initializer.seed for layer in group.dynamic], tf.int64)
         most = self._eviction.max_rows
         self._max_rows = None if most is None else (most + server) // num_servers
-        self.server, self.num_servers = server, num_servers
         dtype = tf.as_dtype(group.dtype)
         # With up to three slots.
         row_bytes = 4 * self._dim * dtype.size + _BESIDE_BYTES
-        capacity = max(1, self.reserved_bytes // num_groups // row_bytes)
-        self._capacity_at_first = capacity if self._max_rows is None else max(1, min(capacity, self._max_rows))
+        capacity = self.reserved_bytes // num_groups // row_bytes
+        capacity = max(1, capacity if self._max_rows is None else min(capacity, self._max_rows))
+        self._capacity_at_first = capacity
         with tf.device(device):
             self.lock = RowLock(is_shared=True)
             self._index = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
             self.num_rows, self._num_free, self._capacity = (
-                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, self._capacity_at_first)
+                tf.Variable(value, trainable=False, dtype=tf.int64) for value in (0, 0, capacity)
             )
-            self._free = self._growing((), tf.int64)
+            self._free = resizable_variable((), tf.int64, capacity)
             if self._admission.min_count > 1:
                 self._sketch = CountMinSketch()
-            self.columns = {
-                "ids": self._growing((), tf.int64),
-                "tables": self._growing((), tf.int32),
-                "counts": self._growing((), tf.int32),
-                "last_steps": self._growing((), tf.int32),
-                "vectors": self._growing(group.row_shape, dtype),
-            }
+            specs = {IDS: tf.int64, TABLES: tf.int32, "counts": tf.int32, "last_steps": tf.int32}
+            self.columns = {name: resizable_variable((), of_column, capacity) for name, of_column in specs.items()}
+            self.columns["vectors"] = resizable_variable(group.row_shape, dtype, capacity)
             if interval is not None:
-                self.columns[CHANGED] = self._growing((), tf.int32)
+                self.columns[CHANGED] = resizable_variable((), tf.int32, capacity)
         #: The values of columns in a new row, unless they depend on its id.
         self._initial = {"counts": np.zeros((), np.int32)}
-        self.evicted = EvictedRows(self, interval, self.sweep_rows)
+        self.evicted = EvictedRows(self)
 
     @cached_property
     def _insert(self) -> tf.types.experimental.ConcreteFunction:
@@ -125,14 +119,10 @@ class DynamicTable:
     def evicts(self) -> bool:
         return self.layers[0].eviction is not None
 
-    @property
-    def num_tables(self) -> int:
-        return len(self.layers)
-
     def add_slot(self, name: str, slot: keras.Variable, initial: np.ndarray) -> None:
-        """Gives each row a slot of an optimizer: `slot` gets a variable with the values of all rows."""
+        """Gives each row a slot: `slot` gets a variable with the values of all rows."""
         with tf.device(self.device):
-            variable = self._growing(tuple(initial.shape), tf.as_dtype(slot.dtype))
+            variable = resizable_variable(initial.shape, tf.as_dtype(slot.dtype), self._capacity_at_first)
         set_value(slot, variable)
         # Without the owner of the optimizer, as in checkpoints.
         name = name.rpartition(".")[2]
@@ -146,13 +136,14 @@ class DynamicTable:
             step_of: returns the global step.
             inserts: whether new keys get a row.
         """
-        counts, keys = request[: self.num_tables], request[self.num_tables :]
+        num_tables = len(self.layers)
+        counts, keys = request[:num_tables], request[num_tables:]
         rows = self._find(keys)
         if inserts:
             step = step_of()
             rows = tf.cond(
                 tf.reduce_any(rows < 0),
-                lambda: self._insert(keys, tf.repeat(tf.range(self.num_tables), counts), step),
+                lambda: self._insert(keys, tf.repeat(tf.range(num_tables), counts), step),
                 lambda: rows,
             )
         vectors = self.vectors.sparse_read(tf.maximum(rows, 0))
@@ -234,11 +225,9 @@ class DynamicTable:
         return tf.boolean_mask(rows, is_chosen)
 
     def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Nothing: each row stores its id and its table."""
         return {}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-        """True for ids of a table, int64 `[n]`, that this server has: bool `[n]`."""
         return tf.equal(server_of(ids + self._shifts[table], self.num_servers), self.server)
 
     def clear(self) -> None:
@@ -249,7 +238,6 @@ class DynamicTable:
             updates += [variable.assign(0).op for variable in (self.num_rows, self._num_free)]
 
     def use_averages(self) -> None:
-        """Sets the vectors to their moving averages, if the optimizer keeps any; nothing may update them meanwhile."""
         if AVERAGE not in self.columns:
             return
 
@@ -274,20 +262,14 @@ class DynamicTable:
         return self.num_rows.read_value() - self._num_free.read_value()
 
     def sweep(self, step: tf.Tensor) -> tf.Tensor:
-        """Evicts rows, a few at a time, so that no step waits long; traced.
-
-        Args:
-            step: the global step.
+        """Evicts rows in a global step, a few at a time, so that no step waits long; traced.
 
         Returns:
-            Scalar int64: how many rows were evicted.
+            Scalar int64: the number of rows that were evicted.
         """
         step, num_rows = tf.cast(step, tf.int32), self.num_rows.read_value()
         excess = excess_rows(self._max_rows, self.num_live())
         oldest = tf.cond(excess > 0, lambda: self._oldest(step, excess), lambda: tf.constant(tf.int32.max))
-
-        def go_on(start: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
-            return start < num_rows
 
         def evict(start: tf.Tensor, excess: tf.Tensor, evicted: tf.Tensor) -> tuple[tf.Tensor, ...]:
             stop = tf.minimum(start + self.sweep_rows, num_rows)
@@ -295,14 +277,11 @@ class DynamicTable:
             return stop, excess - of_excess, evicted + count
 
         zero = tf.zeros([], tf.int64)
-        return tf.while_loop(go_on, evict, [zero, excess, zero], parallel_iterations=1)[2]
+        return tf.while_loop(lambda start, *_: start < num_rows, evict, [zero, excess, zero], parallel_iterations=1)[2]
 
     def _find(self, keys: tf.Tensor) -> tf.Tensor:
         """The rows of keys, int64 `[n]`; -1 without a row."""
         return tf.ensure_shape(self._index.lookup(keys), [None])
-
-    def _growing(self, row_shape: tuple[int, ...], dtype: tf.DType) -> tf.Variable:
-        return resizable_variable(row_shape, dtype, self._capacity_at_first)
 
     def _admitted(self, keys: tf.Tensor, is_new: tf.Tensor, step: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
         """True for keys that are new and get a row: bool `[n]`."""
@@ -377,7 +356,7 @@ class DynamicTable:
             chosen = tf.where(is_live & (goes | is_old))[:, 0]
             tables, ids = tf.gather(tables, chosen), tf.gather(ids, chosen)
             self._free_rows(tf.gather(rows, chosen), tables, ids, updates)
-            if self._interval is not None:
+            if self.interval is not None:
                 self.evicted.add(ids, tables, updates)
             count, of_excess = tf.size(chosen, tf.int64), tf.reduce_sum(tf.cast(is_old, tf.int64))
         with tf.control_dependencies(updates):
@@ -394,23 +373,19 @@ class DynamicTable:
 
     def _marks(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The column that marks rows as changed, if there is one."""
-        return {} if self._interval is None else {CHANGED: tf.fill(tf.shape(rows), self._interval.read_value())}
+        return {} if self.interval is None else {CHANGED: tf.fill(tf.shape(rows), self.interval.read_value())}
 
 
 class EvictedRows:
     """The ids of a dynamic table that have lost their rows, with the interval; restored, they lose them again.
 
-    Args:
-        table: of the rows.
-        interval: the present one, on the server; None if nobody asks for evicted ids.
-        rows_at_once: moved at once when there is no room for more.
+    Without intervals, none are noted.
     """
 
-    def __init__(self, table: DynamicTable, interval: tf.Variable | None, rows_at_once: int) -> None:
+    def __init__(self, table: DynamicTable) -> None:
         self.device, self._table = table.device, table
-        self._interval, self._rows_at_once = interval, rows_at_once
         self.stored: dict[str, tf.Variable] = {}
-        if interval is None:
+        if table.interval is None:
             return
         with tf.device(self.device):
             self._num_rows, self._capacity = (tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2))
@@ -423,11 +398,10 @@ class EvictedRows:
         end = start + tf.size(ids, tf.int64)
         with tf.control_dependencies([tf.cond(end > capacity, lambda: self._grow(start, end), lambda: capacity)]):
             places = tf.range(start, end)
-            assert self._interval is not None
-            intervals = tf.fill(tf.shape(tables), self._interval.read_value())
-            updates.append(set_rows(self.stored["ids"], places, ids))
-            updates.append(set_rows(self.stored["tables"], places, tables))
-            updates.append(set_rows(self._intervals, places, intervals))
+            assert self._table.interval is not None
+            intervals = tf.fill(tf.shape(tables), self._table.interval.read_value())
+            for variable, values in zip(self._variables, (ids, tables, intervals)):
+                updates.append(set_rows(variable, places, values))
             updates.append(self._num_rows.assign(end).op)
 
     def chosen(self, since: tf.Tensor) -> tf.Tensor:
@@ -447,18 +421,21 @@ class EvictedRows:
         """Forgets the ids of an interval and of all before; traced. No row may be evicted meanwhile."""
         with tf.device(self.device):
             kept = self.chosen(up_to)
-            variables = [*self.stored.values(), self._intervals]
-            values = [variable.sparse_read(kept) for variable in variables]
+            values = [variable.sparse_read(kept) for variable in self._variables]
             with tf.control_dependencies(values):
-                for variable, value in zip(variables, values):
+                for variable, value in zip(self._variables, values):
                     replace_rows(variable, value)
                 for count in (self._num_rows, self._capacity):
                     count.assign(tf.size(kept, tf.int64))
 
+    @property
+    def _variables(self) -> list[tf.Variable]:
+        return [*self.stored.values(), self._intervals]
+
     def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
         capacity = tf.maximum(2 * self._capacity.read_value(), needed)
-        for variable in [*self.stored.values(), self._intervals]:
-            resize(variable, used, capacity, self._rows_at_once)
+        for variable in self._variables:
+            resize(variable, used, capacity, self._table.sweep_rows)
         return self._capacity.assign(capacity)
 
 

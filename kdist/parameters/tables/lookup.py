@@ -15,7 +15,6 @@ from kdist.model.embedding_lookup import TableGroup
 from kdist.model.lookup_rounds import RowRequest
 from kdist.parameters.placement.blocks import Blocks
 from kdist.parameters.placement.messages import Wire, fuse
-from kdist.parameters.placement.plan import Shard
 from kdist.parameters.tables.dynamic_table import key_shifts, split_by_server
 from kdist.parameters.tables.table import Table
 
@@ -29,9 +28,10 @@ class _Places:
         blocks: with its rows.
     """
 
-    def __init__(self, group: TableGroup, own: Sequence[int], shards: Sequence[Shard], blocks: Blocks) -> None:
+    def __init__(self, group: TableGroup, blocks: Blocks) -> None:
+        shards = blocks.shards
         of_tables = [[i for i, shard in enumerate(shards) if shard.variable == table] for table in group.tables]
-        self.blocks = own
+        self.blocks = blocks.of_tables(group)
         lengths = [sum(shards[i].stop - shards[i].start for i in blocks[block].shards) for block in self.blocks]
         first = dict(zip(self.blocks, accumulate(lengths, initial=0)))
         self._firsts = list(first.values())
@@ -76,8 +76,8 @@ class _DynamicPlaces:
         blocks: with its rows, in the order of the servers.
     """
 
-    def __init__(self, group: TableGroup, own: Sequence[int], shards: Sequence[Shard], blocks: Blocks) -> None:
-        self.blocks = own
+    def __init__(self, group: TableGroup, blocks: Blocks) -> None:
+        self.blocks = blocks.of_tables(group)
         self._num_tables = len(group.tables)
         self._shifts = key_shifts(group)
 
@@ -101,34 +101,20 @@ class TableRows:
     """Looks up rows of all groups of tables, and splits their gradients.
 
     Args:
-        groups: of the tables.
-        shards, blocks: their places.
+        blocks: with the rows.
         tables: by block.
         step_on: block -> the global step, on its server.
         wire: the format of rows in transit.
-        inserts: whether new ids of dynamic tables get a row.
     """
 
     def __init__(
-        self,
-        groups: Sequence[TableGroup],
-        shards: Sequence[Shard],
-        blocks: Blocks,
-        tables: Mapping[int, Table],
-        step_on: Callable[[int], tf.Tensor],
-        wire: Wire,
-        *,
-        inserts: bool = True,
+        self, blocks: Blocks, tables: Mapping[int, Table], step_on: Callable[[int], tf.Tensor], wire: Wire
     ) -> None:
-        self._groups = groups
-        self._places = [
-            (_DynamicPlaces if group.dynamic else _Places)(group, blocks.of_group(g), shards, blocks)
-            for g, group in enumerate(groups)
-        ]
-        self._tables = tables
-        self._step_on = step_on
-        self._wire = wire
-        self._inserts = inserts
+        self._groups = blocks.table_groups
+        self._places = [(_DynamicPlaces if group.dynamic else _Places)(group, blocks) for group in self._groups]
+        self._tables, self._step_on, self._wire = tables, step_on, wire
+        #: True if new ids of dynamic tables get a row.
+        self._inserts = True
 
     def read_only(self) -> TableRows:
         """The same rows, for lookups outside training."""
@@ -150,7 +136,11 @@ class TableRows:
         found: dict[int, tf.Tensor] = {}
         for device, asked in by_server.items():
             found |= self._request(device, asked, which) if device else self._read(asked)
-        return {g: _stitched([(which[b], found[b]) for b in self._places[g].blocks]) for g in wanted}
+        rows: dict[int, tf.Tensor] = {}
+        for g in wanted:
+            first, *others = own = self._places[g].blocks
+            rows[g] = tf.dynamic_stitch([which[b] for b in own], [found[b] for b in own]) if others else found[first]
+        return rows
 
     def by_block(self, gradients: Mapping[int, tf.IndexedSlices]) -> dict[int, tf.IndexedSlices]:
         """Gradients of tables, as in `kdist.model.updates.ReplicaOutput`, by the blocks that hold their rows."""
@@ -177,9 +167,10 @@ class TableRows:
         self, device: str, asked: Mapping[int, tf.Tensor], which: Mapping[int, tf.Tensor]
     ) -> dict[int, tf.Tensor]:
         """Rows of blocks of a server: one tensor travels there, and one of each dtype comes back."""
-        counts = [tf.size(of_block, tf.int64) for of_block in asked.values()]
-        is_one = len(asked) == 1
-        request = next(iter(asked.values())) if is_one else tf.concat([counts, *asked.values()], 0)
+        requests = list(asked.values())
+        is_one = len(requests) == 1
+        counts = [tf.size(of_block, tf.int64) for of_block in requests]
+        request = requests[0] if is_one else tf.concat([counts, *requests], 0)
         by_dtype: dict[tf.DType, list[int]] = defaultdict(list)
         for block in asked:
             by_dtype[self._tables[block].vectors.dtype].append(block)
@@ -203,9 +194,3 @@ class TableRows:
 
 def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)
-
-
-def _stitched(parts: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
-    """Tensors from their places and rows."""
-    places, rows = zip(*parts)
-    return rows[0] if len(rows) == 1 else tf.dynamic_stitch(places, rows)

@@ -11,6 +11,15 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 
 
+def on_each(devices: Sequence[str], value: int, dtype: tf.DType) -> list[tf.Variable]:
+    """A scalar variable on each device."""
+    variables = []
+    for device in devices:
+        with tf.device(device):
+            variables.append(tf.Variable(value, dtype=dtype, trainable=False))
+    return variables
+
+
 def resizable_variable(row_shape: Sequence[int], dtype: tf.DType, capacity: int = 0) -> tf.Variable:
     """A variable with room for rows, on the device of the caller; they take no memory before they are written.
 

@@ -6,8 +6,9 @@ A table has some rows of a group of embedding tables, on one server; a row is kn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import replace
+from itertools import accumulate
+from typing import ClassVar, TypeAlias
 
 import keras
 import numpy as np
@@ -17,34 +18,52 @@ from kdist._compat.keras import set_value
 from kdist.model.names import AVERAGE
 from kdist.parameters.placement.blocks import Blocks
 from kdist.parameters.placement.plan import Shard
-from kdist.parameters.tables.changed_rows import SaveIntervals
-from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
 from kdist.parameters.tables.rows import RowLock, set_rows
 
 
-class Table(Protocol):
-    """The rows of a group on one server. Methods are called while a function is traced, but for the last two.
+class FixedTable:
+    """The rows of tables with a length that a block stores: a key is a row.
+
+    `DynamicTable` has the same methods; all but the last two are called while a function is traced.
+
+    Args:
+        device: of the block.
+        vectors: its variable.
+        shards: its content, in the order of its rows; of each, `variable` is the position of the table in its group.
+        interval: on its server, scalar int32: the present interval between saves, if rows are marked that change in it.
+        is_shared: whether several workers update rows at the same time.
 
     Attributes:
         rows_move: whether a key may get another row, so that every update has to hold the lock.
-        lock: of all rows.
         evicted: keys that have lost their rows; None if none ever does.
+        stored: variables by column, each `[capacity, ...]`: `vectors`, slots, and more.
+        lock: of all rows.
     """
 
-    device: str
-    rows_move: ClassVar[bool]
-    lock: RowLock
+    rows_move: ClassVar[bool] = False
+    evicted: None = None
 
-    @property
-    def vectors(self) -> tf.Variable:
-        """The rows, `[capacity, ...]`."""
-
-    @property
-    def stored(self) -> Mapping[str, tf.Variable]:
-        """Variables by column, each `[capacity, ...]`: `vectors`, slots, and more."""
-
-    @property
-    def evicted(self) -> EvictedRows | None: ...
+    def __init__(
+        self,
+        device: str,
+        vectors: tf.Variable,
+        shards: Sequence[Shard],
+        interval: tf.Variable | None = None,
+        *,
+        is_shared: bool,
+    ) -> None:
+        self.device, self.vectors = device, vectors
+        self.stored: dict[str, tf.Variable] = {"vectors": vectors}
+        lengths = [shard.stop - shard.start for shard in shards]
+        #: The shards, each with its first row.
+        self._places = list(zip(shards, accumulate(lengths, initial=0)))
+        self._interval = interval
+        with tf.device(device):
+            self.lock = RowLock(is_shared=is_shared)
+            if interval is not None:
+                #: For each row, in which interval it has changed last; 0 if it never did.
+                self._marks = tf.Variable(tf.zeros([vectors.shape[0]], tf.int32), trainable=False)
 
     def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
         """The vectors of keys, on the device of the server.
@@ -54,6 +73,7 @@ class Table(Protocol):
             step_of: returns the global step.
             inserts: whether new keys get a row.
         """
+        return self.vectors.sparse_read(request)
 
     def begin_update(
         self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]
@@ -64,107 +84,39 @@ class Table(Protocol):
             step: the global step.
             updates: operations that mark are added.
         """
-
-    def chosen(self, since: tf.Tensor) -> tf.Tensor:
-        """The rows that have changed after an interval between saves, int64 `[n]`; all rows if it is -1."""
-
-    def placed(self, rows: tf.Tensor) -> Mapping[str, tf.Tensor]:
-        """Columns that are not stored: `ids`, int64 `[n]`, and `tables`, the position in the group, int32 `[n]`."""
-
-    def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-        """True for ids of a table, int64 `[n]`, that belong here: bool `[n]`."""
-
-    def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        """Takes rows of a table, by column, in the place of the rows that their ids have."""
-
-    def add_slot(self, name: str, slot: keras.Variable, initial: np.ndarray) -> None:
-        """Adds a column: the slot of an optimizer; `initial` is its value in a new row."""
-
-    def use_averages(self) -> None:
-        """Sets the vectors to their moving averages, if the optimizer keeps any; nothing may update them meanwhile."""
-
-
-@dataclass(frozen=True)
-class TableShard:
-    """Rows of a table that follow each other in a block.
-
-    Attributes:
-        table: the position of the table in its group.
-        start, stop: the rows, `stop` excluded.
-        first: the row of the block that has row `start`.
-    """
-
-    table: int
-    start: int
-    stop: int
-    first: int
-
-
-class FixedTable:
-    """The rows of tables with a length that a block stores: a key is a row.
-
-    Args:
-        device: of the block.
-        vectors: its variable.
-        shards: its content, in the order of its rows.
-        interval: on its server, scalar int32: the present interval between saves, if rows are marked that change in it.
-        is_shared: whether several workers update rows at the same time.
-    """
-
-    rows_move: ClassVar[bool] = False
-    evicted: None = None
-
-    def __init__(
-        self,
-        device: str,
-        vectors: tf.Variable,
-        shards: Sequence[TableShard],
-        interval: tf.Variable | None = None,
-        *,
-        is_shared: bool,
-    ) -> None:
-        self.device, self.vectors = device, vectors
-        self.stored: dict[str, tf.Variable] = {"vectors": vectors}
-        self._shards, self._interval = shards, interval
-        with tf.device(device):
-            self.lock = RowLock(is_shared=is_shared)
-            if interval is not None:
-                #: For each row, in which interval it has changed last; 0 if it never did.
-                self._marks = tf.Variable(tf.zeros([vectors.shape[0]], tf.int32), trainable=False)
-
-    def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
-        return self.vectors.sparse_read(request)
-
-    def begin_update(
-        self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]
-    ) -> tf.IndexedSlices:
         if self._interval is not None:
             rows = gradient.indices
             updates.append(set_rows(self._marks, rows, tf.fill(tf.shape(rows), self._interval.read_value())))
         return gradient
 
     def chosen(self, since: tf.Tensor) -> tf.Tensor:
+        """The rows that have changed after an interval between saves, int64 `[n]`; all rows if it is -1."""
         return tf.where(self._marks.read_value() > since)[:, 0]
 
     def placed(self, rows: tf.Tensor) -> Mapping[str, tf.Tensor]:
-        firsts = tf.constant([shard.first for shard in self._shards], tf.int64)
+        """Columns that are not stored: `ids`, int64 `[n]`, and `tables`, the position in the group, int32 `[n]`."""
+        firsts = tf.constant([first for _, first in self._places], tf.int64)
         number = tf.searchsorted(firsts, rows, side="right") - 1
-        shifts = tf.constant([shard.start - shard.first for shard in self._shards], tf.int64)
-        tables = tf.constant([shard.table for shard in self._shards], tf.int32)
+        shifts = tf.constant([shard.start - first for shard, first in self._places], tf.int64)
+        tables = tf.constant([shard.variable for shard, _ in self._places], tf.int32)
         return {IDS: rows + tf.gather(shifts, number), TABLES: tf.gather(tables, number)}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        """True for ids of a table, int64 `[n]`, that belong here: bool `[n]`."""
         return self._rows(ids, table) >= 0
 
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        """Takes rows of a table, by column, in the place of the rows that their ids have."""
         rows = self._rows(values[IDS], table)
         for name, column in self.stored.items():
             set_rows(column, rows, values[name])
 
     def add_slot(self, name: str, slot: keras.Variable, initial: np.ndarray) -> None:
+        """Adds a column: the slot of an optimizer; `initial` is its value in a new row."""
         self.stored[name] = slot.value
 
     def use_averages(self) -> None:
+        """Sets the vectors to their moving averages, if the optimizer keeps any; nothing may update them meanwhile."""
         if AVERAGE in self.stored:
             with tf.device(self.device):
                 self.vectors.assign(self.stored[AVERAGE])
@@ -172,56 +124,44 @@ class FixedTable:
     def _rows(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         """The rows of the block, int64 `[n]`; -1 for ids that are elsewhere."""
         rows = tf.fill(tf.shape(ids), tf.constant(-1, tf.int64))
-        for shard in self._shards:
-            is_here = tf.equal(table, shard.table) & (ids >= shard.start) & (ids < shard.stop)
-            rows = tf.where(is_here, ids + (shard.first - shard.start), rows)
+        for shard, first in self._places:
+            is_here = tf.equal(table, shard.variable) & (ids >= shard.start) & (ids < shard.stop)
+            rows = tf.where(is_here, ids + (first - shard.start), rows)
         return rows
+
+
+Table: TypeAlias = FixedTable | DynamicTable
 
 
 def make_tables(
     blocks: Blocks,
-    shards: Sequence[Shard],
     variables: Sequence[keras.Variable],
     devices: Sequence[str],
-    intervals: SaveIntervals | None,
+    intervals: Sequence[tf.Variable],
     *,
     is_shared: bool,
 ) -> dict[int, Table]:
     """The tables of all blocks that are looked up by rows; dynamic ones have no rows at first.
 
     Args:
-        shards: of all blocks.
         variables: of each block; one of a dynamic table gets the rows of the table.
         devices: of the servers.
-        intervals: in which rows are marked that change, if they are.
+        intervals: on each server the present one, if rows are marked that change in it.
         is_shared: whether several workers update rows at the same time.
     """
     num_dynamic = sum(bool(group.dynamic) for group in blocks.table_groups)
     tables: dict[int, Table] = {}
     for b, block in enumerate(blocks):
-        if not block.is_table:
+        if block.tables is None:
             continue
-        group, device = blocks.table_groups[blocks.table_group(b)], devices[block.server]
-        interval = None if intervals is None or not block.is_row_wise else intervals.of_servers[block.server]
+        device = devices[block.server]
+        interval = intervals[block.server] if intervals and block.is_row_wise else None
         if block.is_dynamic:
-            tables[b] = DynamicTable(group, device, block.server, len(devices), num_dynamic, interval)
+            tables[b] = DynamicTable(block.tables, device, block.server, len(devices), num_dynamic, interval)
             set_value(variables[b], tables[b].vectors)
             continue
-        of_block = [(shards[i], blocks.first_row(i)) for i in block.shards]
-        rows = [TableShard(group.tables.index(s.variable), s.start, s.stop, first) for s, first in of_block]
+        shards = [blocks.shards[i] for i in block.shards]
+        shards = [replace(shard, variable=block.tables.tables.index(shard.variable)) for shard in shards]
         is_locked = is_shared and block.is_row_wise
-        tables[b] = FixedTable(device, variables[b].value, rows, interval, is_shared=is_locked)
+        tables[b] = FixedTable(device, variables[b].value, shards, interval, is_shared=is_locked)
     return tables
-
-
-def row_wise_groups(
-    blocks: Blocks, names: Sequence[str], tables: Mapping[int, Table]
-) -> list[tuple[list[str], list[Table]]]:
-    """For each group that is updated by rows, the names of its tables and their rows, server by server.
-
-    Args:
-        names: of all parameters.
-        tables: by block.
-    """
-    groups = [(g, group) for g, group in enumerate(blocks.table_groups) if group.is_row_wise]
-    return [([names[i] for i in group.tables], [tables[b] for b in blocks.of_group(g)]) for g, group in groups]

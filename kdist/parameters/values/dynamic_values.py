@@ -11,144 +11,128 @@ import tensorflow as tf
 
 from kdist.model.names import dynamic_names
 from kdist.parameters.tables.dynamic_table import TABLES, DynamicTable
-from kdist.parameters.tables.rows import open_shape
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.initial_values import on_servers
 from kdist.parameters.values.slices import ChosenSlices, ServerRows
 
 
-class _Group:
-    """The tables of a group: in a checkpoint, each has tensors of ids, of vectors, of slots, of counts.
-
-    Args:
-        names: of the vectors of each table, without `parameters/`.
-        tables: of the servers.
-    """
-
-    def __init__(self, names: Sequence[str], tables: Sequence[DynamicTable]) -> None:
-        self.tables = tables
-        self._columns = tables[0].stored
-        self.names = [dynamic_names(name, [c for c in self._columns if c != TABLES]) for name in names]
-        self._rows = [ServerRows(table.device, table.stored, table.num_rows) for table in tables]
-        self.slices = ChosenSlices(self.names, tables, self._rows)
-
-    @property
-    def shapes(self) -> dict[str, tuple[Any, ...]]:
-        return {name: tuple(open_shape(self._columns[c])) for names in self.names for c, name in names.items()}
-
-    def clear(self) -> None:
-        """Forgets all rows."""
-        self.slices.traced("clear", self._clear)()
-
-    def fill(self, step: int) -> None:
-        """Gives rows to the ids that the layers have."""
-        put = None
-        for table, layer in enumerate(self.tables[0].layers):
-            ids, vectors = layer.ids, layer.rows
-            put = put or self.slices.traced(
-                "put",
-                self._put,
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([None], tf.int64),
-                tf.TensorSpec([None, *vectors.shape[1:]], vectors.dtype),
-                tf.TensorSpec([], tf.int32),
-            )
-            for start in range(0, len(ids), self.slices.slice_rows):
-                part = slice(start, start + self.slices.slice_rows)
-                put(*map(tf.constant, (np.int32(table), ids[part], vectors[part], np.int32(step))))
-
-    def read(self, wanted: Collection[str]) -> Iterator[dict[str, np.ndarray]]:
-        """Columns of tables, by their names in checkpoints, table by table."""
-        for table, names in enumerate(self.names):
-            own = {column: name for column, name in names.items() if name in wanted}
-            if not own:
-                continue
-            parts: dict[str, list[np.ndarray]] = {name: [] for name in own.values()}
-            for rows in self._rows:
-                function = self.slices.traced(
-                    ("read", id(rows.num_rows), tuple(own)),
-                    partial(self._read, rows, list(own)),
-                    tf.TensorSpec([], tf.int32),
-                    tf.TensorSpec([], tf.int64),
-                )
-                for start in range(0, int(rows.num_rows.numpy()), self.slices.slice_rows):
-                    found = function(tf.constant(table), tf.constant(start, tf.int64))
-                    for name, tensor in zip(own.values(), found):
-                        parts[name].append(tensor.numpy())
-            empty = {
-                name: np.zeros((0, *self.shapes[name][1:]), self._columns[column].dtype.as_numpy_dtype)
-                for column, name in own.items()
-            }
-            yield {name: np.concatenate([empty[name], *of_name]) for name, of_name in parts.items()}
-
-    def _clear(self) -> None:
-        for table in self.tables:
-            with tf.device(table.device):
-                table.clear()
-
-    def _put(self, table: tf.Tensor, ids: tf.Tensor, vectors: tf.Tensor, step: tf.Tensor) -> None:
-        for server in self.tables:
-            with tf.device(server.device):
-                is_own = server.keys_here(tf.identity(ids), table)
-                own = tf.boolean_mask(ids, is_own)
-                tables = tf.fill(tf.shape(own), table)
-                values = {"ids": own, "vectors": tf.boolean_mask(vectors, is_own)}
-                server.put(tables, {**values, "last_steps": tf.fill(tf.shape(own), step)})
-
-    def _read(self, rows: ServerRows, columns: Sequence[str], table: tf.Tensor, start: tf.Tensor) -> list[tf.Tensor]:
-        with tf.device(rows.device):
-            chosen = self.slices.rows_of(rows, start, table)
-            return [rows.columns[column].sparse_read(chosen) for column in columns]
-
-
 class DynamicValues:
     """The rows of all dynamic tables.
+
+    In a checkpoint, each table has tensors of ids, of vectors, of slots, of counts.
 
     Args:
         groups: for each group the names of its vectors, without `parameters/`, and its tables on the servers; tables
             with a length are ignored.
 
     Attributes:
+        slices: the rows of each group, to be saved and restored.
         shapes: of the columns of all tables, by their names in checkpoints; None for the number of rows.
     """
 
     def __init__(self, groups: Sequence[tuple[Sequence[str], Sequence[Table]]]) -> None:
         dynamic = [(names, [t for t in tables if isinstance(t, DynamicTable)]) for names, tables in groups]
-        self._groups = [_Group(names, tables) for names, tables in dynamic if tables]
-        self.shapes = {name: shape for group in self._groups for name, shape in group.shapes.items()}
+        self._groups = [(names, tables) for names, tables in dynamic if tables]
+        self.slices = [
+            ChosenSlices(
+                [dynamic_names(name, [c for c in tables[0].stored if c != TABLES]) for name in names],
+                tables,
+                [ServerRows(table.device, table.stored, table.num_rows) for table in tables],
+            )
+            for names, tables in self._groups
+        ]
+        self.shapes: dict[str, tuple[Any, ...]] = {
+            name: tuple(of_group.columns[column].shape)
+            for of_group in self.slices
+            for names in of_group.names
+            for column, name in names.items()
+        }
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    @property
-    def slices(self) -> list[ChosenSlices]:
-        """The rows, to be saved and restored."""
-        return [group.slices for group in self._groups]
-
     def clear(self) -> None:
         """Forgets all rows."""
-        for group in self._groups:
-            group.clear()
+
+        def clear(tables: Sequence[DynamicTable]) -> None:
+            for table in tables:
+                with tf.device(table.device):
+                    table.clear()
+
+        for of_group, (_, tables) in zip(self.slices, self._groups):
+            of_group.traced("clear", partial(clear, tables))()
 
     def fill(self, step: int) -> None:
         """Gives rows to the ids that the layers of the model have, as new ones in that step."""
-        for group in self._groups:
-            group.fill(step)
+        for of_group, (_, tables) in zip(self.slices, self._groups):
+            vectors = of_group.columns["vectors"]
+            put = of_group.traced(
+                "put",
+                partial(_put, tables),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([None], tf.int64),
+                vectors,
+                tf.TensorSpec([], tf.int32),
+            )
+            for table, layer in enumerate(tables[0].layers):
+                ids, rows = layer.ids, layer.rows
+                for start in range(0, len(ids), of_group.slice_rows):
+                    chosen = slice(start, start + of_group.slice_rows)
+                    put(*map(tf.constant, (np.int32(table), ids[chosen], rows[chosen], np.int32(step))))
 
     def hand_over(self) -> None:
         """Lets the layers of the model look up no rows in this process from now on."""
-        for group in self._groups:
-            for layer in group.tables[0].layers:
+        for _, tables in self._groups:
+            for layer in tables[0].layers:
                 layer.hand_over(on_servers(layer.path))
 
     def read(self, wanted: Collection[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Columns by their names in checkpoints, table by table; all if None."""
-        for group in self._groups:
-            yield from group.read(self.shapes if wanted is None else wanted)
+        for of_group in self.slices:
+            for table, names in enumerate(of_group.names):
+                own = {column: name for column, name in names.items() if wanted is None or name in wanted}
+                if own:
+                    yield _read(of_group, table, own)
 
     def count(self) -> None:
         """Tells the layers the number of their rows; layers of a group get the average."""
-        for group in self._groups:
-            total = sum(int(server.num_live().numpy()) for server in group.tables)
-            for layer in group.tables[0].layers:
-                layer.num_rows = -(-total // len(group.names))
+        for names, tables in self._groups:
+            total = sum(int(server.num_live().numpy()) for server in tables)
+            for layer in tables[0].layers:
+                layer.num_rows = -(-total // len(names))
+
+
+def _put(
+    servers: Sequence[DynamicTable], table: tf.Tensor, ids: tf.Tensor, vectors: tf.Tensor, step: tf.Tensor
+) -> None:
+    for server in servers:
+        with tf.device(server.device):
+            is_own = server.keys_here(tf.identity(ids), table)
+            own = tf.boolean_mask(ids, is_own)
+            tables, last_steps = tf.fill(tf.shape(own), table), tf.fill(tf.shape(own), step)
+            vectors_here = tf.boolean_mask(vectors, is_own)
+            server.put(tables, {"ids": own, "vectors": vectors_here, "last_steps": last_steps})
+
+
+def _read(slices: ChosenSlices, table: int, own: dict[str, str]) -> dict[str, np.ndarray]:
+    """Columns of a table, by their names in checkpoints."""
+
+    def read(rows: ServerRows, start: tf.Tensor, table: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(rows.device):
+            chosen = slices.rows_of(rows, start, table)
+            return [rows.columns[column].sparse_read(chosen) for column in own]
+
+    specs = [slices.columns[column] for column in own]
+    # Without rows, a column has its shape, too.
+    found = [[np.zeros((0, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in specs]]
+    for rows in slices.rows:
+        function = slices.traced(
+            ("read", id(rows.num_rows), tuple(own)),
+            partial(read, rows),
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([], tf.int32),
+        )
+        for start in range(0, int(rows.num_rows.numpy()), slices.slice_rows):
+            tensors = function(tf.constant(start, tf.int64), tf.constant(table))
+            found.append([tensor.numpy() for tensor in tensors])
+    return dict(zip(own.values(), map(np.concatenate, zip(*found))))

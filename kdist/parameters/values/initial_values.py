@@ -20,7 +20,6 @@ from kdist.parameters.values.named_values import NamedValues, assign_rows
 
 def set_initial_values(
     blocks: Blocks,
-    shards: Sequence[Shard],
     variables: Sequence[keras.Variable],
     originals: Sequence[keras.Variable],
     names: Sequence[str],
@@ -34,7 +33,6 @@ def set_initial_values(
     at a time.
 
     Args:
-        shards: of all blocks.
         variables: of each block.
         originals, names: the variables of the model, and their names in `values`.
         slots: the model's, by name; where it has no values, servers have made the slots, too.
@@ -48,7 +46,7 @@ def set_initial_values(
     others: dict[int, list[str]] = defaultdict(list)
     for b, block in enumerate(blocks):
         for i in block.shards if blocks.starts_empty(b) else ():
-            shard, variable = shards[i], variables[b].value
+            shard, variable = blocks.shards[i], variables[b].value
             original = originals[shard.variable]
             initializer = made_by(original)
             if isinstance(initializer, TableInitializer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -38,7 +38,6 @@ class WritePlan:
     """Files that are to be written, and may be by another thread.
 
     Attributes:
-        files: their names.
         checks: each names values that are not finite.
         calls: each writes some of the files.
     """
@@ -65,37 +64,48 @@ class Slices(abc.ABC):
     Attributes:
         through_chief: whether this process reads and writes the files, because the servers do not see them; must not
             change once `plan` or `copy` was called.
+        hosts: the CPUs of the tasks that have them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[str]) -> None:
         self.through_chief = False
+        self.hosts = list(dict.fromkeys(map(host_of, devices)))
         self._chief = chief_device()
         self._functions: dict[Any, Callable[..., Any]] = {}
-
-    @property
-    @abc.abstractmethod
-    def hosts(self) -> list[str]:
-        """The CPUs of the tasks that have them."""
 
     @abc.abstractmethod
     def plan(self, folder: str, label: str) -> WritePlan:
         """Plans to write them into files of a folder; traces its functions. Nothing may change them meanwhile."""
 
     @abc.abstractmethod
+    def restore(self, path: str) -> None:
+        """Reads them from a checkpoint, each server its own."""
+
+    @abc.abstractmethod
+    def _make_copies(self) -> tuple[Slices, Callable[[tf.Tensor], None], Callable[[], None]]:
+        """The same slices of copies, empty at first; functions that fill them, as `copy`, and that empty them."""
+
     def copy(self, since: int | None = None) -> Slices:
         """Makes a snapshot where they are, until `release`; it must be written before the next one is made.
 
         Args:
             since: of tables only rows that have changed after this interval are copied; all rows if None.
         """
+        copies, fill, _ = self._snapshot
+        fill(tf.constant(_FIRST if since is None else since, tf.int32))
+        return copies
 
-    @abc.abstractmethod
     def release(self) -> None:
         """Gives the memory of copies back; does nothing without."""
+        if "_snapshot" in self.__dict__:
+            self._snapshot[-1]()
 
-    @abc.abstractmethod
-    def restore(self, path: str) -> None:
-        """Reads them from a checkpoint, each server its own."""
+    @cached_property
+    def _snapshot(self) -> tuple[Slices, Callable[..., object], Callable[..., object]]:
+        copies, fill, release = self._make_copies()
+        copies.through_chief = self.through_chief
+        since = tf.TensorSpec([], tf.int32)
+        return copies, self.traced("fill", fill, since), self.traced("release", release)
 
     def traced(self, key: Any, function: Callable[..., Any], *specs: tf.TensorSpec) -> Callable[..., Any]:
         """A function, traced when it is first asked for."""
@@ -119,8 +129,14 @@ class FixedSlices(Slices):
     """
 
     def __init__(self, slices: Sequence[Slice], not_restored: Collection[str] = ()) -> None:
-        super().__init__()
+        super().__init__(each.variable.device for each in slices)
         self._slices, self._not_restored = list(slices), not_restored
+        self._variables = list({id(each.variable): each.variable for each in slices}.values())
+        #: Those of each device that may hold NaN or infinity.
+        self._floats: dict[str, list[tf.Variable]] = defaultdict(list)
+        for variable in self._variables:
+            if variable.dtype.is_floating:
+                self._floats[variable.device].append(variable)
         # Slices of one variable come in its order, so that a group has a run of its elements.
         number = {id(variable): i for i, variable in enumerate(self._variables)}
         self._groups: dict[str, list[list[Slice]]] = defaultdict(list)
@@ -131,52 +147,26 @@ class FixedSlices(Slices):
                 of_device.append([])
             of_device[-1].append(each)
 
-    @property
-    def hosts(self) -> list[str]:
-        return list(dict.fromkeys(map(host_of, self._groups)))
-
     def plan(self, folder: str, label: str) -> WritePlan:
-        check = self.traced("check", self._check)
+        check = self.traced("check", lambda: [_are_finite(*of_device) for of_device in self._floats.items()])
         save = self.traced("save", self._save, tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.string))
         return WritePlan(
-            [f"{label}-{number}" for number in self._numbers],
+            [f"{label}-{d}-{g}" for d, groups in enumerate(self._groups.values()) for g in range(len(groups))],
             [lambda: self._not_finite(check())],
             [lambda: save(tf.constant(folder), tf.constant(label))],
         )
 
-    def copy(self, since: int | None = None) -> Slices:
-        copies, fill, _ = self._snapshot
-        fill()
-        return copies
-
-    def release(self) -> None:
-        if "_snapshot" in self.__dict__:
-            self._snapshot[-1]()
-
     def restore(self, path: str) -> None:
         self.traced("restore", self._restore, tf.TensorSpec([], tf.string))(tf.constant(path))
 
-    @property
-    def _variables(self) -> list[tf.Variable]:
-        """The variables that hold them."""
-        return list({id(each.variable): each.variable for each in self._slices}.values())
-
-    @property
-    def _numbers(self) -> list[str]:
-        """Of the files."""
-        return [f"{d}-{g}" for d, groups in enumerate(self._groups.values()) for g in range(len(groups))]
-
-    @cached_property
-    def _snapshot(self) -> tuple[FixedSlices, Callable[[], object], Callable[[], object]]:
-        """The same slices of copies of their variables, empty; functions that fill and that empty them."""
-        variables = self._variables
+    def _make_copies(self) -> tuple[Slices, Callable[[tf.Tensor], None], Callable[[], None]]:
         copies: dict[int, tf.Variable] = {}
-        for variable in variables:
+        for variable in self._variables:
             with tf.device(variable.device):
                 copies[id(variable)] = UninitializedVariable(False, shape=variable.shape, dtype=variable.dtype)
 
-        def fill() -> None:
-            for variable in variables:
+        def fill(_since: tf.Tensor) -> None:
+            for variable in self._variables:
                 with tf.device(variable.device):
                     # A value shares its memory with the variable.
                     value = tf.raw_ops.DeepCopy(x=variable.read_value_no_copy())
@@ -189,73 +179,64 @@ class FixedSlices(Slices):
                     nothing = tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.dtype), None)
                     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
 
-        other = FixedSlices([replace(each, variable=copies[id(each.variable)]) for each in self._slices])
-        other.through_chief = self.through_chief
-        functions = [tf.function(f, autograph=False).get_concrete_function() for f in (fill, release)]
-        return other, *functions
+        return FixedSlices([replace(each, variable=copies[id(each.variable)]) for each in self._slices]), fill, release
 
-    def _not_finite(self, of_devices: Sequence[tf.Tensor]) -> list[str]:
-        """The names of the values that contain NaN or infinity.
-
-        Args:
-            of_devices: the result of `_check`.
-        """
-        flags = [flag for of_device in of_devices for flag in of_device.numpy()]
-        keys = [key for of_device in self._floats().values() for key in of_device]
-        broken = {key for key, is_good in zip(keys, flags) if not is_good}
+    def _not_finite(self, are_finite: Sequence[tf.Tensor]) -> list[str]:
+        """The names of the values that contain NaN or infinity, from the answers to `_are_finite`."""
+        floats = itertools.chain.from_iterable(self._floats.values())
+        flags = itertools.chain.from_iterable(of_device.numpy() for of_device in are_finite)
+        broken = {id(variable) for variable, is_good in zip(floats, flags) if not is_good}
         suspects = [each for each in self._slices if id(each.variable) in broken]
-        return list(dict.fromkeys(each.name for each in suspects if not is_finite(read_run([each])[0].numpy())))
+        return [each.name for each in suspects if not is_finite(read_run([each])[0].numpy())]
 
-    def _floats(self) -> dict[str, dict[int, tf.Variable]]:
-        """The variables of each device that may hold NaN or infinity, by their `id`."""
-        floats: dict[str, dict[int, tf.Variable]] = defaultdict(dict)
-        for each in self._slices:
-            if each.variable.dtype.is_floating:
-                floats[each.variable.device][id(each.variable)] = each.variable
-        return floats
+    def _one_by_one(self, each: Callable[[str, list[Slice], str], tf.Operation]) -> list[tf.Operation]:
+        """Traces an operation for each group, by its device and number; returns the last one of each device.
 
-    def _check(self) -> list[tf.Tensor]:
-        return [_are_finite(device, list(variables.values())) for device, variables in self._floats().items()]
+        The memory of one group is free before the next one of its device takes any.
+        """
+        last = list[tf.Operation]()
+        for d, (device, groups) in enumerate(self._groups.items()):
+            before: list[tf.Operation] = []
+            for g, group in enumerate(groups):
+                with tf.control_dependencies(before):
+                    before = [each(device, group, f"{d}-{g}")]
+            last += before
+        return last
 
     def _save(self, folder: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
-        numbers, last = iter(self._numbers), list[tf.Operation]()
-        for device, groups in self._groups.items():
-            before: list[tf.Operation] = []
-            for group in groups:
-                # One after the other: the memory of one group is free before the next one is read.
-                with tf.control_dependencies(before):
-                    with tf.device(device):
-                        tensors = [tensor for run in _runs(group) for tensor in read_run(run)]
-                    with tf.device(self._writer_of(device)):
-                        saved = tf.raw_ops.SaveV2(
-                            prefix=tf.strings.join([folder, "/", label, "-", next(numbers)]),
-                            tensor_names=[each.name for each in group],
-                            shape_and_slices=[each.slice_spec for each in group],
-                            tensors=tensors,
-                        )
-                before = [saved]
-            last += before
+        def save(device: str, group: list[Slice], number: str) -> tf.Operation:
+            with tf.device(device):
+                tensors = [tensor for run in _runs(group) for tensor in read_run(run)]
+            with tf.device(self._writer_of(device)):
+                return tf.raw_ops.SaveV2(
+                    prefix=tf.strings.join([folder, "/", label, "-", number]),
+                    tensor_names=[each.name for each in group],
+                    shape_and_slices=[each.slice_spec for each in group],
+                    tensors=tensors,
+                )
+
+        saved = self._one_by_one(save)
         # A function runs the operations that its output needs.
-        with tf.control_dependencies(last), tf.device(self._chief):
-            return tf.constant(len(last))
+        with tf.control_dependencies(saved), tf.device(self._chief):
+            return tf.constant(len(saved))
 
     def _restore(self, path: tf.Tensor) -> None:
-        for device, groups in self._groups.items():
-            before: list[tf.Operation] = []
-            for group in groups:
-                # The chief writes values with copies to all of them.
-                if not (read := [each for each in group if each.name not in self._not_restored]):
-                    continue
-                with tf.control_dependencies(before), tf.device(self._writer_of(device)):
-                    tensors = tf.raw_ops.RestoreV2(
-                        prefix=path,
-                        tensor_names=[each.name for each in read],
-                        shape_and_slices=[each.slice_spec for each in read],
-                        dtypes=[each.variable.dtype for each in read],
-                    )
-                given = iter(tensors)
-                with tf.device(device):
-                    before = [_assign(run, [next(given) for _ in run]) for run in _runs(read)]
+        def restore(device: str, group: list[Slice], _number: str) -> tf.Operation:
+            # The chief writes values with copies to all of them.
+            if not (read := [each for each in group if each.name not in self._not_restored]):
+                return tf.no_op()
+            with tf.device(self._writer_of(device)):
+                tensors = tf.raw_ops.RestoreV2(
+                    prefix=path,
+                    tensor_names=[each.name for each in read],
+                    shape_and_slices=[each.slice_spec for each in read],
+                    dtypes=[each.variable.dtype for each in read],
+                )
+            given = iter(tensors)
+            with tf.device(device):
+                return tf.group([_assign(run, [next(given) for _ in run]) for run in _runs(read)])
+
+        self._one_by_one(restore)
 
 
 @dataclass(frozen=True)
@@ -264,7 +245,7 @@ class ServerRows:
 
     Attributes:
         columns: variables by name, each `[capacity, ...]`, `ids` and `tables` among them.
-        num_rows: int64: of `capacity`.
+        num_rows: int64: rows with values.
     """
 
     device: str
@@ -281,30 +262,27 @@ class ChosenSlices(Slices):
         rows: of each server, to be written; without, only snapshots are.
 
     Attributes:
+        names, tables, rows: as given.
+        columns: the specs of the columns.
         slice_rows: the number of rows that a server writes or reads at once.
     """
 
     def __init__(
         self, names: Sequence[Mapping[str, str]], tables: Sequence[Table | EvictedRows], rows: Sequence[ServerRows] = ()
     ) -> None:
-        super().__init__()
-        self._names, self._tables, self._rows = names, tables, rows
+        super().__init__(table.device for table in tables)
+        self.names, self.tables, self.rows = names, tables, rows
         specs = {name: tf.TensorSpec([None, *of.shape[1:]], of.dtype) for name, of in tables[0].stored.items()}
-        #: The dtype of each column, and its shape.
-        self._columns = {IDS: tf.TensorSpec([None], tf.int64), **specs}
-        row_bytes = sum(prod(column.shape[1:]) * column.dtype.size for column in self._columns.values())
+        self.columns = {IDS: tf.TensorSpec([None], tf.int64), **specs}
+        row_bytes = sum(prod(column.shape[1:]) * column.dtype.size for column in self.columns.values())
         self.slice_rows = max(1, StoredShard.slice_bytes // row_bytes)
 
-    @property
-    def hosts(self) -> list[str]:
-        return [host_of(table.device) for table in self._tables]
-
     def plan(self, folder: str, label: str) -> WritePlan:
-        counts = [self._counts(rows) for rows in self._rows]
+        counts = [self._counts(rows) for rows in self.rows]
         totals = sum(of_server.sum(0) for of_server in counts)
         files, calls = list[str](), list[Callable[[], object]]()
-        end = np.zeros(len(self._names), np.int64)
-        for server, (rows, of_server) in enumerate(zip(self._rows, counts)):
+        end = np.zeros(len(self.names), np.int64)
+        for server, (rows, of_server) in enumerate(zip(self.rows, counts)):
             for number, of_slice in enumerate(of_server):
                 present = tuple(np.flatnonzero(of_slice).tolist())
                 if not present:
@@ -321,32 +299,21 @@ class ChosenSlices(Slices):
                 arguments = f"{folder}/{files[-1]}", np.int64(number * self.slice_rows), where
                 calls.append(partial(function, *map(tf.constant, arguments)))
                 end = end + of_slice
-        empty = [table for table, total in enumerate(np.broadcast_to(totals, [len(self._names)])) if not total]
+        empty = [table for table, total in enumerate(np.broadcast_to(totals, [len(self.names)])) if not total]
         if empty:
             files.append(f"{label}-empty")
             calls.append(partial(self._save_empty, f"{folder}/{files[-1]}", empty))
-        floats = [name for name in self._columns if self._columns[name].dtype.is_floating]
+        floats = [name for name in self.columns if self.columns[name].dtype.is_floating]
         checks = [
             partial(self._not_finite, floats, self.traced(("check", server), partial(self._are_finite, rows, floats)))
-            for server, rows in enumerate(self._rows)
+            for server, rows in enumerate(self.rows)
             if floats
         ]
         return WritePlan(files, checks, calls)
 
-    def copy(self, since: int | None = None) -> Slices:
-        copies, fill, _ = self._snapshot
-        fill(tf.constant(_FIRST if since is None else since, tf.int32))
-        return copies
-
-    def release(self) -> None:
-        if "_snapshot" in self.__dict__:
-            self._snapshot[-1]()
-
-    @cached_property
-    def _snapshot(self) -> tuple[ChosenSlices, Callable[[tf.Tensor], object], Callable[[], object]]:
-        """The slices of copies, empty at first, each on the server of its rows; functions that fill and empty them."""
+    def _make_copies(self) -> tuple[Slices, Callable[[tf.Tensor], None], Callable[[], None]]:
         copies = []
-        for table in self._tables:
+        for table in self.tables:
             specs = {name: (column.shape[1:], column.dtype) for name, column in table.stored.items()}
             specs = {IDS: ((), tf.int64), TABLES: ((), tf.int32), **specs}
             with tf.device(table.device):
@@ -354,7 +321,7 @@ class ChosenSlices(Slices):
                 copies.append(ServerRows(table.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False)))
 
         def fill(since: tf.Tensor) -> None:
-            for table, copy in zip(self._tables, copies):
+            for table, copy in zip(self.tables, copies):
                 with tf.device(table.device):
                     chosen = table.chosen(since)
                     values = {name: column.sparse_read(chosen) for name, column in table.stored.items()}
@@ -368,15 +335,12 @@ class ChosenSlices(Slices):
                     for column in copy.columns.values():
                         replace_rows(column, tf.zeros([0, *column.shape[1:]], column.dtype))
 
-        other = ChosenSlices(self._names, self._tables, copies)
-        other.through_chief = self.through_chief
-        fills = tf.function(fill, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
-        return other, fills, tf.function(release, autograph=False).get_concrete_function()
+        return ChosenSlices(self.names, self.tables, copies), fill, release
 
     def restore(self, path: str) -> None:
         """Lets every server take its rows from a checkpoint, in the place of the rows that their ids have."""
         shapes = open_checkpoint(Path(path)).get_variable_to_shape_map()
-        columns = list(self._names[0])
+        columns = list(self.names[0])
         load = self.traced(
             "load",
             self._load,
@@ -385,7 +349,7 @@ class ChosenSlices(Slices):
             tf.TensorSpec([], tf.int32),
             *[tf.TensorSpec([], tf.int64)] * 3,
         )
-        for table, names in enumerate(self._names):
+        for table, names in enumerate(self.names):
             if names[IDS] not in shapes:
                 raise tf.errors.NotFoundError(None, None, f"{path} has no {names[IDS]}")
             total = shapes[names[IDS]][0]
@@ -397,7 +361,7 @@ class ChosenSlices(Slices):
     def _not_finite(self, floats: Sequence[str], check: Callable[[], tf.Tensor]) -> list[str]:
         """The names of floating-point columns that have NaN or infinity; of a group with many tables, of all."""
         broken = {name for name, is_good in zip(floats, check().numpy()) if not is_good}
-        return [name for names in self._names for column, name in names.items() if column in broken]
+        return [name for names in self.names for column, name in names.items() if column in broken]
 
     def rows_of(self, rows: ServerRows, start: tf.Tensor, table: Any) -> tf.Tensor:
         """The rows of a table in a slice of all rows, int64 `[n]`; traced."""
@@ -406,7 +370,7 @@ class ChosenSlices(Slices):
 
     def _counts(self, rows: ServerRows) -> np.ndarray:
         """The number of rows of each table in each slice: int64 `[slices, tables]`."""
-        num_tables = len(self._names)
+        num_tables = len(self.names)
 
         def count() -> tf.Tensor:
             with tf.device(rows.device):
@@ -427,7 +391,7 @@ class ChosenSlices(Slices):
             for number, table in enumerate(present):
                 chosen = self.rows_of(rows, start, int(table))
                 total, first = places[number, 0], places[number, 1]
-                for column, name in self._names[table].items():
+                for column, name in self.names[table].items():
                     variable = rows.columns[column]
                     names.append(name)
                     specs.append(_slice_spec(variable.shape[1:], total, first, tf.size(chosen)))
@@ -440,7 +404,7 @@ class ChosenSlices(Slices):
             return tf.constant(True)
 
     def _save_empty(self, prefix: str, tables: Sequence[int]) -> None:
-        named = [(self._columns[column], name) for table in tables for column, name in self._names[table].items()]
+        named = [(self.columns[column], name) for table in tables for column, name in self.names[table].items()]
         with tf.device(self._chief):
             tf.raw_ops.SaveV2(
                 prefix=prefix,
@@ -459,11 +423,11 @@ class ChosenSlices(Slices):
         count: tf.Tensor,
     ) -> None:
         """Lets every server read a slice of a table, and take the rows of its ids."""
-        columns = self._columns
-        dtypes = {column: columns[column].dtype for column in self._names[0]}
+        columns = self.columns
+        dtypes = {column: columns[column].dtype for column in self.names[0]}
         specs = {c: _slice_spec(columns[c].shape[1:], total, start, count) for c in dtypes}
         ids_at = list(dtypes).index(IDS)
-        for holder in self._tables:
+        for holder in self.tables:
             with tf.device(self._writer_of(holder.device)):
                 (ids,) = tf.raw_ops.RestoreV2(
                     prefix=path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,15 +16,13 @@ from kdist.errors import NonFiniteError
 from kdist.log import warn
 from kdist.model.names import CHANGED_IDS, EVICTED, FOLLOWS, dynamic_names
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.tables.changed_rows import DeltaBase, SaveIntervals
+from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, EvictedRows
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, chief_device, is_finite, refuse
 from kdist.storage.tensorflow_paths import literal_path, open_checkpoint
-
-_TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 
 
 class ValueFiles:
@@ -42,11 +39,10 @@ class ValueFiles:
     Values that are small together travel at once: for them, the first save is ten times as fast.
 
     Args:
-        values: to save.
         dynamic: rows that are saved, too.
         groups: for each group that is updated by rows, the names of its tables without `parameters/`, and its tables on
             the servers.
-        intervals: between saves; None if deltas are only read.
+        intervals: on each server the present one between saves; none if deltas are only read.
 
     Attributes:
         by_rows: the names of values of which a delta has only some rows.
@@ -57,7 +53,7 @@ class ValueFiles:
         values: NamedValues,
         dynamic: DynamicValues | None = None,
         groups: Sequence[tuple[Sequence[str], Sequence[Table]]] = (),
-        intervals: SaveIntervals | None = None,
+        intervals: Sequence[tf.Variable] = (),
     ) -> None:
         self._values, self._intervals = values, intervals
         self._dynamic = DynamicValues([]) if dynamic is None else dynamic
@@ -94,9 +90,11 @@ class ValueFiles:
         Returns:
             The number of the interval that it ends; None if there are none.
         """
-        if self._intervals is None:
+        if not self._intervals:
             return None
-        ended = self._intervals.next()
+        ended = int(self._intervals[0].numpy())
+        for interval in self._intervals:
+            interval.assign(ended + 1)
         self._forget(tf.constant(ended if since is None else since, tf.int32))
         return ended
 
@@ -128,7 +126,14 @@ class ValueFiles:
         parts = self._whole if since is None else self._delta
         # The rows of a delta are chosen when they are copied.
         copied = parts if copies else self._delta[1:] if since is not None else []
-        return self._plan(prefix, others, parts, since, copied)
+        follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
+        folder = self._make_folder(prefix, {**others, **follows})
+        # Functions are traced here, because another thread may not trace any.
+        plan = WritePlan()
+        for number, part in enumerate(parts):
+            source = part.copy(None if since is None else since.interval) if part in copied else part
+            plan += source.plan(str(folder), f"{number}")
+        return partial(self._write_parts, prefix, folder, plan + WritePlan(["others"]), copied)
 
     def restore(self, path: Path) -> None:
         """Reads all values from a checkpoint except values with copies.
@@ -162,26 +167,6 @@ class ValueFiles:
 
         return tf.function(forget, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
 
-    def _plan(
-        self,
-        prefix: Path,
-        others: Mapping[str, np.ndarray],
-        parts: Sequence[Slices],
-        since: DeltaBase | None,
-        copied: Collection[Slices] = (),
-    ) -> Callable[[], None]:
-        """Copies some of the slices of a checkpoint or delta; returns a function that writes all, in any thread.
-
-        Its functions are traced here, because another thread may not trace any.
-        """
-        follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
-        folder = self._make_folder(prefix, {**others, **follows})
-        plan = WritePlan()
-        for number, part in enumerate(parts):
-            source = part.copy(None if since is None else since.interval) if part in copied else part
-            plan += source.plan(str(folder), f"{number}")
-        return partial(self._write_parts, prefix, folder, plan + WritePlan(["others"]), copied)
-
     def _write_parts(self, prefix: Path, folder: Path, plan: WritePlan, copied: Collection[Slices]) -> None:
         """Lets every task write its values, makes one checkpoint of them, and gives the memory of snapshots back."""
         try:
@@ -190,21 +175,18 @@ class ValueFiles:
             except NonFiniteError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            self._write_large(prefix, folder, plan)
+            plan.write()
+            with tf.device(self._chief):
+                tf.raw_ops.MergeV2Checkpoints(
+                    checkpoint_prefixes=[str(folder / name) for name in plan.files],
+                    destination_prefix=str(literal_path(prefix)),
+                    delete_old_dirs=True,
+                )
         finally:
             # If the tasks are gone, so are the copies.
             with suppress(tf.errors.OpError):
                 for part in copied:
                     part.release()
-
-    def _write_large(self, prefix: Path, folder: Path, plan: WritePlan) -> None:
-        plan.write()
-        with tf.device(self._chief):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=[str(folder / name) for name in plan.files],
-                destination_prefix=str(literal_path(prefix)),
-                delete_old_dirs=True,
-            )
 
     def _restore(self, path: Path, parts: Sequence[Slices]) -> None:
         path = literal_path(path)
@@ -247,7 +229,8 @@ class ValueFiles:
             except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.FailedPreconditionError):
                 found = None
             if found != content:
-                blind.append(":".join(_TASK.search(host).groups()))  # type: ignore[union-attr]
+                task = tf.DeviceSpec.from_string(host)
+                blind.append(f"{task.job}:{task.task}")
         self._has_looked = True
         for part in [*self._whole, *self._delta]:
             part.through_chief = bool(blind)

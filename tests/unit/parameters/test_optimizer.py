@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from kdist.parameters.optimizer import RowOptimizer
-from kdist.parameters.tables.changed_rows import SaveIntervals
-from kdist.parameters.tables.table import FixedTable, TableShard
+from kdist.parameters.placement.plan import Shard
+from kdist.parameters.tables.rows import on_each
+from kdist.parameters.tables.table import FixedTable
 
 ROWS, DIM, TIMES = 20_000, 64, 40
 
@@ -25,7 +26,7 @@ def row_optimizer(variable: keras.Variable, optimizer: keras.optimizers.Optimize
 
 def table_of(variable: keras.Variable, interval: tf.Variable | None = None) -> FixedTable:
     num_rows = variable.shape[0]
-    return FixedTable("", variable.value, [TableShard(0, 0, num_rows, 0)], interval, is_shared=True)
+    return FixedTable("", variable.value, [Shard(0, 0, 0, num_rows)], interval, is_shared=True)
 
 
 # The first adds to rows, the second replaces them.
@@ -75,7 +76,7 @@ def test_rows_that_are_added_to_are_marked() -> None:
     variable = keras.Variable(np.zeros((4, 2), np.float32))
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([variable])
-    table = table_of(variable, SaveIntervals([""]).of_servers[0])
+    table = table_of(variable, on_each([""], 1, tf.int32)[0])
     rows = RowOptimizer(optimizer, "", variable, variable, table)
     rows.apply(tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 3], tf.int64)), tf.constant(0, tf.int64))
     np.testing.assert_array_equal(table.chosen(tf.constant(0)), [1, 3])

@@ -29,7 +29,7 @@ def test_parameters_that_are_treated_alike_are_exchanged_as_one(
     is_replicated: bool, number: int, run_dir: Path
 ) -> None:
     store = store_of(keras.optimizers.Adam(), run_dir, is_replicated=is_replicated)
-    assert len(store.shards) == 4
+    assert len(store.blocks.shards) == 4
     assert sum(block.is_parameter for block in store.blocks) == number
 
 
@@ -41,7 +41,7 @@ def test_mean_gradients_are_clipped_as_by_keras(clipping: dict[str, float], run_
     optimizer = keras.optimizers.SGD(**clipping)
     store = store_of(optimizer, run_dir)
     rng = np.random.default_rng(0)
-    shapes = [store.blocks.shape_of(shard) for shard in range(len(store.shards))]
+    shapes = [store.blocks.shape_of(shard) for shard in range(len(store.blocks.shards))]
     gradients = [tf.constant(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
     changes = {0: store.blocks.join(0, dict(enumerate(gradients)))}
     found = store.blocks.split(0, finished(store, changes, 2, phase=0)[0])

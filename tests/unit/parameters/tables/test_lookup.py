@@ -22,7 +22,7 @@ from kdist.model.embedding_lookup import TableGroup, group_tables
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
-from kdist.parameters.values.histograms import Histograms
+from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 
@@ -104,7 +104,7 @@ def test_they_train_as_apart_and_as_by_keras(
 def test_a_server_has_one_variable_for_all_of_them(run_dir: Path) -> None:
     training = prepared(run_dir)
     store = store_of(training, num_servers=2)
-    tables = [block for block in store.blocks if block.is_table]
+    tables = [block for block in store.blocks if block.tables is not None]
     assert [block.server for block in tables] == [0, 1]
     # Each of them has rows on both, but for the one that has a single row.
     assert sum(len(block.shards) for block in tables) == 2 * len(ROWS) - 1
@@ -159,6 +159,6 @@ def name_of(table: int) -> str:
 def test_histograms_are_of_each(run_dir: Path) -> None:
     store = store_of(prepared(run_dir), num_servers=2)
     values = store.values.read()
-    for name, buckets in Histograms(store.values).read().items():
+    for name, buckets in histograms_of(store.values)().items():
         assert buckets[:, 2].sum() == values[name].size
         assert buckets[0, 0] == values[name].min()

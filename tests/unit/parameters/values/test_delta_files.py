@@ -23,7 +23,7 @@ from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tables.dynamic_table import DynamicTable
-from kdist.parameters.values.value_files import ValueFiles
+from kdist.parameters.values.slices import WritePlan
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.prepared_training import prepare
@@ -181,7 +181,7 @@ def test_rows_stay_marked_until_a_save_has_succeeded(tmp_path: Path, monkeypatch
     servers.save()
     servers.train(2)
     with monkeypatch.context() as patch:
-        patch.setattr(ValueFiles, "_write_large", full_disk)
+        patch.setattr(WritePlan, "write", full_disk)
         with pytest.raises(CheckpointError):
             servers.save()
     servers.train(3)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.values.histograms import Histograms
+from kdist.parameters.values.histograms import histograms_of
 from kdist.parameters.values.named_values import NamedValues
 
 VALUES = {
@@ -30,7 +30,7 @@ def test_pieces_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     parts["parameters/number"] = [StoredShard.whole(tf.Variable(np.arange(5)))]
     parts["state/mean"] = [StoredShard.whole(tf.Variable(np.ones(5, np.float32)))]
-    found = Histograms(NamedValues(parts, {})).read()
+    found = histograms_of(NamedValues(parts, {}))()
     assert found.keys() == VALUES.keys()
     for name, value in VALUES.items():
         expected = tf.make_ndarray(histogram_pb("x", value).value[0].tensor)
@@ -43,4 +43,4 @@ def test_pieces_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_finite_is_left_out() -> None:
     wrong = {"parameters/nan": [0.0, np.nan], "parameters/inf": [0.0, np.inf], "parameters/good": [0.0, 1.0]}
     parts = {name: [StoredShard.whole(tf.Variable(np.array(value, np.float32)))] for name, value in wrong.items()}
-    assert Histograms(NamedValues(parts, {})).read().keys() == {"parameters/good"}
+    assert histograms_of(NamedValues(parts, {}))().keys() == {"parameters/good"}
