@@ -18,20 +18,20 @@ from kdist._compat.keras import decays, finds_shapes, layers_of, main_optimizer,
 from kdist.errors import ConfigError
 from kdist.layers import DynamicEmbedding, Embedding
 from kdist.layers.pooled_lookup import PooledLookup
-from kdist.model.phases import Levels
+from kdist.model.phases import PhaseOfTensor
 from kdist.model.updates import StepUpdates
 
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Tables with rows of one dtype and shape, and the same updates. Each row of a group has a number, which whatever
-    stores the rows gives it.
+    """Tables with rows of one dtype and shape, and the same updates. Each row of a group has a number, given by the
+    store of the rows.
 
     Attributes:
         tables: the indices of the tables among the trainable variables.
         num_rows: of each table; 0 if it is dynamic.
         row_shape, dtype: of a row.
-        is_row_wise: whether the optimizer updates only the rows that were looked up; otherwise there is one table.
+        is_row_wise: True if the optimizer updates only rows that were looked up; otherwise there is one table.
         dynamic: the layers of dynamic tables; they differ in their seeds at most.
     """
 
@@ -66,27 +66,18 @@ def group_tables(
             decayed_by = tuple(decays(optimizer, table) for optimizer in updates.optimizers_of(index))
             key = (table.dtype, tuple(table.shape[1:]), own, decayed_by, index in with_gradient)
             if isinstance(layer, DynamicEmbedding):
-                key = (*key, *_dynamic_key(index, layer, is_clipped=_is_clipped_by_itself(updates, index)))
+                has_bound = layer.eviction is not None and layer.eviction.max_rows is not None
+                # Nobody knows afterwards which rows were whose.
+                is_alone = has_bound or any(optimizer.clipnorm for optimizer in updates.optimizers_of(index))
+                own_index = index if is_alone else None
+                key = (*key, layer.row_initializer.kind, layer.admission, layer.eviction, own_index)
         alike[key][index] = layer
     return [_group(found, next(iter(found)) in row_wise) for found in alike.values()]
 
 
-def _dynamic_key(index: int, layer: DynamicEmbedding, *, is_clipped: bool) -> tuple[Hashable, ...]:
-    """What is equal for dynamic tables of one group."""
-    has_bound = layer.eviction is not None and layer.eviction.max_rows is not None
-    # Nobody knows afterwards which rows were whose.
-    own = index if has_bound or is_clipped else None
-    return layer.row_initializer.kind, layer.admission, layer.eviction, own
-
-
-def _is_clipped_by_itself(updates: StepUpdates, index: int) -> bool:
-    return any(optimizer.clipnorm for optimizer in updates.optimizers_of(index))
-
-
 def _group(layers: Mapping[int, keras.layers.Layer], is_row_wise: bool) -> TableGroup:
     tables = [table_of(layer) for layer in layers.values()]
-    first = tables[0]
-    num_rows = tuple(table.shape[0] for table in tables)
+    num_rows, first = tuple(table.shape[0] for table in tables), tables[0]
     dynamic = tuple(layer for layer in layers.values() if isinstance(layer, DynamicEmbedding))
     return TableGroup(tuple(layers), num_rows, tuple(first.shape[1:]), first.dtype, is_row_wise, dynamic)
 
@@ -94,8 +85,8 @@ def _group(layers: Mapping[int, keras.layers.Layer], is_row_wise: bool) -> Table
 def embedding_layers(model: keras.Model, trainable: Sequence[keras.Variable]) -> dict[int, keras.layers.Layer]:
     """The embedding layers of `model` by the index of their table in `trainable`."""
     index_of = {id(variable): i for i, variable in enumerate(trainable)}
-    layers = [layer for layer in _layers_with_tables(model) if layer.built]
-    return {index_of[id(table_of(layer))]: layer for layer in layers if id(table_of(layer)) in index_of}
+    tables = {id(table_of(layer)): layer for layer in _layers_with_tables(model) if layer.built}
+    return {index_of[table]: layer for table, layer in tables.items() if table in index_of}
 
 
 def _layers_with_tables(model: keras.Model) -> list[keras.layers.Layer]:
@@ -125,14 +116,13 @@ def check_dynamic_layers(model: keras.Model, row_wise: Sequence[keras.layers.Lay
     """Refuses, with a `ConfigError`, a `kdist.layers.DynamicEmbedding` whose rows a step could not fetch or update.
 
     Args:
-        row_wise: the layers of whose tables rows are looked up and updated.
-        whole: why other tables are needed as a whole.
+        row_wise: the layers whose tables are looked up and updated by rows.
+        whole: the reasons why other tables are needed as a whole.
     """
-    found = {id(layer) for layer in row_wise}
+    found, optimizer = {id(layer) for layer in row_wise}, main_optimizer(model)
     for layer in layers_of(model):
         if isinstance(layer, DynamicEmbedding) and layer.built and id(layer) not in found:
             why = "it is frozen" if not layer.trainable else "; ".join(dict.fromkeys(whole.values()))
-            optimizer = main_optimizer(model)
             if not why and optimizer.ema_overwrite_frequency:
                 why = "the optimizer's ema_overwrite_frequency is for whole variables"
             why = why or f"{type(optimizer).__name__} does not treat each element by itself"
@@ -144,11 +134,9 @@ def check_dynamic_layers(model: keras.Model, row_wise: Sequence[keras.layers.Lay
 
 @dataclass(frozen=True)
 class Lookup:
-    """One call of an embedding layer.
+    """One call of an embedding layer, with ids, int64 `[n]`, as the model computes them.
 
     Attributes:
-        layer: which was called.
-        ids: int64 `[n]`, as the model computes them.
         rows: `[n, ...]`, an input: the rows of these ids.
     """
 
@@ -158,7 +146,7 @@ class Lookup:
 
 
 class RowLookups:
-    """While active, embedding layers see rows that arrive in place of their tables; used while a function is traced.
+    """Gives embedding layers, while active, rows that arrive in place of their tables; used while a function is traced.
 
     Rows are fetched in rounds: in the first one those whose ids depend on no rows, and so on. Nearly every model needs
     one.
@@ -169,16 +157,15 @@ class RowLookups:
 
     Attributes:
         rounds: the lookups of each.
-        levels: of the graph, in which the rows of a round arrive with the phase of its number + 1.
-        hidden: layers that were called where gradients cannot be traced, in a loop or a nested function, by `id`, and
-            why.
+        first_phases: of the tensors of the graph; the rows of a round arrive with the phase of its number + 1.
+        hidden: reasons why gradients of a layer cannot be traced, such as a call in a loop, by its `id`.
     """
 
     def __init__(self, layers: Iterable[keras.layers.Layer], tape: tf.GradientTape | None = None) -> None:
         self._layers = list(layers)
         self._tape = tape
         self._graph = tf.compat.v1.get_default_graph()
-        self.levels = Levels()
+        self.first_phases = PhaseOfTensor()
         self.rounds: list[list[Lookup]] = []
         self.hidden: dict[int, str] = {}
 
@@ -201,18 +188,17 @@ class RowLookups:
         original = getattr(layer, _lookup_method(layer))
 
         def look_up(ids: tf.Tensor) -> tf.Tensor:
-            number = self.levels.of(ids)
+            number = self.first_phases.of(ids)
             table = table_of(layer)
             keys = layer.as_keys(ids) if isinstance(layer, DynamicEmbedding) else tf.cast(ids, tf.int64)
-            flat_ids = tf.reshape(keys, [-1])
-            row_shape = table.shape[1:]
+            flat_ids, row_shape = tf.reshape(keys, [-1]), table.shape[1:]
             rows = tf.compat.v1.placeholder(stored_dtype(table), [*flat_ids.shape, *row_shape])
             self.rounds += [[] for _ in range(number + 1 - len(self.rounds))]
             self.rounds[number].append(Lookup(layer, flat_ids, rows))
-            self.levels.arrive([rows], number + 1)
+            self.first_phases.arrive([rows], number + 1)
             if self._tape is not None:
                 self._tape.watch(rows)
-            # What the layer does with the rows; the table is not here.
+            # As the layer does with rows of its table, which is not here.
             looked_up = tf.reshape(rows, tf.concat([tf.shape(ids), row_shape], 0))
             looked_up.set_shape([*ids.shape, *row_shape])
             return tf.cast(looked_up, layer.compute_dtype)
@@ -235,11 +221,11 @@ class RowLookups:
 
 
 def _lookup_method(layer: keras.layers.Layer) -> str:
-    """What a layer calls with ids to get their vectors, and does nothing else in."""
+    """The method of a layer that looks up the vectors of ids, and does nothing else."""
     return "look_up" if isinstance(layer, PooledLookup) else "call"
 
 
 def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once."""
+    """Adds up the gradients of equal rows, so that each row appears once."""
     rows, positions = tf.unique(slices.indices)
     return tf.IndexedSlices(tf.math.unsorted_segment_sum(slices.values, positions, tf.size(rows)), rows)

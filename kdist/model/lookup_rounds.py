@@ -31,7 +31,7 @@ class RowRequest:
 
 
 class RowSource(Protocol):
-    """Where the rows of groups of tables are; a group is named by its index. Called while a function is traced."""
+    """Gives rows of groups of tables, by the index of the group. Called while a function is traced."""
 
     def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         """The numbers of rows in a group, int64 `[n]`.
@@ -45,51 +45,49 @@ class RowSource(Protocol):
         """Rows of groups, `[n, ...]`."""
 
 
-#: What arrives of a group in a round: which rows, each once, table by table, int64 `[m]`; how many of each table, int32
-#: `[tables]`; for each id the place of its row among them, int32 `[n]`.
+#: The rows of a group that arrive in a round: their numbers, each once, table by table, int64 `[m]`; the number of rows
+#: of each table, int32 `[tables]`; for each id the place of its row among them, int32 `[n]`.
 _Arrived: TypeAlias = "tuple[tf.Tensor, tf.Tensor, tf.Tensor]"
 
-#: What the error of an id that is not in its table says, before the index of the table and the id.
+#: The lookups of a round by their group: the position of the table in the group, and the number of the lookup in its
+#: round; those of one table are next to each other.
+_Round: TypeAlias = "dict[int, list[tuple[int, int]]]"
+
+#: The error of an id that is not in its table begins so, before the index of the table and the id.
 WRONG_ID = "no such row of trainable variable"
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """A lookup of a group of tables: its number in its round, and the position of its table in the group."""
-
-    number: int
-    table: int
 
 
 class LookupRounds:
     """A traced function, run in rounds.
 
     Args:
-        cut: the rows that arrive in each round, the ids that each wants -> the function, cut there.
-        lookups: those of its trace.
+        graph: of the function.
+        inputs, outputs: its nested tensors there.
+        lookups: in its trace.
         tables: the layers of the tables that it looks up, by their index.
         groups: of these tables.
     """
 
     def __init__(
         self,
-        cut: Callable[[Sequence[Any], Sequence[Any]], Phases],
+        graph: Any,
+        inputs: Any,
+        outputs: Any,
         lookups: RowLookups,
         tables: Mapping[int, keras.layers.Layer],
         groups: Sequence[TableGroup],
     ) -> None:
         self._groups = groups
         place = {id(tables[table]): (g, i) for g, group in enumerate(groups) for i, table in enumerate(group.tables)}
-        #: The lookups of each round by their group, those of one table next to each other.
-        self._rounds: list[dict[int, list[_Lookup]]] = []
+        self._rounds: list[_Round] = []
         for of_round in lookups.rounds:
-            by_group: dict[int, list[_Lookup]] = {}
+            by_group: _Round = {}
             for number, lookup in enumerate(of_round):
                 g, table = place[id(lookup.layer)]
-                by_group.setdefault(g, []).append(_Lookup(number, table))
-            ordered = {g: sorted(found, key=lambda lookup: lookup.table) for g, found in by_group.items()}
-            self._rounds.append(ordered)
-        self._phases = cut(lookups.rows, [[lookup.ids for lookup in of_round] for of_round in lookups.rounds])
+                by_group.setdefault(g, []).append((table, number))
+            self._rounds.append({g: sorted(found) for g, found in by_group.items()})
+        wanted = [[lookup.ids for lookup in of_round] for of_round in lookups.rounds]
+        self._phases = Phases(graph, lookups.first_phases, [inputs, *lookups.rows], [*wanted, outputs])
         # Traced once, no matter how many steps a call unrolls: they have a few operations for each lookup.
         self._join = tf.function(_join, autograph=False)
         self._gradients = tf.function(self._gradients_of_tables, autograph=False)
@@ -109,19 +107,15 @@ class LookupRounds:
 
         graph = tf.function(trace, autograph=False).get_concrete_function(*specs).graph
         ((arguments, outputs, lookups),) = traced
-
-        def cut(arriving: Sequence[Any], wanted: Sequence[Any]) -> Phases:
-            return Phases(graph, graph.captures, lookups.levels, [arguments, *arriving], [*wanted, outputs])
-
-        return LookupRounds(cut, lookups, tables, groups)
+        return LookupRounds(graph, arguments, outputs, lookups, tables, groups)
 
     def run(self, arguments: Any, source: RowSource) -> tuple[Any, Callable[[Any], dict[int, tf.IndexedSlices]]]:
         """The function's outputs for `arguments`; called while a function is traced.
 
         Returns:
-            The outputs; what makes the sparse gradients of tables, by index, from those of the rows that arrived, by
-            round and lookup. Tables without one are missing. Rows have the numbers that they have in their groups; of
-            row-wise tables each appears once, of others as often as it was looked up, as in Keras.
+            The outputs; a function that makes the sparse gradients of tables, by index, from the gradients of the rows
+            that arrived, by round and lookup. Tables without one are missing. Rows are numbered as in their groups;
+            a row of a row-wise table appears once, any other as often as it was looked up, as in Keras.
         """
         running = self._phases.run(arguments)
         found = next(running)
@@ -140,9 +134,9 @@ class LookupRounds:
         return found, gradients
 
     def _arrive(
-        self, of_round: Mapping[int, list[_Lookup]], wanted: Sequence[tf.Tensor], source: RowSource
+        self, of_round: _Round, wanted: Sequence[tf.Tensor], source: RowSource
     ) -> tuple[dict[int, _Arrived], list[tf.Tensor]]:
-        """What arrives in a round: of each group which rows; the rows of each lookup.
+        """Fetches the rows of a round: of each group those that arrive, and the rows of each lookup.
 
         Args:
             wanted: the ids of each lookup.
@@ -151,8 +145,8 @@ class LookupRounds:
         rows_of: dict[int, RowRequest] = {}
         sizes: dict[int, tf.Tensor] = {}
         for g, of_lookups in of_round.items():
-            tables = tuple(lookup.table for lookup in of_lookups)
-            ids, of_id, sizes[g] = self._join(self._groups[g], tables, [wanted[lookup.number] for lookup in of_lookups])
+            tables = tuple(table for table, _ in of_lookups)
+            ids, of_id, sizes[g] = self._join(self._groups[g], tables, [wanted[number] for _, number in of_lookups])
             numbers, places = tf.unique(source.number(g, of_id, ids))
             if len(self._groups[g].tables) == 1:
                 # Beside the little that a step of such a model computes, each operation counts.
@@ -170,21 +164,21 @@ class LookupRounds:
             looked_up = tf.gather(fetched[g], arrived[g][-1])
             alone = len(of_lookups) == 1
             parts = [looked_up] if alone else tf.split(looked_up, sizes[g], num=len(of_lookups))
-            rows |= {lookup.number: part for lookup, part in zip(of_lookups, parts)}
+            rows |= {number: part for (_, number), part in zip(of_lookups, parts)}
         return arrived, [rows[number] for number in range(len(rows))]
 
     def _gradients_of_tables(self, of_rows: Any, rows: Any, arrived: Any) -> dict[int, tf.IndexedSlices]:
         parts: dict[int, list[tf.IndexedSlices]] = {}
         for of_round, gradients, looked_up, found in zip(self._rounds, of_rows, rows, arrived):
             for g, of_lookups in of_round.items():
-                own = [gradients[lookup.number] for lookup in of_lookups]
-                if all(gradient is None for gradient in own):
+                own = [(number, gradients[number]) for _, number in of_lookups]
+                if all(gradient is None for _, gradient in own):
                     continue
                 present = [
-                    tf.zeros_like(looked_up[lookup.number]) if gradient is None else tf.convert_to_tensor(gradient)
-                    for lookup, gradient in zip(of_lookups, own)
+                    tf.zeros_like(looked_up[number]) if gradient is None else tf.convert_to_tensor(gradient)
+                    for number, gradient in own
                 ]
-                tables = [self._groups[g].tables[i] for i in dict.fromkeys(lookup.table for lookup in of_lookups)]
+                tables = [self._groups[g].tables[i] for i in dict.fromkeys(table for table, _ in of_lookups)]
                 for table, part in _by_table(self._groups[g], tables, found[g], tf.concat(present, 0)).items():
                     parts.setdefault(table, []).append(part)
         row_wise = {table for group in self._groups if group.is_row_wise for table in group.tables}
@@ -215,7 +209,7 @@ def _joined(parts: list[tf.IndexedSlices], is_row_wise: bool) -> tf.IndexedSlice
 def _join(
     group: TableGroup, tables: tuple[int, ...], ids: Sequence[tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The ids of some lookups, checked; the position of the table of each id; how many ids each lookup has.
+    """Returns the ids of some lookups, checked; the position of the table of each id; the number of ids of each lookup.
 
     Args:
         tables: of each lookup the position of its table in the group, in ascending order.
@@ -230,21 +224,15 @@ def _join(
     if group.dynamic:
         return every, table, tf.stack(sizes)
     if len(group.tables) == 1:
-        first, last, end = tf.reduce_min(every), tf.reduce_max(every), group.num_rows[0]
-        wrong = [WRONG_ID, group.tables[0], tf.where(first < 0, first, last)]
-        checked = tf.raw_ops.Assert(condition=(first >= 0) & (last < end), data=wrong)
-        with tf.control_dependencies([checked]):
-            return tf.identity(every), table, tf.stack(sizes)
-    is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), table))
-    # Otherwise a wrong id would be a row of another table.
-    checked = _assert_none(is_wrong, tf.gather(tf.constant(group.tables), table), every)
+        lowest, highest, end = tf.reduce_min(every), tf.reduce_max(every), group.num_rows[0]
+        wrong = [WRONG_ID, group.tables[0], tf.where(lowest < 0, lowest, highest)]
+        checked = tf.raw_ops.Assert(condition=(lowest >= 0) & (highest < end), data=wrong)
+    else:
+        # Otherwise a wrong id would be a row of another table.
+        is_wrong = (every < 0) | (every >= tf.gather(tf.constant(group.num_rows, tf.int64), table))
+        # One more, so that there is always a first one.
+        first = tf.argmax(tf.cast(tf.concat([is_wrong, [True]], 0), tf.int8))
+        of, id_ = (tf.concat([t, [-1]], 0)[first] for t in (tf.gather(tf.constant(group.tables), table), every))
+        checked = tf.raw_ops.Assert(condition=of < 0, data=[WRONG_ID, of, id_])
     with tf.control_dependencies([checked]):
         return tf.identity(every), table, tf.stack(sizes)
-
-
-def _assert_none(is_wrong: tf.Tensor, table: tf.Tensor, ids: tf.Tensor) -> tf.Operation:
-    """Fails, with the first wrong id and its table, if there is any."""
-    # One more, so that there is always a first one.
-    first = tf.argmax(tf.cast(tf.concat([is_wrong, [True]], 0), tf.int8))
-    table, ids = tf.concat([table, [-1]], 0), tf.concat([ids, [-1]], 0)
-    return tf.raw_ops.Assert(condition=table[first] < 0, data=[WRONG_ID, table[first], ids[first]])

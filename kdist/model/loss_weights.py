@@ -1,4 +1,4 @@
-"""How the losses of synchronous replicas make one: the kind of each term tells how it grows with the batch.
+"""Joins the losses of synchronous replicas to one: the kind of each term tells how it grows with the batch.
 
 The loss of all examples of a step is the mean of the replicas' losses, weighted by what each was divided by: by the
 number of examples, or with masks and `reduction="mean_with_sample_weight"` by something else. Losses that are sums add
@@ -33,26 +33,17 @@ _TOLERANCE = 1e-3
 _ROUNDING = 2e-5
 
 
-class LossWeights(Enum):
-    """The weight of a replica's gradient."""
-
-    #: The number of its examples.
-    EXAMPLES = "examples"
-    #: What its loss was divided by.
-    DIVISORS = "divisors"
-    #: Gradients add up.
-    SUM = "sum"
-
-
 class Term(Enum):
-    """How a term of a loss grows with the batch."""
+    """The growth of a loss, or of a term of it, with the batch."""
 
-    #: Not at all: it depends on parameters only.
+    #: None: it depends on parameters only.
     CONSTANT = "constant"
-    #: A mean over the examples.
+    #: A mean over the examples; their number is the weight of a replica's gradient.
     MEAN = "mean"
-    #: A mean over something else, of which a batch may have more or less: unmasked steps, the sum of weights.
+    #: A mean over something else, of which a batch may have more or less: unmasked steps, the sum of weights. The
+    #: divisor of the loss is the weight of a replica's gradient.
     OWN_MEAN = "own mean"
+    #: The gradients of replicas add up.
     SUM = "sum"
     #: Values that are not reduced, of which the gradient is that of their sum.
     VALUES = "values"
@@ -64,10 +55,10 @@ class LossTerms:
     """The terms of a model's loss.
 
     Attributes:
-        compiled: those of the losses that it is compiled with, in their order.
-        added: those of `model.losses`: regularizers, and what layers have added.
-        is_whole: whether there is only one, the loss that the model itself makes of all.
-        compiled_factors, added_factors: what a replica multiplies each with; none for 1.
+        compiled: of the losses that it is compiled with, in their order.
+        added: of `model.losses`: regularizers, and losses that layers have added.
+        is_whole: True if there is only one, the loss that the model itself makes of all.
+        compiled_factors, added_factors: a replica's factor of each; none for 1.
     """
 
     compiled: tuple[Term, ...] = ()
@@ -77,44 +68,35 @@ class LossTerms:
     added_factors: tuple[float, ...] = ()
 
     @property
-    def weights(self) -> LossWeights | None:
-        """The weights with which the gradients of replicas make one; None if each term needs its own."""
-        kinds = {*self.compiled, *self.added} - {Term.CONSTANT}
-        if kinds <= {Term.MEAN}:
-            return LossWeights.EXAMPLES
-        if kinds <= {Term.SUM, Term.VALUES}:
-            return LossWeights.SUM
-        is_alone = kinds == {Term.OWN_MEAN} and (*self.compiled, *self.added).count(Term.OWN_MEAN) == 1
-        return LossWeights.DIVISORS if is_alone else None
+    def all(self) -> tuple[Term, ...]:
+        return *self.compiled, *self.added
 
     @property
-    def has_unknown(self) -> bool:
-        """Whether the kind of a term is unknown."""
-        return Term.UNKNOWN in (*self.compiled, *self.added)
+    def together(self) -> Term | None:
+        """MEAN, OWN_MEAN or SUM, the growth of the whole loss; None if terms need different weights."""
+        kinds = {*self.all} - {Term.CONSTANT}
+        if kinds <= {Term.MEAN}:
+            return Term.MEAN
+        if kinds <= {Term.SUM, Term.VALUES}:
+            return Term.SUM
+        return Term.OWN_MEAN if kinds == {Term.OWN_MEAN} and self.all.count(Term.OWN_MEAN) == 1 else None
 
-    def known(self, kinds: Callable[[], Sequence[Term]]) -> LossTerms:
-        """The terms with kinds for those that are unknown; of what has no kind, means.
-
-        Args:
-            kinds: of all terms, or none.
-        """
-        number = len(self.compiled)
-        found = kinds() or [Term.MEAN] * (number + len(self.added))
-        old_and_new = zip((*self.compiled, *self.added), found, strict=True)
-        known = [new if old is Term.UNKNOWN else old for old, new in old_and_new]
+    def known(self, kinds: Sequence[Term] = ()) -> LossTerms:
+        """The terms with these kinds, of all terms, in the places of unknown ones; means without any."""
+        number, found = len(self.compiled), kinds or [Term.MEAN] * len(self.all)
+        known = [new if old is Term.UNKNOWN else old for old, new in zip(self.all, found, strict=True)]
         return replace(self, compiled=tuple(known[:number]), added=tuple(known[number:]))
 
     def of_replica(self, num_replicas: int, *, has_same_size: bool) -> LossTerms:
-        """The terms with the factors with which gradients of replicas make one by the same weight.
+        """The terms with factors, so that the gradients of replicas need one weight, if that can be.
 
         Args:
-            num_replicas: how many there are.
-            has_same_size: whether the batches of all have the same number of examples.
+            has_same_size: True if the batches of all replicas have the same number of examples.
         """
-        if self.weights is LossWeights.SUM:
+        if self.together is Term.SUM:
             return replace(self, added_factors=_factors(self.added, {Term.CONSTANT: 1 / num_replicas}))
-        every = {*self.compiled, *self.added}
-        if self.weights is None and has_same_size and not self.is_whole and every <= set(_OF_EXAMPLES):
+        needs_no_weight = has_same_size and not self.is_whole and {*self.all} <= {Term.CONSTANT, Term.MEAN, Term.SUM}
+        if self.together is None and needs_no_weight:
             # The mean of the sums, times their number, is the sum of all.
             factors = {Term.SUM: float(num_replicas)}
             return LossTerms(
@@ -126,16 +108,12 @@ class LossTerms:
         return self
 
 
-#: The terms that need no weight if all batches have the same size.
-_OF_EXAMPLES = (Term.CONSTANT, Term.MEAN, Term.SUM)
-
-
 def _factors(terms: Sequence[Term], of_kind: Mapping[Term, float]) -> tuple[float, ...]:
     return tuple(of_kind.get(term, 1.0) for term in terms)
 
 
 def term_of(reduction: Reduction) -> Term:
-    """The kind of a compiled loss, as far as its reduction tells."""
+    """The growth of a compiled loss, as far as its reduction tells."""
     if reduction.is_number:
         return Term.UNKNOWN
     if reduction.is_sum:
@@ -148,7 +126,7 @@ def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) 
 
     Args:
         batch: of that trace.
-        reductions: those of its compiled losses in this trace.
+        reductions: of its compiled losses in this trace.
     """
     inputs = {tensor.op for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None}
     compiled = tuple(term_of(reduction) for reduction in reductions)
@@ -168,7 +146,6 @@ def trial_values(variables: Iterable[keras.Variable], draw: int) -> dict[int, tf
 
 
 def _depends(tensor: tf.Tensor, inputs: Collection[tf.Operation]) -> bool:
-    """Whether a tensor of a graph depends on the results of some of its operations."""
     seen, waiting = set[tf.Operation](), [tensor.op]
     while waiting:
         operation = waiting.pop()
@@ -181,7 +158,7 @@ def _depends(tensor: tf.Tensor, inputs: Collection[tf.Operation]) -> bool:
 
 
 def is_of_none(spec: tf.TypeSpec) -> bool:
-    """Whether a part of a batch is an optional input that is None."""
+    """True for a part of a batch that is an optional input without a value."""
     return spec == tf.type_spec_from_value(None)
 
 
@@ -236,13 +213,14 @@ def repeated(batch: Any) -> Any:
 def kinds_of(
     values: Callable[[Any, int], Sequence[Any]], batch_spec: Any, model: keras.Model, parts: Collection[int] = ()
 ) -> list[Term]:
-    """The kind of each value that a function computes of a batch; nothing, with a warning, if it takes no made-up data.
+    """The growth of each value that a function computes of a batch; nothing, with a warning, if it takes no made-up
+    data.
 
     Args:
-        values: batch, number of what is drawn at random -> numbers, in the same order for every batch.
-        model: whose function it is.
-        parts: the numbers of the values that are to come of those of parts of a batch. The root of a mean does not, nor
-            what compares the examples: there is a warning then.
+        values: batch, number of a random draw -> numbers, in the same order for every batch.
+        model: named in warnings.
+        parts: the indices of values that must follow from those of parts of a batch; otherwise there is a warning. The
+            root of a mean does not, nor a loss that compares the examples.
     """
     try:
         batch = made_up(batch_spec, 1)
@@ -272,13 +250,13 @@ def kinds_of(
 
 
 def _compared(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[tuple[Any, ...]]:
-    """For each value those of a batch, of the same again, and of the same repeated."""
+    """Each value of a batch, of the same again, and of the same repeated."""
     of_batches = [values(some, draw) for draw, some in enumerate((batch, batch, repeated(batch)))]
     return list(zip(*([np.array(v, np.float64) for v in of_batch] for of_batch in of_batches), strict=True))
 
 
 def _comes_of_parts(of_batch: tuple[np.ndarray, ...], kind: Term, of_halves: Sequence[Any]) -> bool:
-    """Whether a value of a batch, as of `_compared`, is one of terms that the examples make each for itself."""
+    """True if a value of a batch, as of `_compared`, consists of terms of single examples."""
     once, _, often = of_batch
     parts = [np.array(value, np.float64) for value in of_halves]
     if any(part.shape != once.shape for part in parts) or often.shape != once.shape:
@@ -292,7 +270,7 @@ def _comes_of_parts(of_batch: tuple[np.ndarray, ...], kind: Term, of_halves: Seq
 
 
 def _of_halves(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[Sequence[Any]]:
-    """What a function computes of the halves of a batch; nothing if it does not take them."""
+    """The values of the halves of a batch; none if the function does not take them."""
     try:
         return [values(half, 0) for half in _halves(batch)]
     except Exception:  # noqa: BLE001 - as of any made-up data; the whole batch has told the kinds
@@ -300,7 +278,7 @@ def _of_halves(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[
 
 
 def _halves(batch: Any) -> list[Any]:
-    """The two halves of a made-up batch of dense tensors; nothing of others, which are not cut."""
+    """The halves of a batch of dense tensors; none of other batches."""
     parts = [part for part in tf.nest.flatten(batch) if part is not None]
     if not all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
         return []
@@ -316,7 +294,7 @@ def _differ(some: np.ndarray, others: np.ndarray, tolerance: float = _TOLERANCE)
 
 
 def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray) -> Term:
-    """The kind of a value or a gradient, from what `_compared` says of it."""
+    """The growth of a value or a gradient, from `_compared`."""
     if once.shape != often.shape:
         # Values that are not reduced: their gradient is that of the sum.
         once, again, often = (np.sum(values) for values in (once, again, often))

@@ -7,7 +7,7 @@ metrics of Keras 2 do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,12 +24,12 @@ from kdist.model.logs import Logs, as_logs
 from kdist.model.loss_weights import made_up
 
 RULES = ("sum", "mean", "max", "min", "product", "last")
-#: What Keras calls some of them; "none" is that of metrics written before Keras 3.3.
+#: Other names of some, in Keras; "none" stands in metrics written before Keras 3.3.
 _OF_AGGREGATION = {"none": "sum", "only_first_replica": "last"}
 _TOLERANCE = 1e-3
 
 
-def merged(rule: str, rows: np.ndarray, initial: np.ndarray) -> np.ndarray:
+def merge_by(rule: str, rows: np.ndarray, initial: np.ndarray) -> np.ndarray:
     """Makes one of any number of values `[n, ...]`, each of which started from `initial`."""
     if rule == "sum":
         return rows.sum(0) - (len(rows) - 1) * initial
@@ -46,62 +46,51 @@ def rules_of(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.
     """
     named: dict[int, str] = {}
     for metric in _flat(metrics):
-        named |= _rules(metric)
+        rule = getattr(metric, "merge_rule", None)
+        found = {
+            id(v): rule.get(v.name, "sum") if isinstance(rule, Mapping) else rule for v in metric.variables if rule
+        }
+        if wrong := set(found.values()) - set(RULES):
+            raise ConfigError(f"metric {metric.name}: merge_rule={wrong.pop()!r}: must be one of {', '.join(RULES)}")
+        named |= found
     return [named.get(id(v)) or _OF_AGGREGATION.get(v.aggregation, v.aggregation) for v in variables]
 
 
-class StateMerger:
-    """Merges the states of a metric by its own `merge_state`.
+def _state_merger(metric: keras.metrics.Metric) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
+    """A function that makes one state of any number, `[n, ...]` for each variable, by the metric's own `merge_state`.
 
     Args:
-        metric: has such a method, and its variables as attributes.
-        variables: all variables of all metrics, in which its own are found.
-
-    Attributes:
-        indices: of its variables among them.
+        metric: has its variables as attributes.
     """
+    variables = metric.variables
+    # The other one of two that are merged.
+    twins = {id(v): keras.Variable(v.numpy(), dtype=v.dtype, trainable=False) for v in variables}
+    # Without `copy`, which saves and loads the metric.
+    other = object.__new__(type(metric))
+    vars(other).update({key: twins.get(id(value), value) for key, value in vars(metric).items()})
 
-    def __init__(self, metric: keras.metrics.Metric, variables: Sequence[keras.Variable]) -> None:
-        index_of = {id(variable): i for i, variable in enumerate(variables)}
-        self._metric = metric
-        self.indices = [index_of[id(variable)] for variable in metric.variables]
-        # The other one of two that are merged.
-        twins = {id(v): keras.Variable(v.numpy(), dtype=v.dtype, trainable=False) for v in metric.variables}
-        # Without `copy`, which saves and loads the metric.
-        self._other = object.__new__(type(metric))
-        vars(self._other).update({key: twins.get(id(value), value) for key, value in vars(metric).items()})
-        self._twins = list(twins.values())
-
-    def merged(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Makes one state of any number of them: `[n, ...]` for each variable."""
-        variables = self._metric.variables
-        state = [tf.constant(of_variable[0], v.dtype) for of_variable, v in zip(rows, variables)]
-        for i in range(1, len(rows[0])):
-            others = [tf.constant(of_variable[i], v.dtype) for of_variable, v in zip(rows, variables)]
-            with keras.StatelessScope([*zip(variables, state), *zip(self._twins, others)]) as scope:
-                self._metric.merge_state([self._other])
+    def merge(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        state, *others = ([tf.constant(row, v.dtype) for row, v in zip(one, variables)] for one in zip(*rows))
+        for values in others:
+            with keras.StatelessScope([*zip(variables, state), *zip(twins.values(), values)]) as scope:
+                metric.merge_state([other])
             state = [scope.get_current_value(variable) for variable in variables]
         return [value.numpy() for value in state]
 
-
-def state_mergers(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.Variable]) -> list[StateMerger]:
-    """Those of the metrics that merge their states themselves."""
-    return [StateMerger(metric, variables) for metric in _flat(metrics) if hasattr(metric, "merge_state")]
+    return merge
 
 
 def check_metrics(model: keras.Model, batch_spec: Any) -> None:
-    """Refuses metrics of the user's own that do not add up and have no `merge_rule`, after a try on made-up batches.
+    """Refuses, with a `ConfigError`, custom metrics that do not add up and have no `merge_rule`, after a try on made-up
+    batches.
 
     Args:
         model: built, and compiled with the metrics.
         batch_spec: nested `tf.TensorSpec`s of a batch.
-
-    Raises:
-        ConfigError: names the metric.
     """
     metrics = [m for m in _flat(model.metrics) if not type(m).__module__.startswith("keras.") and not _has_rule(m)]
     wrong = None
-    # A metric that fails on such batches says nothing about how it counts.
+    # A metric that fails on such batches tells nothing.
     with suppress(Exception):
         wrong = next((m for m in metrics if not _adds_up(m, model, batch_spec)), None)
     if wrong is not None:
@@ -113,10 +102,14 @@ def check_metrics(model: keras.Model, batch_spec: Any) -> None:
 
 
 def _adds_up(metric: keras.metrics.Metric, model: keras.Model, batch_spec: Any) -> bool:
-    batches = [_made_up(model, batch_spec, seed) for seed in (1, 2)]
+    batches = []
+    for seed in (1, 2):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(made_up(batch_spec, seed))
+        with keras.StatelessScope():
+            batches.append((x, y, call(model, x, training=False), sample_weight))
     nothing, one, other, both = (_count(metric, model, some) for some in ([], batches[:1], batches[1:], batches))
     added = [first + second - initial for initial, first, second in zip(nothing, one, other)]
-    # One that draws by other means than Keras's never counts the same twice, which says nothing about how it counts.
+    # A metric that draws by other means than Keras's never counts the same twice, which tells nothing.
     return _are_close(added, both) or not _are_close(both, _count(metric, model, batches))
 
 
@@ -125,10 +118,7 @@ def _are_close(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool
 
 
 def _count(metric: keras.metrics.Metric, model: keras.Model, batches: Sequence[tuple[Any, ...]]) -> list[np.ndarray]:
-    """The variables of a metric after some batches `(x, y, y_pred, sample_weight)`.
-
-    A metric that draws, as one that breaks ties at random, draws the same for each batch.
-    """
+    """The variables of a metric after batches `(x, y, y_pred, sample_weight)`; random draws are the same for each."""
     variables, seed = metric.variables, global_seed()
     with keras.StatelessScope():
         metric.reset_state()
@@ -140,15 +130,8 @@ def _count(metric: keras.metrics.Metric, model: keras.Model, batches: Sequence[t
     return [np.array(value, float) for value in values]
 
 
-def _made_up(model: keras.Model, batch_spec: Any, seed: int) -> tuple[Any, ...]:
-    """A small batch of random numbers, with what the model makes of it."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(made_up(batch_spec, seed))
-    with keras.StatelessScope():
-        return x, y, call(model, x, training=False), sample_weight
-
-
 def _flat(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
-    """The metrics themselves, also those that a model was compiled with, which Keras keeps in one."""
+    """The single metrics; Keras keeps those that a model was compiled with in one."""
     flat = []
     for metric in metrics:
         parts = getattr(metric, "metrics", None)
@@ -161,24 +144,15 @@ def _has_rule(metric: keras.metrics.Metric) -> bool:
     return says or any(v.aggregation not in ("sum", "none") for v in metric.variables)
 
 
-def _rules(metric: keras.metrics.Metric) -> dict[int, str]:
-    """The rules that a metric names, by the id of the variable."""
-    rule = getattr(metric, "merge_rule", {})
-    found = {id(v): rule.get(v.name, "sum") if isinstance(rule, Mapping) else rule for v in metric.variables if rule}
-    if wrong := set(found.values()) - set(RULES):
-        raise ConfigError(f"metric {metric.name}: merge_rule={wrong.pop()!r}: must be one of {', '.join(RULES)}")
-    return found
-
-
 @dataclass(frozen=True)
 class ReturnedValues:
-    """What a step returns beside the results of metrics, when the model overrides `train_step` or `compute_metrics`.
+    """Values that a step returns beside metrics, if the model overrides `train_step` or `compute_metrics`.
 
     Attributes:
         means: for each value that no metric has counted: its mean, weighted by examples.
-        names: what is reported, in this order; everything if None.
-        counts_loss: whether the step updates Keras's tracker of the loss.
-        sums: the values of which those of synchronous replicas add up.
+        names: of the values to report, in this order; None for all.
+        counts_loss: True if the step updates Keras's tracker of the loss.
+        sums: names of the values that add up over synchronous replicas.
     """
 
     means: dict[str, keras.metrics.Mean] = field(default_factory=dict)
@@ -187,21 +161,21 @@ class ReturnedValues:
     sums: frozenset[str] = frozenset()
 
     def count(self, logs: Mapping[str, Any], num_examples: tf.Tensor | int) -> None:
-        """Adds those of a batch, in a scope."""
+        """Adds the values of a batch, in a scope."""
         for name, mean in self.means.items():
             mean.update_state(logs[name], sample_weight=1 if name in self.sums else num_examples)
 
 
 @dataclass(frozen=True)
 class LossCount:
-    """How synchronous replicas count a loss: so that their counts of a step add up to what tells its loss.
+    """The way in which synchronous replicas count a loss, so that their counts of a step add up.
 
     Attributes:
-        metric: what counts it.
-        is_sum: whether the loss of a step is the sum of those of the replicas; else their sum and their count are
+        metric: counts it.
+        is_sum: True if the loss of a step is the sum of those of the replicas; otherwise their sum and their count are
             weighted.
         power: of the number of examples of a step: the weight with which Keras counts it, that number or 1.
-        own_counts: if a model's own step counts the sum, with whatever weight: how many replicas do.
+        own_counts: the number of replicas, if a model's own step counts the sum, with whatever weight.
     """
 
     metric: keras.metrics.Mean
@@ -222,7 +196,7 @@ def metric_variables(model: keras.Model, returned: ReturnedValues | None = None)
     """The variables of a built model's metrics, of its loss, which an overridden `metrics` may leave out, and of the
     means of `returned` values.
     """
-    means = [] if returned is None else list(returned.means.values())
+    means = () if returned is None else returned.means.values()
     variables = [v for metric in (loss_tracker(model), *means) for v in metric.variables]
     known = {id(variable) for variable in model.metrics_variables}
     return [*model.metrics_variables, *(variable for variable in variables if id(variable) not in known)]
@@ -234,7 +208,7 @@ class MetricReader:
     Args:
         model: the chief's own model; its metric variables keep their values.
         returned: other values of its steps.
-        loss_counts: how replicas count losses, where that is not as Keras does.
+        loss_counts: of the losses that replicas count otherwise than Keras.
     """
 
     def __init__(
@@ -250,9 +224,14 @@ class MetricReader:
         for metric in self._metrics:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self._variables]
-        self.rules = rules_of(model.metrics, self._variables)
-        self._mergers = state_mergers(model.metrics, self._variables)
+        self._rules = rules_of(model.metrics, self._variables)
         index_of = {id(variable): i for i, variable in enumerate(self._variables)}
+        #: Of each metric that merges its states itself the places of its variables, and the function that does it.
+        self._mergers = [
+            ([index_of[id(variable)] for variable in metric.variables], _state_merger(metric))
+            for metric in _flat(model.metrics)
+            if hasattr(metric, "merge_state")
+        ]
         means = [loss_tracker(model)]
         if not returned.counts_loss:
             means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
@@ -264,14 +243,14 @@ class MetricReader:
         return self.total([np.stack(pair) for pair in zip(mine, others)])
 
     def merge_steps(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """The same for each of several steps: `[num_steps, ...]` for each variable."""
+        """Merges the values of two replicas for each of several steps: `[num_steps, ...]` for each variable."""
         if not self._mergers:
             return self.merge(mine, others)
         steps = [self.merge([v[i] for v in mine], [v[i] for v in others]) for i in range(len(mine[0]))]
         return tuple(np.stack(of_variable) for of_variable in zip(*steps))
 
-    def joined(self, values: Sequence[np.ndarray], num_examples: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What one process would have counted, from what all replicas together have: `[num_steps, ...]`.
+    def count_as_keras(self, values: Sequence[np.ndarray], num_examples: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Turns the counts of all replicas together, `[num_steps, ...]`, into those of one process with their examples.
 
         Args:
             num_examples: of each step.
@@ -282,15 +261,15 @@ class MetricReader:
         return tuple(found)
 
     def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Merges any number of them: `[n, ...]` for each variable."""
-        values = [merged(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self.rules)]
-        for merger in self._mergers:
-            for i, value in zip(merger.indices, merger.merged([rows[i] for i in merger.indices])):
+        """Merges any number of values: `[n, ...]` for each variable."""
+        values = [merge_by(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self._rules)]
+        for indices, merge in self._mergers:
+            for i, value in zip(indices, merge([rows[i] for i in indices])):
                 values[i] = value
         return tuple(values)
 
     def reset(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """What `reset_state` leaves of the values: the initial ones, unless a metric of the user's own keeps some."""
+        """Applies `reset_state` to the values: the initial ones remain, unless a custom metric keeps some."""
         mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
         with keras.StatelessScope(mapping) as scope:
             for metric in self._metrics:
@@ -306,17 +285,15 @@ class MetricReader:
         # Assigning the variables would take several times longer than the arithmetic.
         mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
         with keras.StatelessScope(mapping):
+            if metrics_are_built(self._model):
+                results = self._model.get_metrics_result()
+            else:
+                # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
+                results = {m.name: m.result() for m in self._model.metrics if getattr(m, "built", True)}
             # A result may be a variable, which has its value in this scope only.
-            means = {name: mean.result() for name, mean in self._returned.means.items()}
-            logs = as_logs({**self._results(), **means})
+            logs = as_logs({**results, **{name: mean.result() for name, mean in self._returned.means.items()}})
         logs = logs if "loss" in logs else {"loss": self.loss(values), **logs}
         return {name: logs[name] for name in self._returned.names or logs}
-
-    def _results(self) -> dict[str, Any]:
-        if metrics_are_built(self._model):
-            return self._model.get_metrics_result()
-        # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
-        return {metric.name: metric.result() for metric in self._model.metrics if getattr(metric, "built", True)}
 
     def loss(self, values: Sequence[np.ndarray]) -> float:
         """The loss, without TensorFlow: cheap enough for every run. If a `train_step` has several, their sum."""
@@ -329,8 +306,8 @@ class MetricRows:
     """Metrics of single steps.
 
     Attributes:
-        values: for each metric variable of the model `[num_steps, ...]`: its value after each step, where every step
-            started from the initial value.
+        values: for each metric variable of the model its value after each step, `[num_steps, ...]`; every step starts
+            from the initial value.
     """
 
     reader: MetricReader
@@ -346,9 +323,9 @@ class MetricRows:
         """The counts of two replicas for the same steps."""
         return MetricRows(self.reader, self.reader.merge_steps(self.values, other.values))
 
-    def joined(self, num_examples: np.ndarray) -> MetricRows:
-        """As `MetricReader.joined`."""
-        return MetricRows(self.reader, self.reader.joined(self.values, num_examples))
+    def count_as_keras(self, num_examples: np.ndarray) -> MetricRows:
+        """As `MetricReader.count_as_keras`."""
+        return MetricRows(self.reader, self.reader.count_as_keras(self.values, num_examples))
 
     def total(self) -> MetricTotals:
         return MetricTotals(self.reader, self.reader.total(self.values))

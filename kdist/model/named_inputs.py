@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,15 +16,6 @@ from kdist.log import warn
 _NUMBERS = "biuf"
 
 
-@dataclass(frozen=True)
-class _Input:
-    """One input of a model: `[n, *shape]`; a dimension that is not known is None."""
-
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: tf.DType
-
-
 def inputs_from(columns: Mapping[str, np.ndarray], model: keras.Model, batch_spec: Any, place: str) -> Any:
     """The inputs of a model, in its own structure, from columns of the same names.
 
@@ -35,9 +25,9 @@ def inputs_from(columns: Mapping[str, np.ndarray], model: keras.Model, batch_spe
     Args:
         columns: arrays `[n, ...]` by name.
         model: built.
-        batch_spec: nested `tf.TensorSpec`s of a batch that it was built for, which says what a model without
-            `keras.Input`s takes; None if that is not known: then it gets the columns as they are.
-        place: where the columns are from, for errors.
+        batch_spec: nested `tf.TensorSpec`s of a batch, for a model without `keras.Input`s; if it is None, such a model
+            gets the columns as they are.
+        place: of the columns, for errors.
 
     Raises:
         ConfigError: a column is missing, or has another shape or type than the input.
@@ -46,7 +36,8 @@ def inputs_from(columns: Mapping[str, np.ndarray], model: keras.Model, batch_spe
     if structure is None:
         return next(iter(columns.values())) if len(columns) == 1 else dict(columns)
     parts = tf.nest.flatten(structure)
-    inputs = [_Input(n, tuple(x.shape[1:]), tf.as_dtype(x.dtype)) for n, x in zip(_names_of(structure), parts)]
+    #: Of one row each.
+    inputs = [tf.TensorSpec(x.shape[1:], x.dtype, name) for name, x in zip(_names_of(structure), parts)]
     used: set[str] = set()
     arrays = [_array_for(item, columns, used, place, is_only=len(inputs) == 1) for item in inputs]
     if others := [name for name in columns if name not in used]:
@@ -55,7 +46,7 @@ def inputs_from(columns: Mapping[str, np.ndarray], model: keras.Model, batch_spe
 
 
 def named_outputs(outputs: Any, model: keras.Model) -> dict[str, np.ndarray]:
-    """What `predict` returns, by name: `predictions`, or the names that a model with several outputs gives them."""
+    """The outputs of `predict` by name: `predictions`, or the names of several outputs in the model."""
     if isinstance(outputs, Mapping):
         return {str(name): _as_numpy(output) for name, output in outputs.items()}
     if not isinstance(outputs, (list, tuple)):
@@ -79,14 +70,14 @@ def _structure_of(model: keras.Model, batch_spec: Any) -> Any:
 
 
 def _names_of(structure: Any) -> list[str]:
-    """The names of inputs: keys where they are in a dict, else those that they have themselves."""
+    """The names of inputs: their keys in a dict, or their own."""
     if isinstance(structure, Mapping):
         return [str(key) for key in sorted(structure)]
     return [getattr(x, "name", None) or f"x_{index}" for index, x in enumerate(tf.nest.flatten(structure))]
 
 
 def _array_for(
-    item: _Input, columns: Mapping[str, np.ndarray], used: set[str], place: str, *, is_only: bool
+    item: tf.TensorSpec, columns: Mapping[str, np.ndarray], used: set[str], place: str, *, is_only: bool
 ) -> np.ndarray | tf.Tensor:
     names = [item.name] if item.name in columns else []
     if not names and (size := _size_of(item)) is not None:
@@ -107,7 +98,7 @@ def _array_for(
     return tf.constant(array) if item.dtype == tf.string else array
 
 
-def _typed(array: np.ndarray, item: _Input, what: str) -> np.ndarray:
+def _typed(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
     is_text = array.dtype.kind not in _NUMBERS
     if is_text != (item.dtype == tf.string):
         kind = "text" if is_text else str(array.dtype)
@@ -117,7 +108,7 @@ def _typed(array: np.ndarray, item: _Input, what: str) -> np.ndarray:
     return array if is_text else array.astype(item.dtype.as_numpy_dtype)
 
 
-def _shaped(array: np.ndarray, item: _Input, what: str) -> np.ndarray:
+def _shaped(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
     shape = array.shape[1:]
     if len(shape) == len(item.shape) and all(wanted in (None, size) for size, wanted in zip(shape, item.shape)):
         return array
@@ -127,13 +118,13 @@ def _shaped(array: np.ndarray, item: _Input, what: str) -> np.ndarray:
     raise ConfigError(f"{what}: has rows of shape {shape}, and the model takes {_described(item)}")
 
 
-def _size_of(item: _Input) -> int | None:
-    """How many values a row has; None if that is not known."""
-    return None if None in item.shape else prod(size for size in item.shape if size is not None)
+def _size_of(item: tf.TensorSpec) -> int | None:
+    """The number of values of a row; None if it is not known."""
+    return item.shape.num_elements()
 
 
-def _described(item: _Input) -> str:
-    return f"{item.dtype.name} {item.shape}"
+def _described(item: tf.TensorSpec) -> str:
+    return f"{item.dtype.name} {tuple(item.shape)}"
 
 
 def _list(columns: Mapping[str, np.ndarray]) -> str:

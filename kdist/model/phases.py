@@ -18,14 +18,14 @@ import tensorflow as tf
 _CONSTANT = -1
 
 
-class Levels:
-    """For tensors of a graph, which phase can compute them first."""
+class PhaseOfTensor:
+    """The first phase that can compute a tensor of a graph."""
 
     def __init__(self) -> None:
         self._of: dict[tf.Operation, int] = {}
 
     def arrive(self, tensors: Iterable[tf.Tensor], phase: int) -> None:
-        """States that these inputs are there from a phase on; those that nobody has mentioned, from the first."""
+        """States that these inputs are there from a phase on; others are there from the first."""
         self._of |= {tensor.op: phase for tensor in tensors}
 
     def of(self, values: Any) -> int:
@@ -63,37 +63,36 @@ class Phases:
 
     Args:
         graph: of the function.
-        captures: what it captured, with the placeholders for it.
-        levels: of the graph.
-        inputs: the nested inputs of each phase: those of the function for the first one, for the others what arrives.
+        first_phases: of the tensors of the graph.
+        inputs: the nested inputs of each phase: of the function for the first one; for the others the tensors that
+            arrive.
         outputs: the nested outputs of each phase.
-        jit_compile: whether XLA compiles each phase.
+        jit_compile: True if XLA compiles each phase.
     """
 
     def __init__(
         self,
         graph: Any,
-        captures: Sequence[tuple[Any, tf.Tensor]],
-        levels: Levels,
+        first_phases: PhaseOfTensor,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
         jit_compile: bool | None = None,
     ) -> None:
-        self._captures = {inside.name: outside for outside, inside in captures}
+        self._captures = {inside.name: outside for outside, inside in graph.captures}
         self._inputs = [[tensor.name for tensor in flat(of_phase)] for of_phase in inputs]
         self._outputs = list(outputs)
         live = ancestors(graph, flat(self._outputs))
-        level_of = {operation: levels.of_operation(operation) for operation in live}
+        phase_of = {operation: first_phases.of_operation(operation) for operation in live}
         graph_def = graph.as_graph_def()
         nodes = {node.name: node for node in graph_def.node}
         needed: set[str] = {tensor.name for tensor in flat(self._outputs)}
         self._pieces: list[_Piece] = []
         # From the last to the first, as each has to return what later ones need.
         for phase in reversed(range(len(self._outputs))):
-            own = [o for o in live if level_of[o] in (phase, _CONSTANT) and o.type != "Placeholder"]
+            own = [o for o in live if phase_of[o] in (phase, _CONSTANT) and o.type != "Placeholder"]
             inside = {tensor.name for operation in own for tensor in operation.outputs}
             ins = list(dict.fromkeys(t.name for o in own for t in o.inputs if t.name not in inside))
-            outs = sorted(needed & {t.name for o in own if level_of[o] == phase or phase == 0 for t in o.outputs})
+            outs = sorted(needed & {t.name for o in own if phase_of[o] == phase or phase == 0 for t in o.outputs})
             part = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
             names = {operation.name for operation in own}
             for operation in own:

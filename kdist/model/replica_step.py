@@ -1,15 +1,15 @@
 """The replica step: one step of any compiled Keras model as a pure function, the same for every strategy.
 
-Where the values come from and where the gradients go is the strategy's business. Keras's own `StatelessScope`,
-`compute_loss` and `compute_metrics` do the work.
+A strategy gives it values, and takes the gradients. Keras's own `StatelessScope`, `compute_loss` and `compute_metrics`
+do the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -28,7 +28,7 @@ from kdist._compat.keras import (
     record_reductions,
     table_of,
 )
-from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas
+from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas, send_to_joining_tasks
 from kdist.errors import ConfigError
 from kdist.layers.pooled_lookup import PooledLookup
 from kdist.log import warn
@@ -45,7 +45,6 @@ from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import (
     LossTerms,
-    LossWeights,
     Term,
     is_of_none,
     kinds_of,
@@ -58,10 +57,11 @@ from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases
+from kdist.model.source import overrides_of
 from kdist.model.state import WorkerState, remember_groups
 from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges, of_tensorflow
-from kdist.model.traced_step import TracedScope, TracedStep, Values
-from kdist.model.train_step import OwnPhases, OwnTrainStep, clock_of, overrides_train_step
+from kdist.model.traced_step import TracedScope, TracedStep
+from kdist.model.train_step import OwnTrainStep, cut_own_step, optimizer_reads
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 
 
@@ -69,20 +69,21 @@ class ReplicaStep:
     """The pure step function of `model`.
 
     Args:
-        model: a compiled model: Sequential, Functional or subclassed. It is built if necessary.
+        model: compiled, of any kind; built if necessary.
         batch_spec: nested type specs of a batch: x alone, or a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
-        epoch_at: that of `WorkerState`.
-        num_replicas: how many make one step together; see `kdist.model.loss_weights`.
+        epoch_at: as for `WorkerState`.
+        num_replicas: the replicas that make one step together; see `kdist.model.loss_weights`.
 
     Attributes:
-        updates: what it updates, and in how many phases.
+        updates: the calls of optimizers, and their phases.
         worker_state: the states of stateful layers.
-        clock: what the step reads of its optimizers.
+        optimizer_reads: the variables that the step reads of its optimizers.
         outside: the `tf.Variable`s that the step uses beside those of Keras; they stay where they are, in this process.
         assigned_outside: the names of those that it assigns.
         tables: embedding layers whose tables are looked up by rows, by the index of the table in `trainable`.
-        table_groups: those tables in groups that are looked up and updated as one.
+        table_groups: these tables in groups that are looked up and updated as one.
         whole_tables: the other embedding tables, each with the reason why it is needed as a whole.
+        replaced_state: the state that a step does not just add to, by index.
 
     Raises:
         ConfigError: the model cannot be trained; `kdist.model.source` checks what can be checked before it is built.
@@ -99,16 +100,17 @@ class ReplicaStep:
         self.batch_spec = batch_spec
         self._num_replicas = num_replicas
         #: The model's own `train_step`, if it has one.
-        self.own = OwnTrainStep(model) if overrides_train_step(model) else None
+        self.own = OwnTrainStep(model) if overrides_of(model, "train_step") else None
         self._jit_compile = True if compile_arguments(model).get("jit_compile") is True else None
-        #: Embedding layers whose tables are needed as a whole, by `id`, and why; what else is known before a trace.
+        #: Known before a trace: why tables of embedding layers are needed as a whole, by the `id` of the layer; the
+        #: terms of the loss.
         self._why_whole: dict[int, str] = {}
         self._terms: LossTerms | None = None
         with exchanges_between_replicas() as exchanges:
             self._trace()
             while not self._is_traced_right(exchanges):
                 self._trace()
-        scope, graph, outputs = self._traced.scope, self._traced.graph, self._traced.outputs
+        scope, graph = self._traced.scope, self._traced.graph
         if self.own is None:
             check_metrics(model, batch_spec)
         self.worker_state = WorkerState(self._found.worker_state, epoch_at)
@@ -116,25 +118,21 @@ class ReplicaStep:
         if not self.trainable:
             warn(f"model {model.name}: nothing to train: it has no trainable variable")
         self.updates = self._find_updates()
-        self.clock = clock_of(self.updates.groups, loss_scaling(model), scope.variables)
-        self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._losses_counted()
-        with_gradient = self._find_dense_gradients(outputs)
-        self.table_groups = group_tables(self.tables, self._row_wise(), self.updates, with_gradient)
+        self.optimizer_reads = optimizer_reads(self.updates.groups, loss_scaling(model), scope.variables)
+        self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._find_loss_counts()
+        with_gradient = self._find_dense_gradients()
+        by_rows = can_update_rows(main_optimizer(model))
+        row_wise = frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
+        self.table_groups = group_tables(self.tables, row_wise, self.updates, with_gradient)
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
-        self._rounds: LookupRounds | None = None
-        self._phases: Phases | None = None
         self.outside = of_tensorflow(graph.variables, [*model.variables, *scope.variables.values()])
         written = assigned_variables(graph)
         self.assigned_outside = sorted(v.name for v in self.outside if any(v is one for one in written))
         remember_groups(model, self.updates.groups)
 
     @property
-    def _all_state(self) -> list[keras.Variable]:
-        return [*self.state, *self.worker_state.variables]
-
-    @property
     def row_wise(self) -> frozenset[int]:
-        """The tables of which the optimizer updates only the rows that were looked up, by index."""
+        """The tables whose optimizer updates only rows that were looked up, by index."""
         return frozenset(index for group in self.table_groups if group.is_row_wise for index in group.tables)
 
     @property
@@ -144,13 +142,13 @@ class ReplicaStep:
 
     @property
     def is_self_contained(self) -> bool:
-        """Whether a step needs nothing of other tasks, or of earlier steps, but what it is given at its beginning."""
-        fetches = self.tables or self.clock or self.worker_state.variables
+        """True if a step needs nothing of other tasks, or of earlier steps, but its arguments."""
+        fetches = self.tables or self.optimizer_reads or self.worker_state.variables
         return not fetches and self.updates.num_phases == 1
 
     def send_to_joining_tasks(self) -> AbstractContextManager[None]:
         """In this context, the tasks of a cluster that this process joins get to know the step."""
-        return self._traced.send_to_joining_tasks()
+        return send_to_joining_tasks(self._traced.function)
 
     def run(
         self,
@@ -159,85 +157,64 @@ class ReplicaStep:
         metrics: Sequence[tf.Tensor],
         seeds: tf.Tensor,
         batch: Any,
-        clock: Sequence[tf.Tensor] = (),
+        reads: Sequence[tf.Tensor] = (),
         moment: tuple[tf.Tensor, tf.Tensor] | None = None,
         rows: RowSource | None = None,
     ) -> RunningStep:
-        """One step on one batch, begun when its first output is asked for.
+        """Runs a step on a batch; it begins when its first output is asked for.
 
         Args:
             trainable: values of `self.trainable`; None for `self.tables`.
             state, metrics: values of `self.state`, and of `self.metrics` before this batch.
             seeds: uint32 `[len(self.seeds), 2]`, a fresh state for every seed generator (Dropout, augmentation).
             batch: as `batch_spec`.
-            clock: values of `self.clock`.
-            moment: what `WorkerState.read` takes; None if there is no such state.
-            rows: those of `self.table_groups`; None if there are none.
+            reads: values of `self.optimizer_reads`.
+            moment: the arguments of `WorkerState.read`; None if there is no such state.
+            rows: of `self.table_groups`; None if there are none.
         """
         if moment is not None:
             state = [*state, *self.worker_state.read(*moment)]
         num_examples = batch_size_of(batch)
-        values = self._values(trainable, state, metrics, seeds, clock)
+        variables = [*self.state, *self.worker_state.variables, *self.metrics]
+        values: dict[int, Any] = {id(v): value for v, value in zip(self.trainable, trainable) if value is not None}
+        values |= {id(v): value for v, value in zip(variables, [*state, *metrics])}
+        values |= {id(seed): seeds[i] for i, seed in enumerate(self.seeds) if id(seed) in self._traced.scope.variables}
+        values |= {id(read.variable): value for read, value in zip(self.optimizer_reads, reads)}
         if self.updates.num_phases > 1:
-            yield from self._run_phases(batch, values, metrics, num_examples)
+            running = self._phases.run(self._traced.arguments(batch, values))
+            fresh: Mapping[int, tf.Tensor] = {}
+            for phase, again in enumerate(self.updates.pulled_again):
+                arriving = [fresh[i] for i in sorted(again)] if phase else None
+                gradients, assigned, new_state, new_metrics, logs = running.send(arriving)
+                shared, weight = self._keep(new_state), self._weight(num_examples)
+                is_last = phase + 1 == self.updates.num_phases
+                counted = self._count(metrics, new_metrics, logs, num_examples) if is_last else []
+                fresh = yield ReplicaOutput(gradients, assigned, shared, counted, num_examples, phase, weight)
             return
         if rows is None:
             outputs: StepOutputs = self._traced(batch, values)
             of_tables = dict[int, Any]()
         else:
-            outputs, gradients_of = self._lookups().run(self._traced.arguments(batch, values), rows)
+            outputs, gradients_of = self._lookups.run(self._traced.arguments(batch, values), rows)
             of_tables = gradients_of(outputs.of_rows)
         gradients = [of_tables.get(i, g) for i, g in enumerate(self.updates.merge(outputs.gradients, 0))]
         assigned = self.updates.merge_assigned(outputs.assigned, 0)
         weight = self._weight(num_examples, outputs.divisor)
-        counted = self._counted(metrics, outputs.metrics, outputs.values, num_examples)
+        counted = self._count(metrics, outputs.metrics, outputs.values, num_examples)
         shared = self._keep(outputs.state)
         yield ReplicaOutput(gradients, assigned, shared, counted, num_examples, 0, weight, outputs.overflow)
 
-    def _run_phases(
-        self, batch: Any, values: Values, metrics: Sequence[tf.Tensor], num_examples: tf.Tensor | int
-    ) -> RunningStep:
-        if self._phases is None:
-            self._phases = self._own_phases.cut(self._jit_compile)
-        running = self._phases.run(self._traced.arguments(batch, values))
-        outputs = next(running)
-        for phase in range(self.updates.num_phases):
-            gradients, assigned, new_state, new_metrics, logs = outputs
-            shared, weight = self._keep(new_state), self._weight(num_examples)
-            is_last = phase + 1 == self.updates.num_phases
-            counted = self._counted(metrics, new_metrics, logs, num_examples) if is_last else []
-            fresh = yield ReplicaOutput(gradients, assigned, shared, counted, num_examples, phase, weight)
-            if not is_last:
-                outputs = running.send([fresh[i] for i in sorted(self.updates.pulled_again[phase + 1])])
-
+    @cached_property
     def _lookups(self) -> LookupRounds:
-        if self._rounds is None:
-            traced, tables = self._traced, self.tables
-            given: StepOutputs = traced.outputs
-            outputs = StepOutputs(*given[:-1], [])
-            without = [id(self.trainable[i]) for i in tables]
+        inputs = self._traced.open_inputs(without={id(self.trainable[i]) for i in self.tables})
+        outputs = self._traced.outputs._replace(tried=[])
+        return LookupRounds(self._traced.graph, inputs, outputs, self._found.lookups, self.tables, self.table_groups)
 
-            def cut(arriving: Sequence[Any], wanted: Sequence[Any]) -> Phases:
-                return traced.phases(self._found.lookups.levels, arriving, [*wanted, outputs], without=without)
+    @cached_property
+    def _phases(self) -> Phases:
+        return self._cut()
 
-            self._rounds = LookupRounds(cut, self._found.lookups, tables, self.table_groups)
-        return self._rounds
-
-    def _values(
-        self,
-        trainable: Sequence[tf.Tensor | None],
-        state: Sequence[tf.Tensor],
-        metrics: Sequence[tf.Tensor],
-        seeds: tf.Tensor,
-        clock: Sequence[tf.Tensor],
-    ) -> Values:
-        """The values of all variables that a step may read."""
-        given: dict[int, Any] = {id(v): value for v, value in zip(self.trainable, trainable) if value is not None}
-        given |= {id(v): value for v, value in zip([*self._all_state, *self.metrics], [*state, *metrics])}
-        given |= {id(seed): seeds[i] for i, seed in enumerate(self.seeds) if id(seed) in self._traced.scope.variables}
-        return given | {id(c.variable): value for c, value in zip(self.clock, clock)}
-
-    def _counted(
+    def _count(
         self,
         before: Sequence[tf.Tensor],
         after: Sequence[tf.Tensor | None],
@@ -248,7 +225,7 @@ class ReplicaStep:
 
         Args:
             after: of the variables of the model's metrics; None where they did not change.
-            values: those that the step returned and no metric has counted.
+            values: the returned values that no metric has counted.
         """
         unchanged = [None] * (len(before) - len(after))
         counted = [old if new is None else new for old, new in zip(before, [*after, *unchanged])]
@@ -267,45 +244,30 @@ class ReplicaStep:
 
     @property
     def _has_one_size(self) -> bool:
-        """Whether all batches have the same number of examples."""
+        """True if all batches have the same number of examples."""
         specs = (spec for spec in tf.nest.flatten(self.batch_spec) if not is_of_none(spec))
         return next(specs).shape[0] is not None
 
-    @property
-    def _known_terms(self) -> LossTerms:
-        assert self._terms is not None
-        return self._terms
-
-    def _check_weights(self, weights: LossWeights | None) -> LossWeights:
-        if weights is None:
-            raise ConfigError(
-                f"model {self.model.name}: its loss is neither a mean nor a sum over the examples, or of several "
-                "losses each is reduced, masked or weighted in its own way; synchronous replicas cannot compute what "
-                "one process computes with all their examples: use losses with the same reduction, for a mean beside a "
-                "sum also batches of one size (drop_remainder=True), or strategy=parameter_server"
-            )
-        return weights
-
     def _weight(self, num_examples: tf.Tensor | int, divisor: tf.Tensor | None = None) -> tf.Tensor | None:
-        """That of a replica's gradient; None if replicas have equal weights, or their gradients add up."""
-        if self._num_replicas == 1 or self.updates.weights is LossWeights.SUM:
+        """The weight of a replica's gradient; None if replicas have equal weights, or their gradients add up."""
+        if self._num_replicas == 1 or self.updates.loss is Term.SUM:
             return None
-        if self.updates.weights is LossWeights.DIVISORS:
+        if self.updates.loss is Term.OWN_MEAN:
             return divisor
         return None if isinstance(num_examples, int) else tf.cast(num_examples, tf.float32)
 
-    def _losses_counted(self) -> list[LossCount]:
-        """The losses that a replica does not count as Keras does, see `_count`."""
-        terms, weights = self._known_terms, self.updates.weights
-        means = self.returned.means
+    def _find_loss_counts(self) -> list[LossCount]:
+        """The losses that a replica counts otherwise than Keras, see `_weight_of_count`."""
+        assert self._terms is not None
+        terms, means = self._terms, self.returned.means
         counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
         if self.own is not None:
             own = [metric for metric in (*self.model.metrics, loss_tracker(self.model)) if metric.name not in means]
             sums = [m for m in own if isinstance(m, keras.metrics.Mean) and m.name in self.returned.sums]
             return [*counted, *(LossCount(metric, is_sum=True, own_counts=self._num_replicas) for metric in sums)]
         # Keras takes the mean of a loss that is not reduced.
-        if weights is not LossWeights.EXAMPLES and Term.VALUES not in terms.compiled:
-            counted.append(LossCount(loss_tracker(self.model), weights is LossWeights.SUM))
+        if self.updates.loss is not Term.MEAN and Term.VALUES not in terms.compiled:
+            counted.append(LossCount(loss_tracker(self.model), self.updates.loss is Term.SUM))
         if not terms.is_whole:
             # Keras weights them by examples only if their number is known.
             for term, metric in zip(terms.compiled, losses_of_outputs(self.model)):
@@ -319,21 +281,19 @@ class ReplicaStep:
         self._traced = TracedStep(self._step(self._layers), self.batch_spec, self.model, self._jit_compile)
         self._found: StepFindings = self._traced.found
         self.trainable, self.state, self.seeds = self._found.trainable, self._found.state, self._found.seeds
-        #: State to which a step does not just add, by index.
-        self.replaced_state = self._found.replaced
-        self.returned = self._found.returned
+        self.replaced_state, self.returned = self._found.replaced, self._found.returned
 
     def _step(
         self, layers: Sequence[keras.layers.Layer]
     ) -> Callable[[Any, TracedScope], tuple[StepOutputs, StepFindings]]:
-        """What is traced, with lookups by rows of the tables of some layers."""
+        """The step to trace, with lookups by rows of the tables of some layers."""
         return self._run_own if self.own is not None else partial(self._run, layers=layers)
 
     def _is_traced_right(self, exchanges: Sequence[str]) -> bool:
-        """Whether the step need not be traced again in the light of what its trace shows.
+        """False if the findings of a trace require another one.
 
         Raises:
-            ConfigError: it cannot be trained at all.
+            ConfigError: the step cannot be trained at all.
         """
         scaling, is_built = loss_scaling(self.model), True
         check_assigned(self.model, self._traced.scope.written)
@@ -347,7 +307,7 @@ class ReplicaStep:
         return is_built and self._are_tables_right() and self._are_terms_right()
 
     def _are_tables_right(self) -> bool:
-        """Sets `tables` and `whole_tables`; False if others are looked up by rows than those that can be.
+        """Sets `tables` and `whole_tables`; False if other tables are looked up by rows than can be.
 
         A table is looked up by rows if its layer uses it for nothing else, and nothing else reads it.
         """
@@ -374,7 +334,7 @@ class ReplicaStep:
         return is_right
 
     def _are_terms_right(self) -> bool:
-        """Sets what is known of the losses of synchronous replicas; False if the trace has assumed something else."""
+        """Sets the terms of the losses of synchronous replicas; False if the trace has assumed others."""
         if self._num_replicas == 1:
             self._terms = LossTerms()
             return True
@@ -391,12 +351,12 @@ class ReplicaStep:
                 terms = (Term.OWN_MEAN if found.num_divisors == len(self.own.updated) == 1 else Term.UNKNOWN,)
             self._terms = self._of_replica(LossTerms(terms, is_whole=True))
             return True
-        self._terms = self._of_replica(found.terms.known(self._tried) if found.terms.has_unknown else found.terms)
+        self._terms = self._of_replica(found.terms.known(self._tried() if Term.UNKNOWN in found.terms.all else ()))
         factors = *self._terms.compiled_factors, *self._terms.added_factors
         return self._terms == found.assumed and all(factor == 1 for factor in factors)
 
     def _tried(self) -> list[Term]:
-        """The kinds of the terms of the loss by a try; of a model's own step, of its updates and returned values."""
+        """Tries the terms of the loss; of a model's own step, its updates and returned values."""
         spec = of_any_size(self.batch_spec)
         is_so = spec == self.batch_spec and not self._layers
         traced: list[TracedStep] = [self._traced] if is_so else []
@@ -404,16 +364,14 @@ class ReplicaStep:
         def values(batch: Any, draw: int) -> Sequence[Any]:
             if not traced:
                 traced.append(TracedStep(self._step([]), spec, self.model))
-            read = traced[0].scope.variables.values()
-            outputs: StepOutputs = traced[0](batch, trial_values(read, draw))
-            return outputs.tried
+            return traced[0](batch, trial_values(traced[0].scope.variables.values(), draw)).tried
 
         return kinds_of(values, self.batch_spec, self.model, self._parts_tried())
 
     def _parts_tried(self) -> Sequence[int]:
-        """The values of a try that make one of those of parts of a batch, if its replicas are one process.
+        """The indices of values of a try that must follow from those of parts of a batch.
 
-        With statistics of the batch, as in normalization, none do; nor can it be told of numbers of low precision.
+        With statistics of the batch, as in normalization, none do; of numbers of low precision it cannot be told.
         """
         found, written = self._found, self._traced.scope.written
         if any(layer.compute_dtype not in (None, "float32", "float64") for layer in layers_of(self.model)):
@@ -428,17 +386,23 @@ class ReplicaStep:
         return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
 
     def _find_updates(self) -> StepUpdates:
-        weights = self._check_weights(self._known_terms.weights)
-        outputs: StepOutputs = self._traced.outputs
+        loss = None if self._terms is None else self._terms.together
+        if loss is None:
+            raise ConfigError(
+                f"model {self.model.name}: its loss is neither a mean nor a sum over the examples, or of several "
+                "losses each is reduced, masked or weighted in its own way; synchronous replicas cannot compute what "
+                "one process computes with all their examples: use losses with the same reduction, for a mean beside a "
+                "sum also batches of one size (drop_remainder=True), or strategy=parameter_server"
+            )
         if self.own is not None:
-            found = outputs.gradients, outputs.assigned, outputs.state, outputs.metrics, outputs.values
-            self._own_phases = OwnPhases(self.own, self._traced, found, weights)
-            return self._own_phases.updates
-        updates = StepUpdates.of_all(main_optimizer(self.model), self.trainable, weights)
-        return replace(updates, assigned=frozenset(i for found in outputs.assigned for i in found))
+            updates, self._cut = cut_own_step(self.own, self._traced, loss, self._jit_compile)
+            return updates
+        updates = StepUpdates.of_all(main_optimizer(self.model), self.trainable, loss)
+        return replace(updates, assigned=frozenset(i for found in self._traced.outputs.assigned for i in found))
 
-    def _find_dense_gradients(self, outputs: StepOutputs) -> frozenset[int]:
+    def _find_dense_gradients(self) -> frozenset[int]:
         """Sets `dense_gradients`; returns the variables that get any gradient, by index."""
+        outputs: StepOutputs = self._traced.outputs
         index_of = {id(layer): index for index, layer in self.tables.items()}
         dense, others = set[int](), set[int]()
         for of_update in outputs.gradients:
@@ -450,11 +414,7 @@ class ReplicaStep:
         self.dense_gradients = frozenset(dense - others)
         return frozenset(dense | others)
 
-    def _row_wise(self) -> frozenset[int]:
-        by_rows = can_update_rows(main_optimizer(self.model))
-        return frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
-
-    def _recorded(self, num_examples: tf.Tensor | int) -> AbstractContextManager[list[Reduction]]:
+    def _record_losses(self, num_examples: tf.Tensor | int) -> AbstractContextManager[list[Reduction]]:
         """In this context, losses are those of a replica, and counted so that those of all replicas add up."""
         if self._num_replicas == 1:
             return nullcontext([])
@@ -462,17 +422,15 @@ class ReplicaStep:
 
         def count(reduction: Reduction, weight: Any) -> Any:
             term = terms.compiled[reduction.index] if terms.compiled else term_of(reduction)
-            return weight if term is Term.VALUES else _count(term, num_examples, reduction.divisor)
+            return weight if term is Term.VALUES else _weight_of_count(term, num_examples, reduction.divisor)
 
-        return record_reductions(
-            self.model, terms.compiled_factors, terms.added_factors, None if terms.is_whole else count
-        )
+        own_count = None if terms.is_whole else count
+        return record_reductions(self.model, terms.compiled_factors, terms.added_factors, own_count)
 
     def _run_own(self, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
         """The model's own `train_step`."""
         model, own, scaling = self.model, self.own, loss_scaling(self.model)
         assert own is not None
-        lookups = RowLookups([])
         with scope, record_reductions(model) as reductions:
             logs = {name: tf.convert_to_tensor(value) for name, value in own.trace(batch, scope).items()}
             # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
@@ -485,15 +443,14 @@ class ReplicaStep:
             given = [[tf.convert_to_tensor(g) for g in of_update if g is not None] for of_update in gradients]
             tried = [*(tf.concat([tf.reshape(g, [-1]) for g in of_update], 0) for of_update in given), *logs.values()]
         means = [name for name in logs if name not in counted]
-        returned = ReturnedValues(
-            {name: keras.metrics.Mean(name=name) for name in means}, list(logs), "loss" in counted
-        )
-        found = StepFindings.of(model, scope, lookups, returned, own.trainable, num_divisors=len(_divisors(reductions)))
+        returned = ReturnedValues({n: keras.metrics.Mean(name=n) for n in means}, list(logs), "loss" in counted)
+        found, divisors = StepFindings.of(model, scope, RowLookups([]), returned, own.trainable), _divisors(reductions)
         values = [logs[name] for name in means]
         state, counts = found.changed(model, scope)
-        overflow = overflow_of(gradients[0], scale)
-        assigned, divisor = own.assigned(scope), _divisor(reductions)
-        return StepOutputs(gradients, assigned, state, counts, values, divisor, overflow, [], tried), found
+        assigned, overflow = own.assigned(scope), overflow_of(gradients[0], scale)
+        divisor = next(iter(divisors), None)
+        outputs = StepOutputs(gradients, assigned, state, counts, values, divisor, overflow, [], tried)
+        return outputs, replace(found, num_divisors=len(divisors))
 
     def _run(
         self, batch: Any, scope: TracedScope, *, layers: Sequence[keras.layers.Layer]
@@ -504,7 +461,7 @@ class ReplicaStep:
         num_examples = batch_size_of(batch)
         with tf.GradientTape() as tape, scope:
             lookups = RowLookups(layers, tape)
-            with lookups.active(), self._recorded(num_examples) as reductions:
+            with lookups.active(), self._record_losses(num_examples) as reductions:
                 y_pred, loss = forward(model, x, y, sample_weight, training=True)
             if loss is None:
                 raise ConfigError(f"model {model.name}: no loss; compile it with one, or call add_loss in a layer")
@@ -519,17 +476,17 @@ class ReplicaStep:
         gradients = [of_variables.get(id(v)) for v in trainable]
         if trainable and all(gradient is None for gradient in [*gradients, *tf.nest.flatten(of_rows)]):
             raise ConfigError(f"model {model.name}: the loss depends on no trainable variable")
-        divisor, tried, term = _divisor(reductions), list[Any](), Term.MEAN
+        divisor, tried, term = next(iter(_divisors(reductions)), None), list[Any](), Term.MEAN
         terms = assumed = LossTerms()
         with scope:
             if self._num_replicas > 1:
-                # What tables have for the batch comes of it, too.
+                # The rows of tables come of the batch, too.
                 terms = loss_terms(model, (batch, lookups.rows), reductions)
-                assumed = self._terms or self._of_replica(terms.known(lambda: []))
-                term = _TERMS[assumed.weights or LossWeights.EXAMPLES] if not loss.shape.rank else term
-                if terms.has_unknown:
+                assumed = self._terms or self._of_replica(terms.known())
+                term = Term.MEAN if loss.shape.rank else assumed.together or Term.MEAN
+                if Term.UNKNOWN in terms.all:
                     tried = [loss] if terms.is_whole else [*(one.value for one in reductions), *model.losses]
-            counted = _count(term, num_examples, divisor)
+            counted = _weight_of_count(term, num_examples, divisor)
             logs = update_metrics(model, x, y, y_pred, sample_weight, loss, counted)
             others = sorted(set(logs) - set(flat(model.get_metrics_result())) - {"loss"})
             values = [tf.convert_to_tensor(logs[name]) for name in others]
@@ -541,12 +498,12 @@ class ReplicaStep:
         # A model may leave a metric out in training. The loss is always reported.
         names = dict.fromkeys(["loss", *logs])
         returned = ReturnedValues({name: keras.metrics.Mean(name=name) for name in others}, list(names))
-        found = StepFindings.of(model, scope, lookups, returned, trainable, terms=terms, assumed=assumed)
+        found = StepFindings.of(model, scope, lookups, returned, trainable)
         state, counts = found.changed(model, scope)
         index_of = {id(v): i for i, v in enumerate(trainable)}
         assigned = {index_of[key]: by for key, by in scope.take_assigned(trainable).items()}
         outputs = StepOutputs([gradients], [assigned], state, counts, values, divisor, overflow, of_rows, tried)
-        return outputs, found
+        return outputs, replace(found, terms=terms, assumed=assumed)
 
 
 def _divisors(reductions: Sequence[Reduction]) -> list[tf.Tensor]:
@@ -554,16 +511,7 @@ def _divisors(reductions: Sequence[Reduction]) -> list[tf.Tensor]:
     return [reduction.divisor for reduction in reductions if reduction.divisor is not None]
 
 
-def _divisor(reductions: Sequence[Reduction]) -> tf.Tensor | None:
-    """The first of them."""
-    return next(iter(_divisors(reductions)), None)
-
-
-#: The kind of the whole loss.
-_TERMS = {LossWeights.EXAMPLES: Term.MEAN, LossWeights.DIVISORS: Term.OWN_MEAN, LossWeights.SUM: Term.SUM}
-
-
-def _count(term: Term, num_examples: tf.Tensor | int, divisor: tf.Tensor | None) -> Any:
+def _weight_of_count(term: Term, num_examples: tf.Tensor | int, divisor: tf.Tensor | None) -> Any:
     """The weight with which a replica counts a loss."""
     if term is Term.SUM:
         return 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
-from typing import Any, NoReturn
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeAlias
 
 import keras
 
@@ -26,11 +26,7 @@ def check_compiled(model: keras.Model) -> None:
 
 
 def check_model(model: keras.Model, strategy: str) -> None:
-    """Refuses a compiled model that no replica step can train under the strategy of this name.
-
-    Raises:
-        ConfigError: says what to do instead.
-    """
+    """Refuses, with a `ConfigError`, a compiled model that no replica step can train under a strategy, by its name."""
     if overrides_of(model, "make_train_function") or (overrides_of(model, "fit") and preprocessing_of(model) is None):
         raise ConfigError(
             f"model {model.name}: class {type(model).__name__} has a `fit` or `make_train_function` of its own, which "
@@ -65,11 +61,7 @@ def check_model(model: keras.Model, strategy: str) -> None:
 
 
 def check_has_values(model: keras.Model) -> None:
-    """Refuses a model whose values stayed on parameter servers.
-
-    Raises:
-        ConfigError: says what to give instead.
-    """
+    """Refuses, with a `ConfigError`, a model whose values stayed on parameter servers."""
     if names := [variable.path for variable in model.variables if made_by(variable) is not None]:
         raise ConfigError(
             f"model {model.name}: the values of {', '.join(names)} were on parameter servers only; give the function "
@@ -78,7 +70,7 @@ def check_has_values(model: keras.Model) -> None:
 
 
 def overrides_of(model: keras.Model, *methods: str) -> list[str]:
-    """The names of those of these methods of a model that are not Keras's own."""
+    """The names of the given methods that a model overrides."""
     return [name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)]
 
 
@@ -93,8 +85,11 @@ def preprocessing_of(model: keras.Model) -> Callable[..., Any] | None:
 
 #: Methods of a model that write its values to a file.
 WRITE_VALUES = ("save", "save_weights", "export")
-#: Those that use its values.
+#: Methods that use its values.
 USE_VALUES = (*WRITE_VALUES, "evaluate", "predict", "test_on_batch", "predict_on_batch", "get_weights")
+
+
+_Settings: TypeAlias = "tuple[dict[str, Any], list[tuple[keras.layers.Layer, dict[str, Any]]]]"
 
 
 class ModelSource:
@@ -104,7 +99,7 @@ class ModelSource:
         build_model: a function that returns a compiled `keras.Model`, or such a model. To predict, it need not be
             compiled.
         strategy: name of the strategy that will train it.
-        on_servers: whether parameter servers will have its values, and make those of large tables.
+        on_servers: True if parameter servers will have its values, and make those of large tables.
 
     Raises:
         ConfigError: the model cannot be trained; at once if it is a model, else when it is built.
@@ -116,7 +111,8 @@ class ModelSource:
         self._build_model = build_model
         self._strategy = strategy
         self._on_servers = on_servers
-        self._withheld: dict[str, _Withheld] = {}
+        self._withheld: dict[str, Callable[..., NoReturn]] = {}
+        #: The arguments of `compile`, and of each layer, as the model was built; a user may change them between fits.
         self._as_built: _Settings | None = None
         self._is_checked = False
         if isinstance(build_model, keras.Model):
@@ -138,11 +134,8 @@ class ModelSource:
         return model
 
     def withhold(self, methods: Sequence[str] = (), why: Callable[[], ConfigError] | None = None) -> None:
-        """Lets methods of the model raise an error that `why` makes; without any, undoes it.
-
-        The rest of the model can be looked at.
-        """
-        self._withheld = {} if why is None else {name: _Withheld(why) for name in methods}
+        """Lets methods of the model raise an error that `why` makes; without any, undoes it."""
+        self._withheld = {} if why is None else {name: partial(_refuse, why) for name in methods}
         if "built" in vars(self) or isinstance(self._build_model, keras.Model):
             self._mark(self.built)
 
@@ -152,7 +145,7 @@ class ModelSource:
         if not isinstance(model, keras.Model):
             raise ConfigError(f"the model function returned {type(model).__name__}; it must return a keras.Model")
         self._check(model)
-        self._as_built = _Settings(model)
+        self._as_built = compile_arguments(model), [(layer, layer_settings(layer)) for layer in layers_of(model)]
         return model
 
     def _check(self, model: keras.Model) -> None:
@@ -161,42 +154,31 @@ class ModelSource:
             self._is_checked = True
 
     def _mark(self, model: keras.Model) -> None:
-        for name in [name for name, value in vars(model).items() if isinstance(value, _Withheld)]:
+        for name in [n for n, value in vars(model).items() if isinstance(value, partial) and value.func is _refuse]:
             del vars(model)[name]
         vars(model).update(self._withheld)
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process builds its own, unless this one was compiled again or has other layers frozen since.
         state = {name: value for name, value in vars(self).items() if name != "built"}
-        if self._as_built is not None and self._as_built.differ_from(self.built):
+        if self._as_built is not None and _have_changed(self._as_built, self.built):
             state["_build_model"] = self.built
         return {**state, "_as_built": None, "_is_checked": False}
 
 
-class _Settings:
-    """What a user may change of a model between two fits: what `compile` was given, and the arguments of its layers."""
-
-    def __init__(self, model: keras.Model) -> None:
-        self._compiled = compile_arguments(model)
-        self._layers = [(layer, layer_settings(layer)) for layer in layers_of(model)]
-
-    def differ_from(self, model: keras.Model) -> bool:
-        """Whether they are others by now; layers that the model has made since do not count."""
-        compiled = compile_arguments(model)
-        is_compiled_again = any(value is not self._compiled.get(name) for name, value in compiled.items())
-        return is_compiled_again or any(_differ(before, layer_settings(layer)) for layer, before in self._layers)
-
-
-def _differ(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a setting has another value; `build` may make something else of one, as of the axis of normalization."""
-    return any(now[name] != before[name] for name in before.keys() & now.keys())
+def _have_changed(as_built: _Settings, model: keras.Model) -> bool:
+    """True if settings of a model have changed; layers that it has made since do not count."""
+    compiled, layers = as_built
+    if any(value is not compiled.get(name) for name, value in compile_arguments(model).items()):
+        return True
+    for layer, before in layers:
+        now = layer_settings(layer)
+        # `build` may drop a setting, such as the axis of normalization.
+        if any(now[name] != before[name] for name in before.keys() & now.keys()):
+            return True
+    return False
 
 
-class _Withheld:
+def _refuse(why: Callable[[], ConfigError], /, *_: Any, **__: Any) -> NoReturn:
     """Stands in for a method of a model that does not have the values that it would use."""
-
-    def __init__(self, why: Callable[[], ConfigError]) -> None:
-        self._why = why
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise self._why()
+    raise why()

@@ -15,7 +15,6 @@ import tensorflow as tf
 from kdist._compat.keras import layers_of, loss_scaling, main_optimizer, step_counter, table_of
 from kdist._compat.lazy_variable import made_by
 from kdist.layers import DynamicEmbedding
-from kdist.model.loss_weights import LossWeights
 from kdist.model.names import (
     AVERAGE,
     DROPPED_STEPS,
@@ -153,7 +152,7 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     groups = ["parameters"] * len(trainable) + ["state"] * (len(variables) - len(trainable))
     named = {f"{group}/{name}": variable for group, name, variable in zip(groups, names, variables)}
     optimizer, scaling = main_optimizer(model), loss_scaling(model)
-    for group in _groups.get(model) or StepUpdates.of_all(optimizer, trainable, LossWeights.EXAMPLES).groups:
+    for group in _groups.get(model) or StepUpdates.of_all(optimizer, trainable).groups:
         named |= group.state(trainable, names[: len(trainable)])
     if scaling is not None:
         named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}

@@ -1,4 +1,4 @@
-"""The outputs of a traced step, and the findings of its trace: variables that it may use, and state that it adds to.
+"""The outputs of a traced step, and the findings of its trace: its variables, and the state that it only adds to.
 
 Changes of several workers add up if each is an increment: a counter, the steps of a moving average. They do not if the
 new value is computed otherwise: a flag, an index that wraps around, a queue, a clipped number. The sum of two such
@@ -9,7 +9,7 @@ old value and the new one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
@@ -30,7 +30,7 @@ _SUMS = frozenset({"Add", "AddV2", "AddN", "Sub"})
 
 
 def is_increment(old: tf.Tensor, new: Any) -> bool:
-    """Whether `new` is `old` and something added, or `old` times a known factor in (0, 1] and something added.
+    """True if `new` is `old`, or `old` times a known factor in (0, 1], and something added.
 
     Both are of the same graph, and floating-point: whole numbers count, but they also number places in a buffer.
     """
@@ -40,7 +40,7 @@ def is_increment(old: tf.Tensor, new: Any) -> bool:
 
 
 class _Dependence:
-    """How tensors of a graph depend on one of them."""
+    """The dependence of tensors of a graph on one of them."""
 
     def __init__(self, old: tf.Tensor) -> None:
         self._old = old
@@ -63,7 +63,7 @@ class _Dependence:
         return tensor is self._old or tensor.op in self._users
 
     def _is_sum(self, tensor: tf.Tensor) -> bool:
-        """Whether the old value itself is one of the summands, whatever the others are."""
+        """True if the old value itself is one of the summands, whatever the others are."""
         while tensor is not self._old and tensor.op.type in _UNCHANGED:
             tensor = tensor.op.inputs[0]
         if tensor is self._old:
@@ -74,22 +74,20 @@ class _Dependence:
         return any(self._depends(summand) and self._is_sum(summand) for summand in summands)
 
     def _factor(self, tensor: tf.Tensor) -> float | None:
-        """That of the old value in a linear function of it; None if it is none, or the factor is not constant."""
+        """The factor of the old value in a linear function of it; None if it is none, or the factor is not constant."""
         if tensor is self._old or not self._depends(tensor):
             return float(tensor is self._old)
-        operation = tensor.op
-        inputs = list(operation.inputs)
-        # The factors of the inputs, by which the operation multiplies them.
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        # The factors by which the operation multiplies its inputs.
         signs: list[float | None] = [None] * len(inputs)
-        if operation.type in _UNCHANGED | {"Neg"}:
-            signs[0] = -1.0 if operation.type == "Neg" else 1.0
-        elif operation.type in _SUMS:
-            signs = [-1.0 if operation.type == "Sub" and i else 1.0 for i in range(len(inputs))]
-        elif operation.type in ("Mul", "RealDiv"):
-            one, other = inputs
-            signs = [self._constant(other), self._constant(one) if operation.type == "Mul" else None]
-            if operation.type == "RealDiv" and signs[0]:
-                signs[0] = 1 / signs[0]
+        if kind in _UNCHANGED | {"Neg"}:
+            signs[0] = -1.0 if kind == "Neg" else 1.0
+        elif kind in _SUMS:
+            signs = [-1.0 if kind == "Sub" and i else 1.0 for i in range(len(inputs))]
+        elif kind == "Mul":
+            signs = [self._constant(inputs[1]), self._constant(inputs[0])]
+        elif kind == "RealDiv" and (divisor := self._constant(inputs[1])) is not None:
+            signs[0] = 1 / divisor if divisor else divisor
         total = 0.0
         for sign, part in zip(signs, inputs):
             if self._depends(part):
@@ -106,16 +104,13 @@ class _Dependence:
 
 
 def of_tensorflow(variables: Iterable[tf.Variable], known: Iterable[keras.Variable]) -> list[tf.Variable]:
-    """The variables that are not those of Keras's variables."""
+    """The variables that are no values of Keras's variables."""
     values = {id(variable.value) for variable in known}
     return [variable for variable in variables if id(variable) not in values]
 
 
 def check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> None:
-    """Refuses, with a `ConfigError`, a step that assigns a variable of Keras that the model does not know.
-
-    The states of random seeds have a place in the step's scope.
-    """
+    """Refuses, with a `ConfigError`, a step that assigns a variable of Keras that the model does not know."""
     if others := [v.path for v in _of_others(model, assigned)]:
         raise ConfigError(
             f"model {model.name}: a step assigns {', '.join(others)}, which the model does not have; make it with "
@@ -142,10 +137,10 @@ def _of_others(model: keras.Model, variables: Mapping[int, keras.Variable]) -> l
 
 
 def check_exchanges(model: keras.Model, exchanges: Sequence[str], assigned: Mapping[int, keras.Variable]) -> None:
-    """Refuses, with a `ConfigError`, a step that reads, before its end, what other replicas have computed.
+    """Refuses, with a `ConfigError`, a step that reads, before its end, values of other replicas.
 
-    A layer whose statistics the step assigns is to read it even where Keras's code does not: with a mask it takes the
-    moments of the replica alone.
+    A synchronized layer needs them if the step assigns its statistics, even where Keras's code does not read them: with
+    a mask it takes the moments of the replica alone.
     """
     layers = [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
     if not exchanges and not any(id(v) in assigned for layer in layers for v in layer.non_trainable_variables):
@@ -164,10 +159,10 @@ class StepOutputs(NamedTuple):
     Attributes:
         gradients: of each update of the step, one for each trainable variable, or None.
         assigned: before each update, and at the end: by how much trainable variables were changed, by index.
-        state: new values; None where the step did not change them.
-        metrics: the same of the model's metrics.
-        values: those that the step returned and no metric has counted.
-        divisor: what the loss was divided by, if that depends on more than the shape of the batch.
+        state, metrics: new values of state and worker state, and of the model's metrics; None where the step did not
+            change them.
+        values: the returned values that no metric has counted.
+        divisor: of the loss, if it depends on more than the shape of the batch.
         overflow: see `ReplicaOutput`.
         of_rows: gradients of rows that were looked up, by round and lookup; None where there is none.
         tried: the values that tell how the loss grows with the batch; none if that is known.
@@ -186,7 +181,7 @@ class StepOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFindings:
-    """What a trace tells of a step.
+    """The findings of a trace of a step.
 
     Attributes:
         lookups: of rows of tables.
@@ -196,7 +191,7 @@ class StepFindings:
         replaced: the state that it replaces instead of adding to it, by index: whole numbers, and all other functions.
         terms: of the loss of a synchronous replica, as far as its graph tells.
         assumed: the terms for which it was traced.
-        num_divisors: how many losses of a model's own step were divided by more than the shape of a batch.
+        num_divisors: the number of losses of a model's own step divided by more than the shape of a batch.
     """
 
     lookups: RowLookups
@@ -206,9 +201,9 @@ class StepFindings:
     seeds: list[keras.Variable]
     worker_state: list[keras.Variable]
     replaced: frozenset[int]
-    terms: LossTerms
-    assumed: LossTerms
-    num_divisors: int
+    terms: LossTerms = field(default_factory=LossTerms)
+    assumed: LossTerms = field(default_factory=LossTerms)
+    num_divisors: int = 0
 
     @staticmethod
     def of(
@@ -217,12 +212,8 @@ class StepFindings:
         lookups: RowLookups,
         returned: ReturnedValues,
         trainable: list[keras.Variable],
-        *,
-        terms: LossTerms | None = None,
-        assumed: LossTerms | None = None,
-        num_divisors: int = 0,
     ) -> StepFindings:
-        """Called at the end of a trace in `scope`."""
+        """Finds the variables at the end of a trace in `scope`."""
         chosen, others = choose_variables(model, trainable, read_beside(model, scope.variables))
         state = [v for v in others if not is_seed(v)]
         replaced = set[int]()
@@ -233,21 +224,9 @@ class StepFindings:
                 replaced.add(i)
         seeds = [*(v for v in others if is_seed(v)), global_seed()]
         worker_state = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
-        none = LossTerms()
-        return StepFindings(
-            lookups,
-            returned,
-            chosen,
-            state,
-            seeds,
-            worker_state,
-            frozenset(replaced),
-            terms or none,
-            assumed or none,
-            num_divisors,
-        )
+        return StepFindings(lookups, returned, chosen, state, seeds, worker_state, frozenset(replaced))
 
     def changed(self, model: keras.Model, scope: TracedScope) -> tuple[list[Any], list[Any]]:
-        """The new values of state and worker state, and of the model's metrics; None where they did not change."""
+        """The outputs `state` and `metrics`."""
         state = [scope.new_value(variable) for variable in [*self.state, *self.worker_state]]
         return state, [scope.new_value(variable) for variable in metric_variables(model)]

@@ -1,15 +1,14 @@
 """`TracedStep`: a step that was traced once, as a function of the values of the variables that it reads.
 
-Nobody knows beforehand which variables these are: a model may be built by its first step, and a step may read what it
-has updated. So each variable becomes an input of the function when it is read. The same trace tells what the step needs
-and does, is tried on made-up data, and is called by every strategy, however many steps a call has.
+These variables are not known beforehand: a model may be built by its first step, and a step may read what it has
+updated. So each variable becomes an input of the function when it is read. The same trace tells what the step needs and
+does, is tried on made-up data, and is called by every strategy, however many steps a call has.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -19,14 +18,13 @@ from kdist._compat.keras import global_seed, is_being_built, layers_of, make_var
 from kdist._compat.tensorflow import (
     call_with,
     later_input,
-    send_to_joining_tasks,
     watch_in_every_tape,
     with_handle_of,
 )
 from kdist.model.forward import SeededScope
 from kdist.model.loss_weights import is_of_none
 from kdist.model.names import is_seed
-from kdist.model.phases import Levels, Phases, flat, packed
+from kdist.model.phases import flat, packed
 
 #: The values of variables, by `id`.
 Values = Mapping[int, tf.Tensor]
@@ -38,12 +36,11 @@ class TracedScope(SeededScope):
     Tapes watch the inputs of trainable variables, as they watch variables.
 
     Args:
-        model: whose step is traced.
         made: the variables that are made during the trace, by `id`.
 
     Attributes:
-        variables: those that are read, by `id`.
-        written: those that are assigned, by `id`.
+        variables: the variables that are read, by `id`.
+        written: the variables that are assigned, by `id`.
         inputs: by the `id` of a variable, and the number of its updates before: a step that reads a variable after it
             has updated it has an input for its new value.
     """
@@ -67,7 +64,8 @@ class TracedScope(SeededScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
         if key not in self.state_mapping:
-            if self._is_of_no_layer(variable):
+            if is_seed(variable) and all(variable is not one for one in (global_seed(), *self._model.variables)):
+                # Its state follows from that of the global seed.
                 self.get_current_value(global_seed())
             else:
                 self._open(variable)
@@ -96,7 +94,7 @@ class TracedScope(SeededScope):
         super().add_update((variable, value))
 
     def new_value(self, variable: keras.Variable) -> Any:
-        """The value that was assigned to a variable last; None if that is the one that it had."""
+        """The value that was assigned to a variable last; None if it has not changed."""
         key = id(variable)
         if key not in self.written:
             return None
@@ -104,7 +102,7 @@ class TracedScope(SeededScope):
         return None if value is self.inputs.get((key, 0)) else value
 
     def has_written(self, metric: keras.metrics.Metric) -> bool:
-        """Whether any variable of a metric was assigned."""
+        """True if any variable of a metric was assigned."""
         return any(id(variable) in self.written for variable in metric.variables)
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
@@ -114,7 +112,7 @@ class TracedScope(SeededScope):
         return self.inputs[id(variable), 0]
 
     def take_assigned(self, variables: Iterable[keras.Variable]) -> dict[int, tf.Tensor]:
-        """By how much assignments have changed these variables since it was asked for last, by `id`."""
+        """Returns by how much assignments have changed these variables since the last call, by `id`."""
         pairs = {key: self._assigned.pop(key) for key in map(id, variables) if key in self._assigned}
         return {key: new - before for key, (new, before) in pairs.items()}
 
@@ -146,27 +144,20 @@ class TracedScope(SeededScope):
         if variable.trainable:
             self._roots[key] = value
 
-    def _is_of_no_layer(self, variable: keras.Variable) -> bool:
-        """Whether it is the state of a seed generator that follows from the global one."""
-        if not is_seed(variable) or variable is global_seed():
-            return False
-        return all(variable is not one for one in self._model.variables)
-
 
 class TracedStep:
     """A traced step.
 
     Args:
-        step: batch, scope -> nested tensors, computed in the scope, which it enters itself; anything else that it has
-            found out.
+        step: batch, scope -> nested tensors, computed in the scope, which it enters itself; its findings.
         batch_spec: nested type specs of a batch.
         model: whose step it is.
-        jit_compile: whether XLA compiles it.
+        jit_compile: True if XLA compiles it.
 
     Attributes:
-        graph: of the function.
-        scope: that of the trace.
-        outputs, found: what the step has returned.
+        function: the concrete function, and its graph.
+        scope: of the trace.
+        outputs, found: the results of the step.
     """
 
     scope: TracedScope
@@ -191,43 +182,26 @@ class TracedStep:
 
         function = tf.function(trace, autograph=False, jit_compile=jit_compile)
         specs = [spec for spec in tf.nest.flatten(batch_spec) if not is_of_none(spec)]
-        self._function = function.get_concrete_function(specs)
-        self.graph = self._function.graph
+        self.function = function.get_concrete_function(specs)
+        self.graph = self.function.graph
 
     def __call__(self, batch: Any, values: Values) -> Any:
         """The step's outputs; variables without a value have their own."""
         inputs = {(key, n): self._value(key, values) for key, n in self.scope.inputs}
-        results = call_with(self._function, inputs, _parts(batch))
+        results = call_with(self.function, inputs, _parts(batch))
         return packed(self.outputs, dict(zip((tensor.name for tensor in flat(self.outputs)), results)))
 
-    def send_to_joining_tasks(self) -> AbstractContextManager[None]:
-        """In this context, the tasks that this process joins get to know the step."""
-        return send_to_joining_tasks(self._function)
-
-    def phases(
-        self,
-        levels: Levels,
-        arriving: Sequence[Any],
-        outputs: Sequence[Any],
-        *,
-        without: Iterable[int] = (),
-        jit_compile: bool | None = None,
-    ) -> Phases:
-        """The step, cut; run on `arguments`.
+    def open_inputs(self, without: Collection[int] = ()) -> Any:
+        """The nested inputs of the first phase, if the step is cut; it is run on `arguments`.
 
         Args:
-            levels: of the graph.
-            arriving: the nested inputs of each phase but the first.
-            outputs: the nested outputs of each phase.
             without: variables that the caller has no values of, by `id`.
-            jit_compile: whether XLA compiles each phase.
         """
-        self._first = [key for key, n in self.scope.inputs if n == 0 and key not in set(without)]
-        inputs = [[self._parts, [self.scope.inputs[key, 0] for key in self._first]], *arriving]
-        return Phases(self.graph, self.graph.captures, levels, inputs, outputs, jit_compile)
+        self._first = [key for key, n in self.scope.inputs if n == 0 and key not in without]
+        return [self._parts, [self.scope.inputs[key, 0] for key in self._first]]
 
     def arguments(self, batch: Any, values: Values) -> Any:
-        """What the first phase takes."""
+        """The values of `open_inputs`."""
         return [_parts(batch), [self._value(key, values) for key in self._first]]
 
     def _value(self, key: int, values: Values) -> tf.Tensor:

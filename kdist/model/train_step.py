@@ -1,8 +1,8 @@
 """A model's own `train_step` as a part of the replica step, for every strategy.
 
-Keras's models of their own steps (GANs, distillation, contrastive learning) compute gradients with a tape and give them
-to an optimizer. Here the tape sees the values that were pulled from wherever they are, and the optimizer only records
-what it is given; the strategy applies it.
+Such steps (GANs, distillation, contrastive learning) compute gradients with a tape and give them to an optimizer. Here
+the tape sees pulled values, wherever they are from, and the optimizer only records gradients; the strategy applies
+them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -32,34 +31,26 @@ from kdist._compat.keras import (
 from kdist._compat.tensorflow import rename_legacy_functions
 from kdist.errors import ConfigError
 from kdist.model.logs import flat
-from kdist.model.loss_weights import LossWeights
+from kdist.model.loss_weights import Term
 from kdist.model.optimizer import unscaled
-from kdist.model.phases import Levels, Phases, ancestors
+from kdist.model.phases import PhaseOfTensor, Phases, ancestors
 from kdist.model.phases import flat as flat_tensors
 from kdist.model.traced_step import TracedScope, TracedStep
 from kdist.model.updates import OptimizerGroup, StepUpdates, Update, first_iteration
 
 
-class ClockKind(Enum):
-    """What a variable of an optimizer says."""
-
-    STEP = auto()
-    LEARNING_RATE = auto()
-    LOSS_SCALE = auto()
-
-
 @dataclass(frozen=True)
-class Clock:
-    """A variable of an optimizer that a step reads: of the group's, or of what scales the loss."""
+class OptimizerRead:
+    """A variable that a step reads of the optimizer of a group, or of the one that scales the loss."""
 
     variable: keras.Variable
     group: int
-    kind: ClockKind
+    kind: Literal["step", "learning_rate", "loss_scale"]
 
 
 @dataclass(frozen=True)
 class _Applied:
-    """What a step gave to an optimizer, in one call, and what it had assigned to these variables before, by `id`."""
+    """One call of an optimizer, and by how much its variables were assigned before, by `id`."""
 
     optimizer: keras.optimizers.Optimizer
     gradients: list[Any]
@@ -70,13 +61,9 @@ class _Applied:
 class OwnTrainStep:
     """The `train_step` of a model that overrides it.
 
-    Args:
-        model: compiled.
-
-    Attributes:
-        trainable: the variables that the step gives to optimizers, in the model's order; of the last trace, as the
-            others.
-        groups: the optimizers with their variables, first that which the model was compiled with.
+    Attributes, of the last trace:
+        trainable: the variables that the step gives to optimizers, in the model's order.
+        groups: the optimizers with their variables; the first is the one that the model was compiled with.
         updated: for each update of the step the indices of the variables that it has a gradient for.
         order: for each update its group.
 
@@ -107,9 +94,9 @@ class OwnTrainStep:
                 "applies no gradients; call apply_gradients of an optimizer that the model, or an attribute of it, has"
             )
         self.trainable = self._given_to_optimizers()
-        index_of = {id(variable): i for i, variable in enumerate(self.trainable)}
+        self._index_of = {id(variable): i for i, variable in enumerate(self.trainable)}
         self.updated = [
-            [index_of[id(v)] for v, gradient in zip(one.variables, one.gradients) if gradient is not None]
+            [self._index_of[id(v)] for v, gradient in zip(one.variables, one.gradients) if gradient is not None]
             for one in self._applied
         ]
         return flat(logs)
@@ -118,7 +105,7 @@ class OwnTrainStep:
         """For each update of the traced step a gradient for each of `trainable`, or None.
 
         Args:
-            scale: that of the loss, if it is dynamic.
+            scale: the scale of the loss, if it is dynamic.
         """
         of_updates = []
         for one in self._applied:
@@ -128,27 +115,19 @@ class OwnTrainStep:
 
     def assigned(self, scope: TracedScope) -> list[dict[int, tf.Tensor]]:
         """For each update, and for the end of the step: by how much assignments have changed variables, by index."""
-        index_of = {id(variable): i for i, variable in enumerate(self.trainable)}
         assigned = [*(one.assigned for one in self._applied), scope.take_assigned(self.trainable)]
-        return [{index_of[key]: by for key, by in found.items()} for found in assigned]
-
-    def updates(self, phases: Sequence[int]) -> tuple[Update, ...]:
-        """The step's updates, of which these are the phases."""
-        return tuple(
-            Update(group, frozenset(self.updated[i]), phases[i], self.order[:i].count(group))
-            for i, group in enumerate(self.order)
-        )
+        return [{self._index_of[key]: by for key, by in found.items()} for found in assigned]
 
     @contextmanager
     def _recording(self, scope: TracedScope) -> Iterator[None]:
-        """In this context, the model's optimizers record what they are given."""
+        """In this context, the model's optimizers record their calls."""
         graph = tf.compat.v1.get_default_graph()
         called = [(optimizer, optimizer) for optimizer in self._optimizers.values()]
         if self._scaling is not None:
             called.append((self._scaling, main_optimizer(self._model)))
         for optimizer, applied in called:
             object.__setattr__(optimizer, "apply", partial(self._record, graph, scope, applied))
-            object.__setattr__(optimizer, "build", partial(_built, optimizer.build))
+            object.__setattr__(optimizer, "build", outside_of_scopes()(optimizer.build))
         try:
             yield
         finally:
@@ -234,89 +213,80 @@ class OwnTrainStep:
         return ConfigError(f"model {self._model.name}: {kind.__name__}.train_step ({where}) {why}")
 
 
-def _built(build: Callable[[Any], None], variables: Any) -> None:
-    with outside_of_scopes():
-        build(variables)
-
-
-def clock_of(groups: Sequence[OptimizerGroup], scaling: Any, read: Mapping[int, Any]) -> list[Clock]:
-    """The step counters and learning rates that a step reads, and what scales its loss.
+def optimizer_reads(groups: Sequence[OptimizerGroup], scaling: Any, read: Mapping[int, Any]) -> list[OptimizerRead]:
+    """The step counters and learning rates that a step reads, and the scale of its loss.
 
     Args:
         groups: its optimizers.
         scaling: the optimizer that scales the loss by a dynamic factor; None without one.
         read: the variables that it reads, by `id`.
     """
-    clock = []
+    found = []
     for g, group in enumerate(groups):
         counter, rate = step_counter(group.optimizer), learning_rate_variable(group.optimizer)
         if id(counter) in read:
-            clock.append(Clock(counter, g, ClockKind.STEP))
+            found.append(OptimizerRead(counter, g, "step"))
         if rate is not None and id(rate) in read:
-            clock.append(Clock(rate, g, ClockKind.LEARNING_RATE))
+            found.append(OptimizerRead(rate, g, "learning_rate"))
         if scaling is not None and g == 0:
-            clock.append(Clock(scaling.dynamic_scale, g, ClockKind.LOSS_SCALE))
-    return clock
+            found.append(OptimizerRead(scaling.dynamic_scale, g, "loss_scale"))
+    return found
 
 
-class OwnPhases:
-    """The phases of a model's own step.
+def cut_own_step(
+    own: OwnTrainStep, traced: TracedStep, loss: Term, jit_compile: bool | None
+) -> tuple[StepUpdates, Callable[[], Phases]]:
+    """Finds the updates of a model's own traced step, with their phases.
 
     Args:
-        own: the step.
-        traced: its trace.
-        outputs: what it returns: gradients of each update, what is assigned before each and at the end, state,
-            metrics, other values.
-        weights: of the gradients of synchronous replicas.
+        loss: as `StepUpdates.loss`.
+        jit_compile: True if XLA compiles each phase.
 
-    Attributes:
-        updates: the step's updates, with their phases.
+    Returns:
+        The updates; a function that cuts the step: each phase returns merged gradients, merged assignments, state,
+        metrics and other values.
     """
+    gradients, assigned, state, metrics, values, *_ = traced.outputs
+    first_phases = PhaseOfTensor()
+    phases: list[int] = []
+    last: dict[int, int] = {}
+    num_updates = Counter[int]()
+    arrivals: list[dict[int, tf.Tensor]] = []
+    for indices, of_update, before in zip(own.updated, gradients, assigned):
+        again = [last[i] + 1 for i in indices if i in last]
+        phase = max([first_phases.of([of_update, before]), *phases[-1:], *again])
+        num_updates.update(indices)
+        keys = {i: (id(own.trainable[i]), num_updates[i]) for i in indices}
+        inputs = {i: traced.scope.inputs[key] for i, key in keys.items() if key in traced.scope.inputs}
+        first_phases.arrive(inputs.values(), phase + 1)
+        arrivals.append(inputs)
+        phases.append(phase)
+        last |= dict.fromkeys(indices, phase)
+    at_end = [last[i] + 1 for i in assigned[-1] if i in last]
+    num_phases = 1 + max(first_phases.of([assigned[-1], state, metrics, values]), *phases, *at_end)
+    live = set(ancestors(traced.graph, flat_tensors([gradients, assigned, state, metrics, values])))
+    arriving: list[dict[int, tf.Tensor]] = [{} for _ in range(num_phases)]
+    for phase, inputs in zip(phases, arrivals):
+        for i, tensor in inputs.items():
+            if tensor.op in live:
+                arriving[phase + 1][i] = tensor
+    updates = StepUpdates(
+        own.groups,
+        tuple(
+            Update(group, frozenset(own.updated[i]), phases[i], own.order[:i].count(group))
+            for i, group in enumerate(own.order)
+        ),
+        pulled_again=tuple(map(frozenset, arriving)),
+        assigned=frozenset(i for found in assigned for i in found),
+        loss=loss,
+    )
 
-    def __init__(self, own: OwnTrainStep, traced: TracedStep, outputs: Sequence[Any], weights: LossWeights) -> None:
-        self._traced = traced
-        gradients, assigned, state, metrics, values = outputs
-        self._levels = levels = Levels()
-        phases: list[int] = []
-        last: dict[int, int] = {}
-        num_updates = Counter[int]()
-        arrivals: list[dict[int, tf.Tensor]] = []
-        for indices, of_update, before in zip(own.updated, gradients, assigned):
-            again = [last[i] + 1 for i in indices if i in last]
-            phase = max([levels.of([of_update, before]), *phases[-1:], *again])
-            num_updates.update(indices)
-            keys = {i: (id(own.trainable[i]), num_updates[i]) for i in indices}
-            inputs = {i: traced.scope.inputs[key] for i, key in keys.items() if key in traced.scope.inputs}
-            levels.arrive(inputs.values(), phase + 1)
-            arrivals.append(inputs)
-            phases.append(phase)
-            last |= dict.fromkeys(indices, phase)
-        at_end = [last[i] + 1 for i in assigned[-1] if i in last]
-        num_phases = 1 + max(levels.of([assigned[-1], state, metrics, values]), *phases, *at_end)
-        live = set(ancestors(traced.graph, flat_tensors([gradients, assigned, state, metrics, values])))
-        self._arriving: list[dict[int, tf.Tensor]] = [{} for _ in range(num_phases)]
-        for phase, inputs in zip(phases, arrivals):
-            for i, tensor in inputs.items():
-                if tensor.op in live:
-                    self._arriving[phase + 1][i] = tensor
-        pulled_again = tuple(frozenset(variables) for variables in self._arriving)
-        everywhere = frozenset(i for found in assigned for i in found)
-        self.updates = updates = StepUpdates(own.groups, own.updates(phases), pulled_again, everywhere, weights)
+    def cut() -> Phases:
         of_phases = [(updates.merge(gradients, p), updates.merge_assigned(assigned, p)) for p in range(num_phases)]
         unknown: list[Any] = [None] * len(state)
-        self._outputs: list[Any] = [(*found, unknown, [], []) for found in of_phases]
-        self._outputs[-1] = *of_phases[-1], state, metrics, values
+        outputs: list[Any] = [(*found, unknown, [], []) for found in of_phases]
+        outputs[-1] = *of_phases[-1], state, metrics, values
+        later = [[of_phase[i] for i in sorted(of_phase)] for of_phase in arriving[1:]]
+        return Phases(traced.graph, first_phases, [traced.open_inputs(), *later], outputs, jit_compile)
 
-    def cut(self, jit_compile: bool | None) -> Phases:
-        """The step, cut; each phase returns merged gradients, merged assignments, state, metrics and other values.
-
-        Args:
-            jit_compile: whether XLA compiles each phase.
-        """
-        arriving = [[of_phase[i] for i in sorted(of_phase)] for of_phase in self._arriving[1:]]
-        return self._traced.phases(self._levels, arriving, self._outputs, jit_compile=jit_compile)
-
-
-def overrides_train_step(model: keras.Model) -> bool:
-    """Whether a model has a `train_step` of its own."""
-    return type(model).train_step is not keras.Model.train_step
+    return updates, cut

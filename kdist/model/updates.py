@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import parts_of, step_counter
-from kdist.model.loss_weights import LossWeights
+from kdist.model.loss_weights import Term
 from kdist.model.optimizer import clip_gradients, is_elementwise, optimizer_state
 
 
@@ -120,18 +120,18 @@ class StepUpdates:
         updates: in the order of the step.
         pulled_again: for each phase the variables that it reads as the phases before have left them; of the first none.
         assigned: the trainable variables that the step also assigns.
-        weights: of the gradients of synchronous replicas.
+        loss: MEAN, OWN_MEAN or SUM, which tells the weights of the gradients of synchronous replicas.
     """
 
     groups: tuple[OptimizerGroup, ...]
     updates: tuple[Update, ...]
     pulled_again: tuple[frozenset[int], ...] = (frozenset(),)
     assigned: frozenset[int] = frozenset()
-    weights: LossWeights = LossWeights.EXAMPLES
+    loss: Term = Term.MEAN
 
     @staticmethod
     def of_all(
-        optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], weights: LossWeights
+        optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], loss: Term = Term.MEAN
     ) -> StepUpdates:
         """One update of all variables by a built optimizer, as Keras's own step makes."""
         parts = parts_of(optimizer, variables)
@@ -140,7 +140,7 @@ class StepUpdates:
         for i, (part, indices) in enumerate(parts):
             groups.append(OptimizerGroup(part, indices, f"optimizers_{i}", 1, first_iteration(part, 1, step)))
         updates = tuple(Update(g, frozenset(group.variables)) for g, group in enumerate(groups) if group.variables)
-        return StepUpdates(tuple(groups), updates, weights=weights)
+        return StepUpdates(tuple(groups), updates, loss=loss)
 
     @property
     def num_phases(self) -> int:

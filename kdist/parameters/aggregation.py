@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.loss_weights import LossWeights
+from kdist.model.loss_weights import Term
 from kdist.model.optimizer import Gradient, clip_gradients
 from kdist.model.updates import ReplicaOutput, scaled
 from kdist.parameters.placement.messages import (
@@ -119,7 +119,7 @@ def of_total(rule: str, total: tf.Tensor, num_replicas: int, dtype: tf.DType) ->
 def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
     """As `ParameterStore.updates_of`, times the weight of the replica in the mean of all; with that weight."""
     gradients, state = _arriving(store.wire, output.weight), _arriving(store.wire, output.state_weight)
-    if output.weight is not None and store.updates.weights is LossWeights.EXAMPLES:
+    if output.weight is not None and store.updates.loss is Term.MEAN:
         state = gradients
     changes = store.updates_of(replace(output, gradients=[scaled(g, gradients) for g in output.gradients]), pulled)
     changes |= {key: scaled(changes[key], state) for key in changes if _is_mean_of_state(store, key, changes[key])}
@@ -166,7 +166,7 @@ def _unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -
             factors = {
                 key.of_state: tf.math.divide_no_nan(1.0, weights[key]) for key in weights if key.server == server
             }
-            if store.updates.weights is LossWeights.SUM:
+            if store.updates.loss is Term.SUM:
                 factors[False] = tf.constant(float(num_replicas))
             of_state = factors.get(True, factors.get(False) if Weight(server) in weights else None)
             for key, change in changes.items():

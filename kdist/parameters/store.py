@@ -22,7 +22,6 @@ from kdist.model.names import (
     STATE_RESETS,
 )
 from kdist.model.replica_step import ReplicaStep
-from kdist.model.train_step import ClockKind
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
 from kdist.parameters.optimizer import ServerOptimizers
 from kdist.parameters.placement.blocks import Blocks, ModelVariables, StoredShard
@@ -256,21 +255,21 @@ class ParameterStore:
         self, replica_step: ReplicaStep, pulled: Pulled, batch: Any, seeds: tf.Tensor, metrics: list[tf.Tensor]
     ) -> RunningStep:
         """Runs a step of the model on pulled values, with the learning rates and the scale of the loss of the store."""
-        clock = []
-        for read in replica_step.clock:
+        reads = []
+        for read in replica_step.optimizer_reads:
             iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
-            if read.kind is ClockKind.LOSS_SCALE:
+            if read.kind == "loss_scale":
                 assert self._loss_scale is not None
                 value = self._loss_scale.read()
             else:
-                value = iteration if read.kind is ClockKind.STEP else self.learning_rate(iteration, read.group)
-            clock.append(tf.identity(value))
+                value = iteration if read.kind == "step" else self.learning_rate(iteration, read.group)
+            reads.append(tf.identity(value))
         moment = None
         if replica_step.worker_state.variables:
             with tf.device(self.devices[0]):
                 resets = self._resets.read_value()
             moment = tf.identity(pulled.global_step), tf.identity(resets)
-        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, clock, moment, pulled.rows)
+        return replica_step.run(pulled.trainable, pulled.state, metrics, seeds, batch, reads, moment, pulled.rows)
 
     def push(self, output: ReplicaOutput, pulled: Pulled) -> tf.Tensor:
         """Applies the output of a step, or of a phase of it; a server counts a step when its part of the first phase

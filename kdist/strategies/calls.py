@@ -115,7 +115,7 @@ class CallLogs:
     def join(logs: Sequence[StepLogs]) -> StepLogs:
         """The joint report of all replicas on the same synchronous steps."""
         together = reduce(StepLogs.beside, logs)
-        return replace(together, metrics=together.metrics.joined(together.num_examples))
+        return replace(together, metrics=together.metrics.count_as_keras(together.num_examples))
 
 
 #: The next `(batch, seeds)` of a replica.

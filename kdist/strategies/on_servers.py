@@ -24,7 +24,7 @@ from kdist.dispatch.health import Supervisor, describe_lost
 from kdist.dispatch.worker_threads import OUT_OF_REACH, CallsCancelled, may_be_lost
 from kdist.errors import ClusterError, TaskError, reason
 from kdist.log import warn
-from kdist.model.train_step import overrides_train_step
+from kdist.model.source import overrides_of
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement.messages import Wire
 from kdist.parameters.placement.plan import PlacementPolicy
@@ -95,7 +95,7 @@ class ServersStrategy(StoreStrategy):
 
     def start(self, spec: TrainingSpec) -> None:
         # The chief builds the model while the tasks start, unless its own step may be refused.
-        prepared = self._prepare(spec) if overrides_train_step(spec.model) else None
+        prepared = self._prepare(spec) if overrides_of(spec.model, "train_step") else None
         cluster = self._launch(spec.log_dir) if self._coordinator is None else None
         self._prepared = prepared or self._prepare(spec)
         self.plan = self._prepared.plan(self._shape.num_ps, self._placement)

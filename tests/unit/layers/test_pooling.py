@@ -237,7 +237,7 @@ def step_of(model: keras.Model, data: tf.data.Dataset, run_dir: Path) -> Replica
 def test_all_rows_are_fetched_at_once_and_no_table_is_needed_whole(kind: Any, run_dir: Path) -> None:
     step = step_of(Model("mean", mask_zero=kind is padded), dataset(kind), run_dir)
     assert not step.whole_tables
-    assert len(step._lookups()._rounds) == 1
+    assert len(step._lookups._rounds) == 1
     for own in (ragged, sparse):
         assert not step_of(Averaged(), dataset(own), run_dir).whole_tables
 

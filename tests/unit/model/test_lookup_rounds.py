@@ -131,7 +131,7 @@ def step_of(build: Callable[..., keras.Model], run_dir: Path) -> ReplicaStep:
 def test_tables_of_one_group_are_fetched_together(build: Any, groups: list[int], rounds: int, run_dir: Path) -> None:
     step = step_of(build, run_dir)
     assert [len(group.tables) for group in step.table_groups] == groups
-    found = step._lookups()
+    found = step._lookups
     assert len(found._rounds) == rounds
     assert set(found._rounds[0]) == set(range(len(groups)))
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import kdist
-from kdist.model.loss_weights import REPEATS, LossWeights, Term, made_up, repeated
+from kdist.model.loss_weights import REPEATS, Term, made_up, repeated
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -55,24 +55,22 @@ def step_of(
 
 
 @pytest.mark.parametrize(
-    ("model", "weights"),
+    ("model", "kind"),
     [
-        (lambda: model_of("mse"), LossWeights.EXAMPLES),
-        (lambda: model_of(averaged, kernel_regularizer="l2"), LossWeights.EXAMPLES),
-        (lambda: model_of("mse", AddsLoss(ops.mean)), LossWeights.EXAMPLES),
-        (lambda: model_of("mse", layers.Dropout(0.5)), LossWeights.EXAMPLES),
-        (lambda: model_of(averaged, layers.Dropout(0.5)), LossWeights.EXAMPLES),
-        (lambda: model_of(keras.losses.MeanSquaredError(reduction="sum")), LossWeights.SUM),
-        (lambda: model_of(keras.losses.MeanSquaredError(reduction=None)), LossWeights.SUM),
-        (lambda: model_of(summed), LossWeights.SUM),
-        (lambda: model_of(summed, layers.Dropout(0.5)), LossWeights.SUM),
-        (lambda: model_of(summed, AddsLoss(ops.sum), kernel_regularizer="l2"), LossWeights.SUM),
+        (lambda: model_of("mse"), Term.MEAN),
+        (lambda: model_of(averaged, kernel_regularizer="l2"), Term.MEAN),
+        (lambda: model_of("mse", AddsLoss(ops.mean)), Term.MEAN),
+        (lambda: model_of("mse", layers.Dropout(0.5)), Term.MEAN),
+        (lambda: model_of(averaged, layers.Dropout(0.5)), Term.MEAN),
+        (lambda: model_of(keras.losses.MeanSquaredError(reduction="sum")), Term.SUM),
+        (lambda: model_of(keras.losses.MeanSquaredError(reduction=None)), Term.SUM),
+        (lambda: model_of(summed), Term.SUM),
+        (lambda: model_of(summed, layers.Dropout(0.5)), Term.SUM),
+        (lambda: model_of(summed, AddsLoss(ops.sum), kernel_regularizer="l2"), Term.SUM),
     ],
 )
-def test_a_loss_is_a_mean_or_a_sum_by_what_it_does(
-    model: Callable[[], keras.Model], weights: LossWeights, run_dir: Path
-) -> None:
-    assert step_of(model(), run_dir).updates.weights is weights
+def test_a_loss_is_a_mean_or_a_sum_by_what_it_does(model: Callable[[], keras.Model], kind: Term, run_dir: Path) -> None:
+    assert step_of(model(), run_dir).updates.loss is kind
 
 
 def test_regularizers_count_once_beside_a_sum(run_dir: Path) -> None:
@@ -86,7 +84,7 @@ def test_a_sum_beside_a_mean_needs_batches_of_one_size(run_dir: Path) -> None:
         return model_of("mse", AddsLoss(ops.sum))
 
     step = step_of(model(), run_dir / "same", same_size=True)
-    assert step.updates.weights is LossWeights.EXAMPLES
+    assert step.updates.loss is Term.MEAN
     assert step._terms.added_factors == (2.0,)
     with pytest.raises(kdist.ConfigError, match="drop_remainder=True"):
         step_of(model(), run_dir / "other")
@@ -111,7 +109,7 @@ def test_a_sum_of_rows_of_a_table_is_a_sum(is_ragged: bool, run_dir: Path) -> No
     model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((ids, np.ones((8, 1), "float32")))
     step = step_of(model, run_dir, same_size=True, data=data)
-    assert step.updates.weights is LossWeights.EXAMPLES
+    assert step.updates.loss is Term.MEAN
     assert step._terms.added_factors == (2.0,)
 
 
@@ -136,7 +134,7 @@ class RegularizedOwnStep(OwnStep):
 
 def test_gradients_of_a_train_step_that_divides_by_all_examples_add_up(run_dir: Path) -> None:
     step = step_of(model_of("mse", kind=OwnStep), run_dir)
-    assert step.updates.weights is LossWeights.SUM
+    assert step.updates.loss is Term.SUM
     assert step.returned.sums == {"loss"}
 
 
@@ -181,8 +179,8 @@ def test_an_optional_input_may_be_none_and_the_first(loss: Any, run_dir: Path) -
     model.compile("sgd", loss)
     trainer = kdist.Trainer(lambda: model, run_dir=run_dir)
     request = trainer._fit_of({"optional": None, "x": np.ones((6, 3))}, np.ones((6, 1)), batch_size=4)
-    weights = prepare(request.training_spec(request.training_data), 2, 2).replica_step.updates.weights
-    assert weights is (LossWeights.EXAMPLES if loss == "mse" else LossWeights.SUM)
+    weights = prepare(request.training_spec(request.training_data), 2, 2).replica_step.updates.loss
+    assert weights is (Term.MEAN if loss == "mse" else Term.SUM)
 
 
 def test_a_loss_that_takes_no_made_up_data_counts_as_a_mean_with_a_warning(run_dir: Path) -> None:
@@ -192,7 +190,7 @@ def test_a_loss_that_takes_no_made_up_data_counts_as_a_mean_with_a_warning(run_d
 
     with pytest.warns(UserWarning, match="its loss could not be tried on made-up data and counts as a mean"):
         step = step_of(model_of(only_of_ones), run_dir)
-    assert step.updates.weights is LossWeights.EXAMPLES
+    assert step.updates.loss is Term.MEAN
 
 
 def test_made_up_strings_are_strings() -> None:
@@ -219,7 +217,7 @@ def test_a_loss_that_examples_make_together_is_computed_by_each_replica_with_a_w
 ) -> None:
     with pytest.warns(UserWarning, match="its loss is neither a mean nor a sum over the examples of a batch"):
         step = step_of(model_of(loss), run_dir)
-    assert step.updates.weights is LossWeights.EXAMPLES
+    assert step.updates.loss is Term.MEAN
 
 
 @pytest.mark.filterwarnings("error:.*neither a mean nor a sum")
