@@ -1,4 +1,4 @@
-"""An embedding layer for ids that nobody can count beforehand."""
+"""An embedding layer for an unknown number of ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from kdist._compat.lazy_variable import is_building
 from kdist.layers.initial_rows import RowInitializer
-from kdist.layers.pooled_lookup import PooledLookup
+from kdist.layers.pooling import PooledLookup
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class DynamicEmbedding(PooledLookup):
         embeddings_initializer: random uniform, normal or truncated normal, or a constant.
         admission: conditions for a row; None for all ids; or its attributes.
         eviction: conditions for losing a row; None for none; or its attributes.
-        mask_zero: whether id 0, or the empty string, is padding: it does not count when vectors are pooled; without a
+        mask_zero: if True, id 0, or the empty string, is padding: it does not count when vectors are pooled; without a
             combiner the vectors have a mask.
         combiner: as in `kdist.layers.Embedding`.
 
@@ -146,7 +146,7 @@ class DynamicEmbedding(PooledLookup):
     def build(self, input_shape: Any = None) -> None:
         if self.built:
             return
-        # It stands for the rows wherever Keras and kdist deal in variables, and has none of them.
+        # It stands for the rows where Keras and kdist deal in variables, and has none of them.
         self._embeddings = self.add_weight(shape=(0, self.output_dim), initializer="zeros", name="embeddings")
         # Not Keras's variables, whose shapes are fixed. One more than there are: it is found for all other ids.
         zeros = tf.zeros([1, self.output_dim], self.variable_dtype)

@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from kdist.layers.initial_rows import TableInitializer, is_large
-from kdist.layers.pooled_lookup import PooledLookup
-from kdist.layers.pooling import Ragged
+from kdist.layers.pooling import PooledLookup, Ragged
 
 
 @keras.saving.register_keras_serializable("kdist")

@@ -1,4 +1,4 @@
-"""Initial values that do not depend on who draws which rows: of tables, and of rows without end."""
+"""Initial values that do not depend on the process that draws them: of tables, and of rows without end."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ def is_large(shape: Sequence[int], dtype: Any) -> bool:
     return int(np.prod(shape)) * tf.as_dtype(dtype).size > _BLOCK_BYTES
 
 
+def _constant_of(initializer: Any) -> float | None:
+    if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones):
+        return float(type(initializer) is keras.initializers.Ones)
+    is_number = type(initializer) is keras.initializers.Constant and np.ndim(initializer.value) == 0
+    return float(initializer.value) if is_number else None
+
+
+def _has_seed(initializer: Any) -> bool:
+    """True for an initializer that draws each element by itself, from an integer."""
+    return type(initializer) in (_UNIFORM, _NORMAL, _TRUNCATED) and isinstance(initializer.seed, int)
+
+
 class TableInitializer:
     """Draws a table in blocks of rows, each from its own seed, so that any rows can be drawn without the others.
 
@@ -59,10 +71,7 @@ class TableInitializer:
         """For an initializer of Keras; None for one that may depend on the whole table."""
         if type(given) in _BY_FANS:
             given = _with_fans(given, *shape)
-        is_constant = type(given) in (keras.initializers.Zeros, keras.initializers.Ones)
-        is_constant |= type(given) is keras.initializers.Constant and np.ndim(given.value) == 0
-        is_random = type(given) in (_UNIFORM, _NORMAL, _TRUNCATED) and isinstance(given.seed, int)
-        return TableInitializer(given) if is_constant or is_random else None
+        return TableInitializer(given) if _constant_of(given) is not None or _has_seed(given) else None
 
     def __call__(self, shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
         """The whole table."""
@@ -83,9 +92,7 @@ class TableInitializer:
         start, stop = self.blocks(shape, dtype)[number]
         own = copy.copy(self._initializer)
         if hasattr(own, "seed"):
-            seed = own.seed
-            if number:
-                seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+            seed = int(np.random.SeedSequence([own.seed, number]).generate_state(1)[0]) if number else own.seed
             own.seed = _Seed(tf.constant([seed, 0], tf.uint32) + (0 if zero is None else zero))
         return own((stop - start, *shape[1:]), dtype)
 
@@ -131,15 +138,9 @@ class RowInitializer:
     """
 
     def __init__(self, initializer: keras.initializers.Initializer) -> None:
-        self.seed = 0
-        self._constant: float | None = None
-        if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones):
-            self._constant = float(type(initializer) is keras.initializers.Ones)
-        elif type(initializer) is keras.initializers.Constant and np.ndim(initializer.value) == 0:
-            self._constant = float(initializer.value)
-        elif type(initializer) in (_UNIFORM, _NORMAL, _TRUNCATED) and isinstance(initializer.seed, int):
-            self.seed = initializer.seed
-        else:
+        self.seed = initializer.seed if _has_seed(initializer) else 0
+        self._constant = _constant_of(initializer)
+        if self._constant is None and not _has_seed(initializer):
             raise ValueError(
                 f"{type(initializer).__name__} depends on how many rows there are, or on values that it does not "
                 "name; use RandomUniform, RandomNormal, TruncatedNormal, Zeros, Ones or Constant"

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist._compat.keras import decays, finds_shapes, layers_of, main_optimizer, stored_dtype, table_of
 from kdist.errors import ConfigError
 from kdist.layers import DynamicEmbedding, Embedding
-from kdist.layers.pooled_lookup import PooledLookup
+from kdist.layers.pooling import PooledLookup
 from kdist.model.phases import PhaseOfTensor
 from kdist.model.updates import StepUpdates
 

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 GLOBAL_STEP = "global_step"
 #: The name of the learning rate in a store and in checkpoints.
 LEARNING_RATE = "optimizer/learning_rate"
-#: The names of what follows the scale of a loss: itself, the steps since it last changed, the steps that overflowed.
+#: The names of the scale of a loss, the steps since it last changed, and the steps that overflowed.
 DYNAMIC_SCALE = "optimizer/dynamic_scale"
 DYNAMIC_SCALE_STEPS = "optimizer/dynamic_scale_steps"
 DROPPED_STEPS = "optimizer/dropped_steps"
-#: The name of how often callbacks have reset each state of a stateful layer.
+#: The name of the number of resets of each state of a stateful layer by callbacks.
 STATE_RESETS = "state_resets"
-#: What Keras calls the slot that has the moving average of a variable.
+#: Keras's name of the slot that has the moving average of a variable.
 AVERAGE = "average"
 #: The name of the run's seed in checkpoints.
 SEED = "seed"
-#: The name of what was read of data that may end, in checkpoints: JSON.
+#: The name of the position in data that may end, in checkpoints: JSON.
 DATA_STATE = "data_state"
 #: The name, in checkpoints, of a global step and of the epoch that began there: the first one of the run.
 EPOCHS_BEGIN = "epochs_begin"
-#: What checkpoints have beside the values of the model.
+#: The values in checkpoints beside those of the model.
 BESIDE = (SEED, DATA_STATE, EPOCHS_BEGIN)
 #: The names, in deltas, of the step that a delta follows; and, before the name of a table, of its rows that have
 #: changed, and of ids that have lost their rows.
@@ -84,7 +84,7 @@ def average_of(parameter: str) -> str:
 
 
 def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a random seed: each worker has its own, and none is stored."""
+    """True for the state of a random seed: each worker has its own, and none is stored."""
     return variable.name == "seed_generator_state"
 
 

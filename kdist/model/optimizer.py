@@ -1,10 +1,11 @@
-"""What kdist has to know about a Keras optimizer: its slots by name, its clipping, its abilities."""
+"""Properties of a Keras optimizer: its slots by name, its clipping, its abilities."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import keras
@@ -22,7 +23,7 @@ from kdist.errors import ConfigError
 K = TypeVar("K", bound=Hashable)
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
-#: The dtypes that squares are added up in, other than float32.
+#: The dtypes other than float32 in which squares are added up.
 _WIDE = {tf.float64: tf.float64}
 
 # They compute each element of a variable separately, so that rows can be updated independently.
@@ -30,19 +31,19 @@ _ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", 
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether a variable can be split without changing the result of the optimizer."""
+    """True if a variable can be split without changing the result of the optimizer."""
     # With gradient accumulation, each variable is clipped where it is.
     is_known = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
     return is_known and not optimizer.gradient_accumulation_steps
 
 
 def can_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an update may be of some rows only. Averages that overwrite a variable overwrite all of it."""
+    """True if an update may be of some rows only. Averages that overwrite a variable overwrite all of it."""
     return is_elementwise(optimizer) and not optimizer.ema_overwrite_frequency
 
 
 def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether Keras itself neither reads nor writes rows without a gradient."""
+    """True if Keras itself neither reads nor writes rows without a gradient."""
     is_plain = type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
     return is_plain and optimizer.weight_decay is None and not optimizer.use_ema
 
@@ -84,9 +85,9 @@ def optimizer_state(
     """The optimizer's variables except its step counter, by names that depend on neither process nor server.
 
     Args:
-        variables: those that the optimizer was built with.
+        variables: as the optimizer was built with.
         names: their names in checkpoints.
-        owner: the attribute of the model that holds it; empty for that which the model was compiled with.
+        owner: the attribute of the model that holds it; empty for the optimizer that the model was compiled with.
 
     Returns:
         `slots/<variable>/<slot>` for each slot, `optimizer/learning_rate`, and `optimizer/state_<n>` for the rest; with
@@ -123,16 +124,18 @@ def optimizer_state(
 
 def unscaled(
     optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    gradients: Sequence[Gradient | None],
     scale: tf.Tensor | None = None,
 ) -> list[Any]:
     """The gradients of the loss, from those of the loss times `scale`, or else of `optimizer.scale_loss(loss)`."""
     factor = optimizer.loss_scale_factor if scale is None else scale
-    return [g if g is None or factor is None else _divided(g, factor) for g in gradients]
+    if factor is None:
+        return list(gradients)
+    return [None if g is None else map_values(lambda v: v / tf.cast(factor, v.dtype), g) for g in gradients]
 
 
-def overflow_of(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], scale: tf.Tensor | None) -> tf.Tensor | None:
-    """`scale`, that of the loss, if it makes an element of the gradients infinite or no number, otherwise 0."""
+def overflow_of(gradients: Sequence[Gradient | None], scale: tf.Tensor | None) -> tf.Tensor | None:
+    """The scale of the loss, if it makes an element of the gradients infinite or no number, otherwise 0."""
     if scale is None:
         return None
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
@@ -140,10 +143,11 @@ def overflow_of(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], scale:
     return tf.where(is_finite, 0.0, scale)
 
 
-def _divided(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) -> tf.Tensor | tf.IndexedSlices:
+def map_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
+    """Applies a function to the values of a gradient, of all rows or of some."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / tf.cast(factor, gradient.dtype), gradient.indices)
-    return gradient / tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(function(gradient.values), gradient.indices)
+    return function(gradient)
 
 
 def clip_gradients(
@@ -191,10 +195,7 @@ def clip_gradients(
     clipped: dict[K, Gradient] = {}
     for key, gradient in gradients.items():
         with _on(device_of(key)):
-            if isinstance(gradient, tf.IndexedSlices):
-                clipped[key] = tf.IndexedSlices(clip(key, gradient.values), gradient.indices)
-            else:
-                clipped[key] = clip(key, gradient)
+            clipped[key] = map_values(partial(clip, key), gradient)
     return clipped
 
 

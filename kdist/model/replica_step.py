@@ -30,7 +30,7 @@ from kdist._compat.keras import (
 )
 from kdist._compat.tensorflow import assigned_variables, exchanges_between_replicas, send_to_joining_tasks
 from kdist.errors import ConfigError
-from kdist.layers.pooled_lookup import PooledLookup
+from kdist.layers.pooling import PooledLookup
 from kdist.log import warn
 from kdist.model.embedding_lookup import (
     RowLookups,

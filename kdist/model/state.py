@@ -41,13 +41,12 @@ def remember_groups(model: keras.Model, groups: tuple[OptimizerGroup, ...]) -> N
 def choose_variables(
     model: keras.Model, trainable: list[keras.Variable] | None = None, beside: Sequence[keras.Variable] = ()
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """The parameters to train, and the other variables, as the model has them now; `variables_of` returns them from now
-    on.
+    """The parameters to train, and the other variables of a model now; `variables_of` returns them from now on.
 
     A layer that a callback freezes during training is trained all the same, as by Keras's own compiled step.
 
     Args:
-        trainable: those that are trained if not all are.
+        trainable: the parameters, if not all are trained.
         beside: variables that a step reads, and the model does not have.
     """
     chosen = model.trainable_variables if trainable is None else trainable
@@ -124,12 +123,12 @@ def finalize_ema(model: keras.Model) -> None:
 
 
 def rows_cannot_be_sent(model: keras.Model) -> bool:
-    """Whether it has layers with rows instead of variables, which workers can only pull."""
+    """True if a model has layers with rows instead of variables, which workers can only pull."""
     return bool(_dynamic_layers(model))
 
 
 def _dynamic_layers(model: keras.Model) -> dict[str, DynamicEmbedding]:
-    """Its layers with rows instead of variables, by the names of the variables that stand for their vectors."""
+    """The layers with rows instead of variables, by the names of the variables that stand for their vectors."""
     layers = [layer for layer in layers_of(model) if isinstance(layer, DynamicEmbedding) and layer.built]
     if not layers:
         return {}
@@ -157,7 +156,7 @@ def _named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     if scaling is not None:
         named |= {DYNAMIC_SCALE: scaling.dynamic_scale, DYNAMIC_SCALE_STEPS: scaling.step_counter}
     for dynamic in _dynamic_layers(model):
-        # What stands for its rows has none.
+        # The variable that stands for its rows has none.
         of_rows = f"parameters/{dynamic}", f"slots/{dynamic}"
         named = {n: v for n, v in named.items() if n not in of_rows and n.rpartition("/")[0] not in of_rows}
     return {**named, GLOBAL_STEP: step_counter(optimizer)}
@@ -194,7 +193,7 @@ class WorkerState:
 
         Args:
             global_step: scalar int64.
-            resets: int64 `[number of states]`: how often each was reset so far.
+            resets: int64 `[number of states]`, of each so far.
         """
         handles, (*values, seen) = self._find()
         epoch = 0 if self._epoch_at is None else self._epoch_at(global_step)

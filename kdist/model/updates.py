@@ -1,4 +1,4 @@
-"""What one step of a model updates: which optimizers it calls, on which variables, and in which order."""
+"""The updates of one step of a model: calls of optimizers, with their variables, in their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import parts_of, step_counter
 from kdist.model.loss_weights import Term
-from kdist.model.optimizer import clip_gradients, is_elementwise, optimizer_state
+from kdist.model.optimizer import Gradient, clip_gradients, is_elementwise, map_values, optimizer_state
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class ReplicaOutput:
 
     Attributes:
         gradients: one per trainable variable, not clipped; None if no loss depends on the variable, or no update of
-            this phase has it. For a table that is looked up by rows `tf.IndexedSlices` with the numbers that the rows
-            have in its group, each as often as it was looked up, as in Keras, or once if it is row-wise.
+            this phase has it. For a table that is looked up by rows `tf.IndexedSlices` with the numbers of the rows in
+            its group, each as often as it was looked up, as in Keras, or once if it is row-wise.
         assigned: for each trainable variable by how much assignments have changed it before the update; None without.
         state, metrics: new values of the variables, in the last phase; None for state that the step did not change.
         num_examples: of the batch.
-        phase: which phase it is of.
-        weight: float32 scalar, that of the gradients; None if replicas have equal weights, or gradients add up.
-        overflow: float32 scalar: what the loss was multiplied by, if that has made a gradient infinite or no number, so
-            that no parameter is updated; otherwise 0. None if the loss is not scaled.
+        phase: its index.
+        weight: of the gradients, float32 scalar; None if replicas have equal weights, or gradients add up.
+        overflow: the scale of the loss, float32 scalar, if it has made a gradient infinite or no number, so that no
+            parameter is updated; otherwise 0. None if the loss is not scaled.
     """
 
-    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    gradients: list[Gradient | None]
     assigned: list[tf.Tensor | None]
     state: list[tf.Tensor | None]
     metrics: list[tf.Tensor]
@@ -42,7 +42,7 @@ class ReplicaOutput:
 
     @property
     def state_weight(self) -> tf.Tensor | None:
-        """That of the changes of state, float32: the number of examples; None if it is always the same."""
+        """The weight of the changes of state, float32: the number of examples; None if it is always the same."""
         return None if isinstance(self.num_examples, int) else tf.cast(self.num_examples, tf.float32)
 
 
@@ -50,14 +50,12 @@ def scaled(gradient: Any, factor: tf.Tensor | None) -> Any:
     """A gradient times a factor; if either is None, the gradient as it is."""
     if gradient is None or factor is None:
         return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices)
-    # What has no weight may be no number.
-    return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))
+    # A gradient without weight may be no number.
+    return map_values(lambda v: tf.math.multiply_no_nan(v, tf.cast(factor, v.dtype)), gradient)
 
 
-#: The phases of a step: yields the output of each, and is sent the values of the variables that the next one reads as
-#: they are after the updates; see `StepUpdates.pulled_again`.
+#: The phases of a step: yields the output of each, and is sent the new values of the variables that the next one reads;
+#: see `StepUpdates.pulled_again`.
 RunningStep: TypeAlias = "Generator[ReplicaOutput, Mapping[int, tf.Tensor], None]"
 
 
@@ -68,8 +66,8 @@ class OptimizerGroup:
     Attributes:
         optimizer: built.
         variables: their indices among the step's trainable variables.
-        name: the attribute of the model that holds the optimizer; empty for that which the model was compiled with.
-        updates_per_step: how often one step calls it.
+        name: the attribute of the model that holds the optimizer; empty for the one that the model was compiled with.
+        updates_per_step: the number of its calls in a step.
         first_iteration: its count of iterations at global step 0.
     """
 
@@ -99,7 +97,7 @@ class Update:
         group: its index in `StepUpdates.groups`.
         variables: indices of the variables that it has a gradient for.
         phase: the phase of the step at whose end it is applied.
-        number: how many calls of the same optimizer precede it in its step.
+        number: of calls of the same optimizer before it in its step.
     """
 
     group: int
@@ -116,9 +114,10 @@ class StepUpdates:
     read of it is pulled again.
 
     Attributes:
-        groups: the optimizers; the first is that which the model was compiled with.
+        groups: the optimizers; the first is the one that the model was compiled with.
         updates: in the order of the step.
-        pulled_again: for each phase the variables that it reads as the phases before have left them; of the first none.
+        pulled_again: for each phase the variables that it reads as the phases before have left them; none for the
+            first.
         assigned: the trainable variables that the step also assigns.
         loss: MEAN, OWN_MEAN or SUM, which tells the weights of the gradients of synchronous replicas.
     """
@@ -151,11 +150,11 @@ class StepUpdates:
         return [update for update in self.updates if update.phase == phase]
 
     def optimizers_of(self, variable: int) -> list[keras.optimizers.Optimizer]:
-        """Those that update a variable, by its index."""
+        """The optimizers that update a variable, by its index."""
         return [group.optimizer for group in self.groups if variable in group.variables]
 
     def is_elementwise(self, variable: int) -> bool:
-        """Whether a variable can be split without changing the result of its optimizers."""
+        """True if a variable can be split without changing the result of its optimizers."""
         return all(map(is_elementwise, self.optimizers_of(variable)))
 
     def merge(self, gradients: Sequence[Sequence[Any]], phase: int) -> list[Any]:
@@ -167,20 +166,19 @@ class StepUpdates:
         return merged
 
     def merge_assigned(self, assigned: Sequence[Mapping[int, tf.Tensor]], phase: int) -> list[Any]:
-        """As `merge`, of what was assigned before each update, and at the end of the step."""
+        """As `merge`, for the assignments before each update, and at the end of the step."""
         phases = [*(update.phase for update in self.updates), self.num_phases - 1]
         merged = {i: value for p, found in zip(phases, assigned) if p == phase for i, value in found.items()}
         num_variables = 1 + max((i for group in self.groups for i in group.variables), default=-1)
         return [merged.get(i) for i in range(num_variables)]
 
-    def clip(self, gradients: Sequence[Any], phase: int) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    def clip(self, gradients: Sequence[Any], phase: int) -> list[Gradient | None]:
         """Clips the gradients of a phase, one per variable or None, as the optimizers would."""
-        clipped = list(gradients)
+        clipped = dict(enumerate(gradients))
         for update in self.in_phase(phase):
             own = {i: gradients[i] for i in sorted(update.variables) if gradients[i] is not None}
-            for i, gradient in clip_gradients(self.groups[update.group].optimizer, own).items():
-                clipped[i] = gradient
-        return clipped
+            clipped |= clip_gradients(self.groups[update.group].optimizer, own)
+        return list(clipped.values())
 
 
 def first_iteration(optimizer: keras.optimizers.Optimizer, updates_per_step: int, step: int) -> int:
