@@ -207,7 +207,8 @@ class ReplicaStep:
     @cached_property
     def _lookups(self) -> LookupRounds:
         inputs = self._traced.open_inputs(without={id(self.trainable[i]) for i in self.tables})
-        outputs = self._traced.outputs._replace(tried=[])
+        given: StepOutputs = self._traced.outputs
+        outputs = StepOutputs(*given[:-1], [])
         return LookupRounds(self._traced.graph, inputs, outputs, self._found.lookups, self.tables, self.table_groups)
 
     @cached_property
