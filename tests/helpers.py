@@ -7,18 +7,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kdist.cluster.network.sockets import HeldPorts
+from kdist.cluster.network.sockets import held_ports
 from kdist.cluster.processes.forkserver import NAME as FORK_SERVER
 
 REPO = Path(__file__).resolve().parents[1]
 
-_held: list[HeldPorts] = []
+_held = ExitStack()
 _TASK = re.compile(r"(ps|worker|chief|evaluator):\d+")
 
 
@@ -63,9 +64,7 @@ def objects_in(bucket: Any, under: str = "") -> dict[str, bytes]:
 
 def free_ports(count: int) -> list[int]:
     """Ports at which nothing listens, and that nobody else gets before this process ends."""
-    held = HeldPorts(count)
-    _held.append(held)
-    return held.numbers
+    return _held.enter_context(held_ports(count))
 
 
 def free_addresses(count: int) -> list[str]:

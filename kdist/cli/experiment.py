@@ -87,7 +87,7 @@ def run_experiment(
         is_said = not is_chief or (trainer is not None and trainer.result.error is not None)
         if run_dir is not None and not is_said:
             files = RunDir(run_dir, config.run.name)
-            if not files.has_result_since(started):
+            if (written := files.result_written_at()) is None or written < started:
                 shape = shape_of(config.cluster, membership_of(config.cluster, os.environ))
                 files.write_result(
                     Result(

@@ -46,12 +46,7 @@ class TaskFingerprint:
 
     @classmethod
     def of(cls, spec: ClusterSpec, config: Mapping[str, Any]) -> TaskFingerprint:
-        """The fingerprint of this process.
-
-        Args:
-            spec: the cluster.
-            config: as `result.json` records it.
-        """
+        """The fingerprint of this process; `config` is as in `result.json`."""
         versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "kdist": __version__}
         versions |= {name: _version(name) for name in ("tensorflow", "keras")}
         addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
@@ -78,28 +73,22 @@ class TaskFingerprint:
 
 def differences(chief: TaskFingerprint, other: TaskFingerprint) -> list[str]:
     """Names each difference of a task from the chief: `keras 3.14.0, chief 3.15.1`, `train.batch_size=64, chief 32`."""
-    found = [
-        f"{name} {other.versions.get(name)}, chief {version}"
-        for name, version in chief.versions.items()
-        if other.versions.get(name) != version
-    ]
+    versions = [(name, version, other.versions.get(name)) for name, version in chief.versions.items()]
+    found = [f"{name} {of_other}, chief {of_chief}" for name, of_chief, of_other in versions if of_chief != of_other]
     addresses = chief.addresses.items()
     pairs: list[tuple[str, Any, Any]] = [(f"addresses of {job}", at, other.addresses.get(job)) for job, at in addresses]
     if chief.is_of_program == other.is_of_program:
-        keys = [*chief.config, *(key for key in other.config if key not in chief.config)]
+        keys = {**chief.config, **other.config}
         pairs += [(key, chief.config.get(key), other.config.get(key)) for key in keys]
-    differing_pairs = [pair for pair in pairs if pair[1] != pair[2]]
     return found + [
-        f"{key}={_shown(of_other)}, chief {_shown(of_chief)}" for key, of_chief, of_other in differing_pairs
+        f"{key}={_shown(of_other)}, chief {_shown(of_chief)}"
+        for key, of_chief, of_other in pairs
+        if of_chief != of_other
     ]
 
 
 def mismatch_error(found: Mapping[str, Sequence[str]]) -> ConfigError:
-    """The error for tasks that differ from the chief.
-
-    Args:
-        found: the `differences` of each of them, by its name.
-    """
+    """The error for tasks that differ from the chief, with the `differences` of each, by its name."""
     verb = "differs" if len(found) == 1 else "differ"
     lines = [f"{', '.join(found)}: {verb} from the chief; all tasks need the same versions and config"]
     for task, of_task in found.items():
@@ -110,11 +99,7 @@ def mismatch_error(found: Mapping[str, Sequence[str]]) -> ConfigError:
 
 
 def check_fingerprints(workers: Sequence[TaskFingerprint]) -> None:
-    """Compares all-reduce workers, by index, with worker 0, the chief.
-
-    Raises:
-        ConfigError: some differ.
-    """
+    """Raises `ConfigError` if all-reduce workers, by index, differ from worker 0, the chief."""
     found = {str(Task("worker", index)): differences(workers[0], worker) for index, worker in enumerate(workers)}
     if found := {worker: of_worker for worker, of_worker in found.items() if of_worker}:
         raise mismatch_error(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
-from kdist.cluster.network.sockets import HeldPorts, bind_to
+from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
 from kdist.cluster.processes.child import end_children, start_child, task_environment
@@ -43,24 +43,20 @@ class ExternalCluster(Cluster):
     def __init__(
         self, spec: ClusterSpec, log_dir: Path, config: ClusterConfig, fingerprint: TaskFingerprint | None = None
     ) -> None:
-        self.spec = spec
+        self.spec, self._log_dir, self._config, self._fingerprint = spec, log_dir, config, fingerprint
         self.any_chief_port = config.chief_port is None
-        self._config = config
-        self._fingerprint = fingerprint
+        self._address, self._own_task = chief_server(spec)
         self._version_check: VersionCheck | None = None
-        self._log_dir = log_dir
         self._at_end = ExitStack()
         self._is_launched = self._all_there = False
 
     def launch(self) -> None:
         """Starts the chief's own server and returns at once."""
-        config = self._config
+        config, address, task = self._config, self._address, self._own_task
         bind_to(config.bind)
-        address, task = chief_server(self.spec)
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
-        held = self._at_end.enter_context(HeldPorts(0 if config.chief_port else 1))
-        port = config.chief_port or held.numbers[0]
+        port = config.chief_port or self._at_end.enter_context(held_ports(1))[0]
         # The name by which the others know this host: they connect to this process, too.
         self.chief_address = f"{address.rpartition(':')[0]}:{port}"
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
@@ -91,46 +87,41 @@ class ExternalCluster(Cluster):
         """
         while missing := self._missing():
             if self._own.poll() is not None:
-                own = chief_server(self.spec)[1]
-                raise ClusterError(f"{own} exited while starting ({self._own.how_it_ended()}){self._own.log_tail()}")
+                raise ClusterError(
+                    f"{self._own_task} exited while starting ({self._own.how_it_ended()}){self._own.log_tail()}"
+                )
             if self._own.is_late:
                 late = {task: address for task, address in self.spec.addresses.items() if task in missing}
-                silent = dict.fromkeys(
-                    self._probes.listening(), "it listens, but has not compared itself with the chief"
-                )
+                why = "it listens, but has not compared itself with the chief"
+                silent = dict.fromkeys(self._probes.listening(), why)
                 raise not_met(late, self._probes.found() | silent, self._config.start_timeout)
             time.sleep(_POLL_SECS)
         self._all_there = True
 
     def _missing(self) -> set[Task]:
         """The tasks that do not serve, or have not compared themselves with this process."""
-        addresses, own = self.spec.addresses, chief_server(self.spec)[1]
-        listening = self._probes.listening()
-        missing = addresses.keys() - listening
+        tasks, own = self.spec.addresses.keys(), self._own_task
+        missing = tasks - self._probes.listening()
         if self._fingerprint is None:
             return missing
         if self._version_check is None:
-            if own not in listening:
+            if own in missing:
                 return missing
             self._version_check = VersionCheck(self.spec, self._fingerprint)
-        return missing | self._version_check.missing(addresses.keys() - {own})
+        return missing | self._version_check.missing(tasks - {own})
 
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that refuse connections, or have been silent for longer than `patience`."""
-        if not self._all_there:
-            return {}
-        return {task: f"is lost ({why})" for task, why in self._probes.lost().items()}
+        lost = self._probes.lost() if self._all_there else {}
+        return {task: f"is lost ({why})" for task, why in lost.items()}
 
     def silent_tasks(self) -> set[Task]:
-        """The tasks that do not respond at present."""
         return self._probes.silent() if self._all_there else set()
 
     def disconnect(self, task: Task) -> None:
-        """Closes the connections with a task that is lost: a silent host does not."""
         self._tcp_timeouts.disconnect(self.spec.address(task))
 
     def reconnect(self, task: Task) -> None:
-        """Undoes `disconnect`: the task has returned."""
         self._tcp_timeouts.reconnect(self.spec.address(task))
 
     def kill(self, tasks: Collection[Task] | None = None) -> bool:
@@ -142,7 +133,7 @@ class ExternalCluster(Cluster):
     def stop(self, *, will_resume: bool = False) -> None:
         """Tells the tasks that the chief has finished, and stops the chief's own server."""
         if self._is_launched and self._own.poll() is None:
-            others = self.spec.addresses.keys() - self._probes.lost() - {chief_server(self.spec)[1]}
+            others = self.spec.addresses.keys() - self._probes.lost() - {self._own_task}
             if self._version_check is not None:
                 others = {task for task in others if str(task) not in self._version_check.mismatches}
             # A task that returns in time should learn that the chief has finished, not find that it has disappeared.

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from kdist.cluster.network.sockets import HeldPorts, bind_to
+from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
@@ -57,7 +57,6 @@ def share_of_machine(task: Task, shape: ClusterShape) -> tuple[int, int, list[in
 
 
 def log_path(log_dir: Path, task: Task) -> Path:
-    """The log file of a task."""
     return log_dir / f"{task.job}-{task.index}.log"
 
 
@@ -75,22 +74,20 @@ class LocalCluster(Cluster):
     """
 
     def __init__(self, shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = None) -> None:
-        self.shape = shape
-        self.log_dir = log_dir
-        self._config = config or ClusterConfig()
-        self._guard_secs = self._config.step_timeout + _GUARD_EXTRA_SECS
-        self._guard: Child | None = None
-        #: Process ids of tasks that were killed because they were stopped.
-        self._were_stopped: set[int] = set()
+        self.shape, self.log_dir, self._config = shape, log_dir, config or ClusterConfig()
+        self.spec = ClusterSpec((), ())
         self._children: dict[Task, Child] = {}
         #: Tasks that were restarted and do not serve yet.
         self._starting: set[Task] = set()
+        self._guard: Child | None = None
+        self._guard_secs = self._config.step_timeout + _GUARD_EXTRA_SECS
+        #: Process ids of tasks that were killed because they were stopped.
+        self._were_stopped: set[int] = set()
         self._at_end = ExitStack()
-        self.spec = ClusterSpec((), ())
 
     def launch(self) -> None:
         bind_to(self._config.bind)
-        *free, for_chief = self._at_end.enter_context(HeldPorts(len(self.shape.tasks) + 1)).numbers
+        *free, for_chief = self._at_end.enter_context(held_ports(len(self.shape.tasks) + 1))
         self.chief_address = f"127.0.0.1:{for_chief}"
         ports = [f"127.0.0.1:{port}" for port in free]
         self.spec = ClusterSpec(tuple(ports[: self.shape.num_ps]), tuple(ports[self.shape.num_ps :]))
@@ -143,7 +140,6 @@ class LocalCluster(Cluster):
         return True
 
     def starting_tasks(self) -> set[Task]:
-        """The tasks that were restarted and do not serve yet. Kills one that takes too long."""
         for task in list(self._starting):
             child = self._children[task]
             if child.poll() is None and child.is_late:
@@ -198,25 +194,22 @@ class LocalCluster(Cluster):
         with selectors.DefaultSelector() as selector:
             for task, child in self._children.items():
                 selector.register(child.stdout, selectors.EVENT_READ, task)
-            waiting = set(self._children)
             deadline = min(child.deadline for child in self._children.values())
-            while waiting:
+            while waiting := {key.data for key in selector.get_map().values()}:
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:
                     late = sorted(waiting, key=str)
-                    names, secs = ", ".join(map(str, late)), self._config.start_timeout
                     raise ClusterError(
-                        f"{names} did not respond within {secs:g} s (cluster.start_timeout)"
-                        + self._children[late[0]].log_tail()
+                        f"{', '.join(map(str, late))} did not respond within {self._config.start_timeout:g} s "
+                        "(cluster.start_timeout)" + self._children[late[0]].log_tail()
                     )
                 for key, _ in events:
-                    task = key.data
-                    if task not in waiting:
-                        continue
                     if os.read(key.fd, len(READY)) != READY:
-                        child = self._children[task]
-                        raise ClusterError(f"{task} exited while starting ({child.how_it_ended()})" + child.log_tail())
-                    waiting.discard(task)
+                        child = self._children[key.data]
+                        raise ClusterError(
+                            f"{key.data} exited while starting ({child.how_it_ended()}){child.log_tail()}"
+                        )
+                    selector.unregister(key.fileobj)
 
 
 def _can_read(pipe: IO[bytes]) -> bool:

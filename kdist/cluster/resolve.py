@@ -61,7 +61,12 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
     if config.shape in ("hosts", "tf_config") and config.started_by != "auto":
         raise ConfigError(f"cluster.started_by={config.started_by}: is for NpsMw and Mw, not for {config.shape}")
     if config.shape == "hosts":
-        return _of_hosts(config)
+        if config.job is None:
+            raise ConfigError(
+                f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(ROLES)}"
+            )
+        addresses = {"ps": config.ps, "worker": config.worker, "chief": [config.chief] if config.chief else []}
+        return membership_at(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
     for key in ("ps", "worker", "chief", "job", "task"):
         if getattr(config, key) not in (None, []):
             raise ConfigError(f"cluster.{key}: is for cluster=hosts, not for cluster={config.shape}")
@@ -71,14 +76,6 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
     if membership is None and config.chief_port is not None:
         raise ConfigError(f"cluster.chief_port: is for tasks that others start; kdist starts those of {config.shape}")
     return membership
-
-
-def _of_hosts(config: ClusterConfig) -> Membership:
-    if config.job is None:
-        raise ConfigError(f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(ROLES)}")
-    chief = [config.chief] if config.chief else []
-    addresses = {"ps": config.ps, "worker": config.worker, "chief": chief}
-    return membership_at(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
 
 
 def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, str]) -> Membership | None:
@@ -137,11 +134,6 @@ def _refuse_copies_of_mpi(shape: ClusterShape, environment: Mapping[str, str]) -
 
 
 def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterShape:
-    """The number of tasks of the cluster.
-
-    Raises:
-        ConfigError: see `ClusterShape.parse`.
-    """
     return membership.spec.shape if membership is not None else ClusterShape.parse(config.shape)
 
 
@@ -159,18 +151,19 @@ def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:
     Raises:
         ConfigError: it is not set, or not of its form.
     """
+    form = f"it must be {_TF_CONFIG_FORM}"
     if not text:
-        raise ConfigError(f"{asked_by}: TF_CONFIG is not set; it must be {_TF_CONFIG_FORM}")
+        raise ConfigError(f"{asked_by}: TF_CONFIG is not set; {form}")
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"TF_CONFIG: is not JSON ({error}); it must be {_TF_CONFIG_FORM}") from None
+        raise ConfigError(f"TF_CONFIG: is not JSON ({error}); {form}") from None
     for part in ("cluster", "task"):
         if not isinstance(given, dict) or not isinstance(given.get(part), dict):
-            raise ConfigError(f"TF_CONFIG: has no {part}; it must be {_TF_CONFIG_FORM}")
+            raise ConfigError(f"TF_CONFIG: has no {part}; {form}")
     cluster, task = given["cluster"], given["task"]
     if "type" not in task:
-        raise ConfigError(f"TF_CONFIG: task has no type; it must be {_TF_CONFIG_FORM}")
+        raise ConfigError(f"TF_CONFIG: task has no type; {form}")
     if "master" in cluster and "chief" in cluster:
         raise ConfigError("TF_CONFIG: cluster has a master and a chief, which are the same job")
     # "master" is what TF1 called the chief.

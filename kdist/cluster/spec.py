@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kdist.errors import ConfigError
 
-_SHAPE = re.compile(r"(?:(?P<ps>\d+)ps)?(?P<workers>\d+)w(?:(?P<evaluators>\d+)e)?")
+_SHAPE = re.compile(r"(?:(\d+)ps)?(\d+)w(?:(\d+)e)?")
 _FORM = (
     "NpsMw with N and M of at least 1 (2ps2w is 2 parameter servers and 2 workers; 2ps2w1e has an evaluator as well), "
     "or local for one process"
@@ -47,7 +47,6 @@ class ClusterShape:
     """The number of tasks of each job. `num_ps == num_workers == 0` is one local process.
 
     Attributes:
-        num_ps, num_workers: of these jobs.
         has_evaluator: whether another task evaluates checkpoints.
     """
 
@@ -67,15 +66,14 @@ class ClusterShape:
         match = _SHAPE.fullmatch(text)
         if match is None:
             raise ConfigError(f"cluster={text}: not the form {_FORM}")
-        num_ps, num_workers = match["ps"], int(match["workers"])
-        if num_workers < 1:
+        num_ps, num_workers, num_evaluators = (None if n is None else int(n) for n in match.groups())
+        if num_workers == 0:
             raise ConfigError(f"cluster={text}: no worker; the form is {_FORM}")
-        if num_ps is not None and int(num_ps) < 1:
+        if num_ps == 0:
             raise ConfigError(f"cluster={text}: no parameter server; the form is {_FORM}")
-        num_evaluators = int(match["evaluators"] or 0)
-        if match["evaluators"] is not None and (num_evaluators != 1 or num_ps is None):
+        if num_evaluators is not None and (num_evaluators != 1 or num_ps is None):
             raise ConfigError(f"cluster={text}: there is one evaluator, beside parameter servers: as in 2ps2w1e")
-        return cls(int(num_ps or 0), num_workers, num_evaluators == 1)
+        return cls(num_ps or 0, num_workers or 0, num_evaluators == 1)
 
     @property
     def is_local(self) -> bool:
@@ -125,7 +123,6 @@ class ClusterSpec:
         return chief | {task: self.address(task) for task in self.shape.tasks}
 
     def port(self, task: Task) -> int:
-        """The port of `task`; see `address`."""
         return int(self.address(task).rpartition(":")[2])
 
     def address(self, task: Task) -> str:
@@ -146,8 +143,6 @@ class Membership:
     """The role of this process in a cluster whose tasks are started one by one.
 
     Attributes:
-        spec: addresses of all tasks.
-        task: of this process.
         started_by_kdist: whether a program that uses kdist started the tasks, on this machine, for one of its fits.
     """
 
@@ -213,7 +208,7 @@ class Cluster(abc.ABC):
         return set()
 
     def starting_tasks(self) -> set[Task]:
-        """The tasks that were restarted and do not serve yet."""
+        """The tasks that were restarted and do not serve yet; kills one that takes too long."""
         return set()
 
     def disconnect(self, task: Task) -> None:  # noqa: B027 - this machine does so for its own processes

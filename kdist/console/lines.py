@@ -82,9 +82,8 @@ def train_columns(
 
 def epoch_line(epoch: int, epochs: int | None, step: int, logs: Mapping[str, Any]) -> Line:
     """`epoch 2/4 | loss 0.4213 | accuracy 0.8750 | val_loss 0.3902 | val_accuracy 0.8931`, of an epoch from 1."""
-    of = "" if epochs is None else f"/{epochs}"
-    text = " | ".join([f"epoch {epoch}{of}", *_metrics(logs)])
-    return Line(text, "epoch", step, {"epoch": epoch, "epochs": epochs, **logs})
+    number = f"epoch {epoch}" if epochs is None else f"epoch {epoch}/{epochs}"
+    return Line(" | ".join([number, *_metrics(logs)]), "epoch", step, {"epoch": epoch, "epochs": epochs, **logs})
 
 
 def validation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> Line:
@@ -99,22 +98,23 @@ def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -
 
 def save_line(step: int, last_step: int | None, path: Path) -> Line:
     """`save  | step    500      | checkpoints/ckpt-500`"""
-    text = _step(step).ljust(len(_step(step, last_step)))
-    return _line("save", text, _short(path), step=step, values={"path": str(path)})
+    return _line("save", _wide_step(step, last_step), _short(path), step=step, values={"path": str(path)})
+
+
+def resume_line(step: int, last_step: int | None, path: Path) -> Line:
+    """`load  | step    500      | checkpoints/ckpt-500`"""
+    return _line("load", _wide_step(step, last_step), _short(path), step=step, values={"path": str(path)})
 
 
 def best_line(step: int, last_step: int | None, best: int) -> Line:
     """`best  | step   1000      | restored step 600, which validated best`"""
-    text = _step(step).ljust(len(_step(step, last_step)))
     what = f"restored step {best}, which validated best"
-    return _line("best", text, what, step=step, values={"best_step": best})
+    return _line("best", _wide_step(step, last_step), what, step=step, values={"best_step": best})
 
 
 def wait_line(step: int, last_step: int | None, place: str, idle_secs: float) -> Line:
     """`wait  | step    500/2000 | incoming/*.csv: all data read; waiting up to 3600 s for more`"""
-    return _line(
-        "wait", _step(step, last_step), f"{place}: all data read; waiting up to {idle_secs:g} s for more", step=step
-    )
+    return event_line("wait", step, last_step, f"{place}: all data read; waiting up to {idle_secs:g} s for more")
 
 
 def task_lines(tasks: Iterable[tuple[str, int, Path]]) -> list[Line]:
@@ -140,12 +140,6 @@ def stays_line(num_bytes: int, limit: int) -> Line:
     """`model | 4.8 GiB, more than run.export_max_bytes (2.0 GiB): its values are in the checkpoints only`"""
     size, allowed = (f"{n / (1 << 30):.1f} GiB" for n in (num_bytes, limit))
     return _line("model", f"{size}, more than run.export_max_bytes ({allowed}): its values are in the checkpoints only")
-
-
-def resume_line(step: int, last_step: int | None, path: Path) -> Line:
-    """`load  | step    500      | checkpoints/ckpt-500`"""
-    text = _step(step).ljust(len(_step(step, last_step)))
-    return _line("load", text, _short(path), step=step, values={"path": str(path)})
 
 
 def reached_line(step: int, run: str) -> Line:
@@ -178,26 +172,18 @@ def last_lines(
     `lost  | worker restarts 1 | cluster restarts 0 | extra steps 12`, unless nothing was lost
     `scale | overflowed steps 3 (dropped)`, unless there was none
     """
-    shown = [
-        _line(
-            "sync",
-            f"{worker:<8}",
-            *(f"{what} {count:>6}" for what, count in asdict(counts).items()),
-            values={"worker": worker, **asdict(counts)},
-        )
-        for worker, counts in by_worker.items()
-    ]
+    shown = []
+    for worker, counts in by_worker.items():
+        values = asdict(counts)
+        columns = [f"{what} {count:>6}" for what, count in values.items()]
+        shown.append(_line("sync", f"{worker:<8}", *columns, values={"worker": worker, **values}))
     if extra_steps or any(restarts.values()):
         lost = (f"worker restarts {restarts['worker']}", f"cluster restarts {restarts['cluster']}")
-        shown.append(
-            _line("lost", *lost, f"extra steps {extra_steps}", values={**restarts, "extra_steps": extra_steps})
-        )
+        values = {**restarts, "extra_steps": extra_steps}
+        shown.append(_line("lost", *lost, f"extra steps {extra_steps}", values=values))
     if overflowed_steps:
-        shown.append(
-            _line(
-                "scale", f"overflowed steps {overflowed_steps} (dropped)", values={"overflowed_steps": overflowed_steps}
-            )
-        )
+        values = {"overflowed_steps": overflowed_steps}
+        shown.append(_line("scale", f"overflowed steps {overflowed_steps} (dropped)", values=values))
     return [*shown, done]
 
 
@@ -212,13 +198,11 @@ def done_line(
 
 def _duration(seconds: float) -> str:
     """`5s`, `2m05s`, `1h04m`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    minutes, secs = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes}m{secs:02}s"
-    return f"{minutes // 60}h{minutes % 60:02}m"
+    minutes, secs = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{secs:02}s" if minutes else f"{secs}s"
 
 
 def _line(event: str, *columns: str, step: int | None = None, values: Mapping[str, Any] | None = None) -> Line:
@@ -231,6 +215,11 @@ def _short(path: Path) -> str:
 
 def _step(step: int, last_step: int | None = None) -> str:
     return f"step {step:>6}" + (f"/{last_step}" if last_step is not None else "")
+
+
+def _wide_step(step: int, last_step: int | None) -> str:
+    """The step without the last one, as wide as with it."""
+    return _step(step).ljust(len(_step(step, last_step)))
 
 
 def _metrics(logs: Mapping[str, Any]) -> list[str]:

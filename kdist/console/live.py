@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -23,21 +23,9 @@ _BAR_WIDTH = 24
 _WIDE = 110
 _REFRESHES_PER_SECOND = 4
 _SHOW_CURSOR = b"\x1b[?25h\n"
+_PREPARING = "preparing the first steps"
 
 _is_shown = threading.Event()
-
-
-class LiveLine(Protocol):
-    """A place to show the state of the run."""
-
-    def prepare(self) -> None:
-        """Shows that the first steps are being prepared."""
-
-    def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
-        """Shows the columns and a progress bar, which only pulses if the last step is not known."""
-
-    def close(self) -> None:
-        """Removes the line."""
 
 
 class TerminalLine:
@@ -58,9 +46,11 @@ class TerminalLine:
         _is_shown.set()
 
     def prepare(self) -> None:
-        self._live.update(Text("preparing the first steps"), refresh=True)
+        """Shows that the first steps are being prepared."""
+        self._live.update(Text(_PREPARING), refresh=True)
 
     def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
+        """Shows the columns and a progress bar, which only pulses if the last step is not known."""
         text = Text(" | ".join(columns))
         if self._terminal.width < _WIDE:
             self._live.update(text)
@@ -70,6 +60,7 @@ class TerminalLine:
         self._live.update(line)
 
     def close(self) -> None:
+        """Removes the line."""
         self._live.stop()
         self._cancel()
         _is_shown.clear()
@@ -81,14 +72,16 @@ def _print_plainly() -> None:
 
 
 class NotebookLine:
-    """A line in the output of the present cell of a notebook, which stays in its place."""
+    """A line in the output of the present cell of a notebook, which stays in its place; see `TerminalLine`."""
 
     def __init__(self) -> None:
-        self._handle = _display({"text/plain": ""}, raw=True, display_id=True)
+        from IPython.display import display
+
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
         self._shown_at = 0.0
 
     def prepare(self) -> None:
-        self._update("preparing the first steps")
+        self._update(_PREPARING)
 
     def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
         if time.monotonic() - self._shown_at >= 1 / _REFRESHES_PER_SECOND:
@@ -113,10 +106,8 @@ def is_notebook() -> bool:
     return not log.is_json() and getattr(shell, "kernel", None) is not None
 
 
-def _display(*arguments: Any, **options: Any) -> Any:
-    from IPython.display import display
-
-    return display(*arguments, **options)
+#: Shows the state of the run.
+LiveLine = TerminalLine | NotebookLine
 
 
 def live_line() -> LiveLine | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.cluster.network.http_server import Health, HttpServer, Page, health_server
+from kdist.cluster.network.http_server import Health, HttpServer, health_server
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -69,7 +69,7 @@ class MetricsServer(Hook):
         self._state: dict[str, dict[str, float]] = {}
         self._pids: Mapping[str, int] = {}
         host, port = self._address
-        self._server = HttpServer("run.metrics_port", host, port, {PATH: lambda: Page(self._text(), _CONTENT_TYPE)})
+        self._server = HttpServer("run.metrics_port", host, port, {PATH: lambda: (self._text(), _CONTENT_TYPE, 200)})
 
     def after_create_session(self, session: Session) -> None:
         self._set_counts(session)

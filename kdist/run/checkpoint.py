@@ -4,7 +4,7 @@ Every value is one named tensor, whatever strategy and however many servers wrot
 `tf.train.load_checkpoint(path).get_tensor("parameters/dense/kernel")` reads it without kdist.
 
 A delta is a checkpoint that has, of tables, only the rows that have changed since the checkpoint or delta which it
-follows. With the full checkpoint before them, deltas form a `Chain`; it ends where one is missing or damaged.
+follows. With the full checkpoint before them, deltas form a chain; it ends where one is missing or damaged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 
 _SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
 _FULL, _DELTA = "ckpt", "delta"
+_ANEW = "run.resume=never to start anew"
 #: Errors that TensorFlow raises for damaged files, depending on the byte that is wrong.
 DAMAGE_ERRORS = (tf.errors.OpError, ValueError, IndexError, UnicodeDecodeError, RuntimeError)
 
@@ -75,7 +75,7 @@ class Checkpoints:
 
     @property
     def place(self) -> str:
-        """Their place, for people to read."""
+        """Their path or URL, for people."""
         return f"{self._run}/{self.folder.name}"
 
     def beside(self, name: str) -> Checkpoints:
@@ -91,7 +91,6 @@ class Checkpoints:
         return self.folder / f"{_FULL}-{step}"
 
     def delta_path(self, step: int) -> Path:
-        """The delta of a step: the prefix of its files."""
         return self.folder / f"{_DELTA}-{step}"
 
     def newest(self) -> Path | None:
@@ -113,18 +112,14 @@ class Checkpoints:
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
             ConfigError: another chief has taken over the run dir.
         """
-        target = self._target(step, since)
         with self._saving(step):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            values.begin_save(self._unfinished(target), since, aside=False)
-            self._complete(step, target, keep)
-        return target
+            values.begin_save(self._unfinished(self._target(step, since)), since, aside=False)
+            return self._complete(step, since, keep)
 
     def begin_save(self, step: int, values: Values, *, since: DeltaBase | None = None) -> Future[None]:
         """As `write`, but returns when the values may change; pass what it returns to `finish_save`."""
+        target = self._target(step, since)
         with self._saving(step):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            target = self._target(step, since)
             written = values.begin_save(self._unfinished(target), since)
             return self._run.publish_after(written, lambda: self._move_into_place(target))
 
@@ -136,35 +131,36 @@ class Checkpoints:
         Args:
             wait: waits until it is written.
         """
-        target = self._target(step, since)
         with self._saving(step):
             wait()
-            self._complete(step, target, keep)
-        return target
+            return self._complete(step, since, keep)
 
-    def _complete(self, step: int, target: Path, keep: int | None) -> None:
+    def _complete(self, step: int, since: DeltaBase | None, keep: int | None) -> Path:
         """Gives a written checkpoint its name, and deletes old ones."""
+        target = self._target(step, since)
         self._move_into_place(target)
         # When an earlier save failed, other tasks may still have been writing.
         self._remove_left_behind()
-        if target == self.path(step):
+        if since is None:
             # Later deltas do not follow it: training has come back to an earlier checkpoint.
             self._delete_deltas(later for later in self._steps_of(_DELTA, complete=False) if later >= step)
         own = max((full for full in self._steps_of(_FULL) if full <= step), default=step)
-        for old in self._chains()[:-keep] if keep else []:
+        for full, deltas in list(self._chains().items())[:-keep] if keep else []:
             # Later ones may be damaged: they never cost the chain that has just been saved.
-            if old.full < own:
-                self._delete_deltas(old.deltas)
-                self._delete(self.path(old.full))
+            if full < own:
+                self._delete_deltas(deltas)
+                self._delete(self.path(full))
         # Only TensorFlow's own tools need it.
         with suppress(OSError):
-            self._write_state([self.path(old).name for old in self._steps_of(_FULL)])
+            self._write_state(self._steps_of(_FULL))
+        return target
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:
         """Checks that the run has no other chief; errors then name the step, the place and the last good checkpoint."""
         check_not_taken_over(Folder(self.folder.parent))
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             yield
         except NonFiniteError as error:
             self._remove_left_behind()
@@ -187,7 +183,7 @@ class Checkpoints:
             for other in self._steps_of(_FULL):
                 if other != step:
                     self._delete(self.path(other))
-            self._write_state([self.path(step).name])
+            self._write_state([step])
 
     def restore(self, values: Values, until: float = math.inf) -> Path | None:
         """Reads the newest undamaged checkpoint completely, then its deltas; warns about each damaged one.
@@ -203,25 +199,21 @@ class Checkpoints:
             CheckpointError: every checkpoint is damaged, or the newest undamaged one is of another model.
         """
         found = self._chains(complete=False, until=until)
-        for chain in reversed(found):
-            path = self.path(chain.full)
+        for full, deltas in reversed(found.items()):
+            path = self.path(full)
             self._fetch(path)
             try:
                 if different := differences(shapes_in(path), values.shapes):
                     # If it is damaged, they mean nothing.
                     check_all(path)
                     raise CheckpointError(
-                        f"{path} is of another model or optimizer:\n{different}"
-                        "  use another run.dir, or run.resume=never to start anew"
+                        f"{path} is of another model or optimizer:\n{different}  use another run.dir, or {_ANEW}"
                     )
-                return self._restore_chain(values, path, self._unbroken(chain))
+                return self._restore_chain(values, path, self._unbroken(full, deltas))
             except DAMAGE_ERRORS as error:
                 warn(f"{path} is damaged; skipped ({self._why(path, error)})")
         if found or self._steps_of(_DELTA, complete=False):
-            raise CheckpointError(
-                f"every checkpoint in {self.place} is damaged; move the folder away or set run.resume=never to start "
-                "anew"
-            )
+            raise CheckpointError(f"every checkpoint in {self.place} is damaged; move the folder away or set {_ANEW}")
         return None
 
     def _restore_chain(self, values: Values, path: Path, deltas: list[Path]) -> Path:
@@ -236,13 +228,13 @@ class Checkpoints:
                     raise
                 deltas = good
 
-    def _unbroken(self, chain: Chain) -> list[Path]:
+    def _unbroken(self, full: int, deltas: Sequence[int]) -> list[Path]:
         """The newest delta of a chain from which it goes back to the full checkpoint, after those before it.
 
         A delta that was never completed is in no way: the next one has all of its rows, too.
         """
         follows, left_out = dict[int, int](), set[int]()
-        for step in chain.deltas:
+        for step in deltas:
             try:
                 follows[step] = self._followed_by(step)
             except DAMAGE_ERRORS as error:
@@ -251,7 +243,7 @@ class Checkpoints:
         for step in reversed(list(follows)):
             way = way_to(step, follows)
             before = follows[way[0]]
-            if before == chain.full:
+            if before == full:
                 return list(map(self.delta_path, way))
             if before not in left_out:
                 left_out.add(before)
@@ -261,14 +253,12 @@ class Checkpoints:
 
     def _followed_by(self, step: int) -> int:
         """The step that the delta of a step follows; raises one of `DAMAGE_ERRORS` if it is damaged."""
-        path = self.delta_path(step)
-        self._fetch(path)
+        self._fetch(path := self.delta_path(step))
         if (follows := int(open_checkpoint(path).get_tensor(FOLLOWS))) >= step:
             raise ValueError(f"it follows step {follows}")
         return follows
 
     def _is_undamaged(self, delta: Path) -> bool:
-        """True if all of a delta can be read; warns if not."""
         try:
             check_all(delta)
             return True
@@ -285,23 +275,23 @@ class Checkpoints:
     def read(self, step: int) -> dict[str, np.ndarray] | None:
         """The values of the checkpoint, or delta, of a step; None if it, or one before it, is missing or damaged."""
         # A full checkpoint may have a delta of its step beside it, which counts if it is damaged.
-        chains = (chain for chain in reversed(self._chains()) if step in (chain.full, *chain.deltas))
+        chains = (chain for chain in reversed(self._chains().items()) if step in (chain[0], *chain[1]))
         try:
-            return next((values for chain in chains if (values := self._read(chain, step)) is not None), None)
+            return next((values for chain in chains if (values := self._read(*chain, step)) is not None), None)
         except NotThereError:
             # The chief has deleted it meanwhile.
             return None
         finally:
             self._run.discard_copies(self.folder.name)
 
-    def _read(self, chain: Chain, step: int) -> dict[str, np.ndarray] | None:
-        self._fetch(self.path(chain.full))
+    def _read(self, full: int, deltas: Sequence[int], step: int) -> dict[str, np.ndarray] | None:
+        self._fetch(self.path(full))
         with suppress(*DAMAGE_ERRORS):
-            values = values_of(self.path(chain.full))
-            if step == chain.full:
+            values = values_of(self.path(full))
+            if step == full:
                 return values
-            way = way_to(step, {later: self._followed_by(later) for later in chain.deltas if later <= step})
-            if self._followed_by(way[0]) == chain.full:
+            way = way_to(step, {later: self._followed_by(later) for later in deltas if later <= step})
+            if self._followed_by(way[0]) == full:
                 return reduce(replay, map(values_of, map(self.delta_path, way)), values)
         return None
 
@@ -329,6 +319,7 @@ class Checkpoints:
         return None if state is None else state.decode()
 
     def _value(self, step: int, name: str) -> Any:
+        """A value of the checkpoint of a step; None if it has none of this name."""
         self._fetch(path := self._path_of(step))
         reader = open_checkpoint(path)
         return reader.get_tensor(name) if reader.has_tensor(name) else None
@@ -363,9 +354,8 @@ class Checkpoints:
         Raises:
             CheckpointError: they cannot be moved.
         """
-        found = filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
         # The data first: without its index a checkpoint does not exist.
-        later = [match[0] for match in found if after is None or int(match[3]) > after]
+        later = [match[0] for match in self._matches() if after is None or int(match[3]) > after]
         later.sort(key=lambda name: name.endswith(INDEX_SUFFIX))
         if not later:
             return
@@ -378,23 +368,24 @@ class Checkpoints:
             raise CheckpointError(f"{self.place} could not be moved to {aside}: {why}") from error
         if after is not None:
             with suppress(OSError):
-                self._write_state([self.path(step).name for step in self._steps_of(_FULL)])
+                self._write_state(self._steps_of(_FULL))
             warn(f"{self.place}: checkpoints after step {after} are moved to {aside}")
 
-    def _chains(self, *, complete: bool = True, until: float = math.inf) -> list[Chain]:
-        """All chains, oldest first; of complete checkpoints only, or also of what lacks its index.
+    def _chains(self, *, complete: bool = True, until: float = math.inf) -> dict[int, list[int]]:
+        """The steps of the deltas up to the next full checkpoint, by the step of each full one, all oldest first.
 
         Deltas before all full checkpoints belong to none.
+
+        Args:
+            complete: leaves out what lacks its index.
         """
         kinds = (self._steps_of(kind, complete=complete) for kind in (_FULL, _DELTA))
         full, deltas = ([step for step in steps if step <= until] for steps in kinds)
-        ends = [*full[1:], math.inf]
-        return [Chain(step, [d for d in deltas if step < d <= end]) for step, end in zip(full, ends)]
+        return {step: [d for d in deltas if step < d <= end] for step, end in zip(full, [*full[1:], math.inf])}
 
     def _steps_of(self, kind: str, *, complete: bool = True) -> list[int]:
-        """The steps of checkpoints, or of deltas, oldest first; complete ones, or also what lacks its index."""
-        matches = (CHECKPOINT_FILE.fullmatch(name) for name in self._names())
-        wanted = (m for m in matches if m and m[2] == kind and (m[0].endswith(INDEX_SUFFIX) or not complete))
+        """The steps of checkpoints, or of deltas, oldest first."""
+        wanted = (m for m in self._matches() if m[2] == kind and (m[0].endswith(INDEX_SUFFIX) or not complete))
         return sorted({int(match[3]) for match in wanted})
 
     def _path_of(self, step: int) -> Path:
@@ -404,9 +395,15 @@ class Checkpoints:
     def _target(self, step: int, since: DeltaBase | None) -> Path:
         return self.path(step) if since is None else self.delta_path(step)
 
+    def _unfinished(self, target: Path) -> Path:
+        return target.with_name(f"unfinished-{target.name.removeprefix(f'{_FULL}-')}")
+
     def _names(self) -> set[str]:
-        """The names of all files."""
         return self._run.names(self.folder.name)
+
+    def _matches(self) -> Iterator[re.Match[str]]:
+        """The files of checkpoints and deltas."""
+        return filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
 
     def _fetch(self, path: Path) -> None:
         """Brings a checkpoint into the folder, if it is not there."""
@@ -423,15 +420,11 @@ class Checkpoints:
     def _names_of(self, path: Path) -> list[str]:
         """The files of a checkpoint in the run dir: its index, and its data as far as it is there."""
         index = f"{path.name}{INDEX_SUFFIX}"
-        matches = filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
-        data = sorted(match[0] for match in matches if match[1] == path.name and match[0] != index)
+        data = sorted(match[0] for match in self._matches() if match[1] == path.name and match[0] != index)
         return [f"{self.folder.name}/{name}" for name in (index, *data)]
 
     def _files(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
-
-    def _unfinished(self, target: Path) -> Path:
-        return target.with_name(f"unfinished-{target.name.removeprefix(f'{_FULL}-')}")
 
     def _move_into_place(self, target: Path) -> None:
         """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first.
@@ -440,19 +433,21 @@ class Checkpoints:
             CheckpointError: it could not be uploaded; its files stay here.
         """
         unfinished, index = self._unfinished(target), Path(f"{target}{INDEX_SUFFIX}")
-        if index.exists() and not Path(f"{unfinished}{INDEX_SUFFIX}").exists():
+        new_index = Path(f"{unfinished}{INDEX_SUFFIX}")
+        if index.exists() and not new_index.exists():
             # `begin_save` has done it.
             return
         earlier = self._names_of(target)
         index.unlink(missing_ok=True)
         # A process that was killed in between has moved the data.
         if data := self._data_of(unfinished):
+            num_files = data[0].name.rpartition("-")[2]
             for stale in self._data_of(target):
-                if data_part(stale).rpartition("-")[2] != data_part(data[0]).rpartition("-")[2]:
+                if stale.name.rpartition("-")[2] != num_files:
                     stale.unlink()
         for path in data:
-            path.replace(f"{target}{data_part(path)}")
-        Path(f"{unfinished}{INDEX_SUFFIX}").replace(index)
+            path.replace(f"{target}{path.name.removeprefix(unfinished.name)}")
+        new_index.replace(index)
         names = [f"{self.folder.name}/{path.name}" for path in (*self._data_of(target), index)]
         try:
             self._run.publish(names, instead_of=earlier)
@@ -468,10 +463,10 @@ class Checkpoints:
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _write_state(self, kept: list[str]) -> None:
+    def _write_state(self, steps: Iterable[int]) -> None:
         """Writes the `checkpoint` file, where TensorFlow's own tools look for the newest one."""
-        lines = [f"model_checkpoint_path: {json.dumps(kept[-1])}\n"]
-        lines += [f"all_model_checkpoint_paths: {json.dumps(name)}\n" for name in kept]
+        names = [json.dumps(self.path(step).name) for step in steps]
+        lines = [f"model_checkpoint_path: {names[-1]}\n", *(f"all_model_checkpoint_paths: {name}\n" for name in names)]
         write_whole(self.folder / "checkpoint", "".join(lines))
 
     def _delete_deltas(self, steps: Iterable[int]) -> None:
@@ -488,24 +483,11 @@ class Checkpoints:
             warn(f"{self.place}/{path.name} could not be deleted: {error}")
 
     def _data_of(self, prefix: Path) -> list[Path]:
-        """The files with the data of a checkpoint; every task that wrote one has some."""
         return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
 
 
-@dataclass(frozen=True)
-class Chain:
-    """The global steps of a full checkpoint, and of the deltas from it up to the next full one, oldest first."""
-
-    full: int
-    deltas: Sequence[int]
-
-
 def way_to(step: int, follows: Mapping[int, int]) -> list[int]:
-    """The deltas up to a step, each of which follows the one before, oldest first, as far as they are there.
-
-    Args:
-        follows: the step that each delta follows.
-    """
+    """The steps of the deltas up to one, oldest first, as far as they are in `follows`, which has each one's base."""
     way = [step]
     while follows[way[0]] in follows:
         way.insert(0, follows[way[0]])
@@ -522,19 +504,15 @@ def replay(values: Mapping[str, np.ndarray], delta: Mapping[str, np.ndarray]) ->
             own = [n for n in delta if n in fixed.values() or n.rpartition("/")[0] == f"slots/{table}"]
             gone = delta.get(f"{EVICTED}{table}")
             if gone is None:
-                new |= {n: _with_rows(values[n], ids, delta[n]) for n in own}
+                for n in own:
+                    new[n] = values[n].copy()
+                    new[n][ids] = delta[n]
             else:
                 old_ids = values[fixed["ids"]]
                 stays = ~np.isin(old_ids, np.concatenate([gone, ids]))
                 new |= {n: np.concatenate([values[n][stays], delta[n]]) for n in own}
                 new[fixed["ids"]] = np.concatenate([old_ids[stays], ids])
     return {**values, **new}
-
-
-def _with_rows(value: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarray:
-    changed = value.copy()
-    changed[rows] = new
-    return changed
 
 
 def values_of(path: Path) -> dict[str, np.ndarray]:
@@ -544,7 +522,7 @@ def values_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_all(path: Path) -> None:
-    """Reads everything in a checkpoint, one tensor after the other; raises one of `DAMAGE_ERRORS` if it is damaged."""
+    """Reads all tensors of a checkpoint, one by one; raises one of `DAMAGE_ERRORS` if it is damaged."""
     reader = open_checkpoint(path)
     for name in reader.get_variable_to_shape_map():
         reader.get_tensor(name)
@@ -558,23 +536,18 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 def differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Lines about the differences between the values of a checkpoint and of a model; empty without any."""
-    differences = {
+
+    def fits(has: Sequence[int], wanted: Sequence[int | None]) -> bool:
+        # None stands for any number.
+        return len(has) == len(wanted) and all(size in (None, own) for own, size in zip(has, wanted))
+
+    found = {
         "missing": sorted(shapes.keys() - saved.keys()),
         "unexpected": sorted(saved.keys() - shapes.keys()),
         "of another shape": [
             f"{name} {saved[name]} (the model has {shapes[name]})"
             for name in sorted(shapes.keys() & saved.keys())
-            if not _fits(saved[name], shapes[name])
+            if not fits(saved[name], shapes[name])
         ],
     }
-    return "".join(f"  {what}: {', '.join(names)}\n" for what, names in differences.items() if names)
-
-
-def _fits(saved: Sequence[int], shape: Sequence[int | None]) -> bool:
-    """True if a saved value has a shape, in which None stands for any number."""
-    return len(saved) == len(shape) and all(wanted in (None, size) for size, wanted in zip(saved, shape))
-
-
-def data_part(path: Path) -> str:
-    """The suffix of a file with data: `.data-00000-of-00002`."""
-    return path.name[path.name.index(".data-") :]
+    return "".join(f"  {what}: {', '.join(names)}\n" for what, names in found.items() if names)

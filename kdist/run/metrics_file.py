@@ -36,13 +36,7 @@ Row = dict[str, Any]
 
 
 class Epoch(NamedTuple):
-    """An epoch in `History`.
-
-    Attributes:
-        step: the global step at its end.
-        epoch: its number, from 0.
-        logs: loss and metrics.
-    """
+    """An epoch in `History`: the global step at its end, its number from 0, and its loss and metrics."""
 
     step: int
     epoch: int
@@ -60,7 +54,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        #: The columns of the file; None if it has to be looked at.
+        #: The columns of the file; None if they are not known.
         self._columns: list[str] | None = None
         self._has_warned = False
 
@@ -70,6 +64,7 @@ class MetricsFile:
         A damaged file is renamed to `metrics-damaged.csv`, with a warning.
         """
         self._columns = None
+        rows: list[Row] = []
         try:
             content = _content_of(self.path)
             rows = [row for row in rows_in(content, self.path) if row["step"] <= step]
@@ -79,24 +74,26 @@ class MetricsFile:
             damaged = self.path.with_name("metrics-damaged.csv")
             warn(f"{error}; it is {damaged.name} now, and this run begins a new one")
             os.replace(self.path, damaged)
-            rows = []
         except OSError as error:
             self._warn(error)
-            rows = []
+            return []
         return rows
 
     def append(self, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Writes a line.
 
         Args:
-            values: values of `COLUMNS`, by name; None is the same as absent.
+            values: of `COLUMNS`, by name; None is the same as absent.
             metrics: numbers or arrays by name, with `val_` before the names of validation.
 
         Raises:
             ConfigError: another chief has taken over the run dir.
         """
         check_not_taken_over(Folder(self.path.parent))
-        row = {**values, **{_column_of(name): value for name, value in metrics.items()}}
+        row = dict(values)
+        for name, value in metrics.items():
+            is_taken = name in COLUMNS and name != "learning_rate"
+            row[name + _OF_A_METRIC if is_taken else name] = value
         try:
             if self._columns is None or any(name not in self._columns for name in row):
                 self._rewrite([*read_rows(self.path.parent), row])
@@ -194,10 +191,6 @@ def _content_of(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         return b""
-
-
-def _column_of(metric: str) -> str:
-    return metric + _OF_A_METRIC if metric in COLUMNS and metric != "learning_rate" else metric
 
 
 def _line(values: Iterable[Any]) -> str:

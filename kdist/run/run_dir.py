@@ -63,7 +63,7 @@ class RunDir:
             path = _numbered(Path("runs") / name / folder)
         if is_url(path):
             path = Mirror(str(path), storage_timeout)
-        self._given = path if isinstance(path, Folder) else None if path is None else Folder(Path(path))
+        self._given = path if path is None or isinstance(path, Folder) else Folder(Path(path))
         self._name = name
         if self._given is not None and self._given.path.exists() and not self._given.path.is_dir():
             raise ConfigError(f"run_dir={path}: is a file")
@@ -89,7 +89,7 @@ class RunDir:
 
     @cached_property
     def folder(self) -> Folder:
-        """The folder; created on first use."""
+        """Created on first use."""
         if self._given is None:
             return Folder(make_new(Path("runs") / self._name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
         self._given.make()
@@ -97,7 +97,7 @@ class RunDir:
 
     @property
     def path(self) -> Path:
-        """The place of the folder on this machine."""
+        """The place of `folder` on this machine."""
         return self.folder.path
 
     @property
@@ -107,7 +107,6 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """Folder for the logs of the tasks."""
         return self.path / "logs"
 
     def __str__(self) -> str:
@@ -189,11 +188,6 @@ class RunDir:
         except (NotImplementedError, TypeError, ValueError) as error:
             # A model without get_config can be trained, too; its weights are in the checkpoint.
             warn(f"model.keras could not be written ({error}); the weights are in {self.path / 'checkpoints'}")
-
-    def has_result_since(self, time: float) -> bool:
-        """True if `result.json` was written at `time`, in seconds since the epoch, or later."""
-        written = self.result_written_at()
-        return written is not None and written >= time
 
     def result_written_at(self) -> float | None:
         """The time when `result.json` was written, in seconds since the epoch by the clock there; None without one."""

@@ -26,8 +26,6 @@ class _PendingSave:
     """A checkpoint that was begun.
 
     Attributes:
-        step: the step of its values.
-        values: the values to save.
         since: the checkpoint or delta that it follows, if it is a delta.
         ends: the base of a delta that follows it; None if there can be none.
         written: raises the errors of writing.
@@ -69,11 +67,7 @@ class SaveState:
         return self.diverged or has_step
 
     def write(self, values: Values, *, keep: int, full_every: int = 1) -> None:
-        """Saves the present step, unless it is saved.
-
-        Args:
-            full_every: every so many checkpoints one is full, and the others are deltas.
-        """
+        """Saves the present step, unless it is saved; of `full_every` checkpoints, one is full, the others deltas."""
         self.finish(keep=keep)
         if not self.is_saved(values, in_full=full_every == 1):
             begun = self._begin(values, full_every)
@@ -91,7 +85,6 @@ class SaveState:
 
         Args:
             keep: the number of full checkpoints to keep; None: all of them.
-            wait: waits for it if true.
         """
         if self._begun is None or not (wait or self._begun.written.done()):
             return False

@@ -73,14 +73,10 @@ class RunStatistics:
     """
 
     def __init__(self) -> None:
-        self.applied = 0
-        self.extra_steps = 0
-        self.num_examples = 0
+        self.applied = self.extra_steps = self.num_examples = 0
         self._gradient_counts: dict[int, GradientCounts] = {}
-        self._staleness_sum = 0
-        self._staleness_max = 0
-        self._steady_steps = 0
-        self._steady_examples = 0
+        self._staleness_sum = self._staleness_max = 0
+        self._steady_steps = self._steady_examples = 0
         self._steady_seconds = 0.0
 
     def add(self, values: RunValues, extra_steps: int) -> None:
@@ -113,20 +109,7 @@ class RunStatistics:
 
     @property
     def examples_per_second(self) -> float | None:
-        """As `steps_per_second`."""
         return self._steady_examples / self._steady_seconds if self._steady_seconds else None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Consecutive steps: the number of the part, the number of examples, and the sums of the metrics."""
-
-    number: int
-    num_examples: int
-    totals: MetricTotals
-
-    def __add__(self, later: _Part) -> _Part:
-        return _Part(self.number, self.num_examples + later.num_examples, self.totals + later.totals)
 
 
 class MetricWindow:
@@ -142,7 +125,8 @@ class MetricWindow:
     def __init__(self, size: int) -> None:
         self._size = size
         self._num_seen = 0
-        self._parts: deque[_Part] = deque()
+        #: Consecutive steps: the number of the part, the number of examples, and the sums of the metrics.
+        self._parts: deque[tuple[int, int, MetricTotals]] = deque()
 
     def add(self, num_examples: np.ndarray, metrics: MetricRows) -> None:
         """Adds steps.
@@ -155,9 +139,15 @@ class MetricWindow:
         numbers = (ends - num_examples) * _NUM_PARTS // self._size
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
         for first, last in zip(firsts, [*firsts[1:], len(numbers)]):
-            part = _Part(int(numbers[first]), int(num_examples[first:last].sum()), metrics[first:last].total())
-            is_new = not self._parts or self._parts[-1].number != part.number
-            self._parts.append(part if is_new else self._parts.pop() + part)
+            number, count, totals = (
+                int(numbers[first]),
+                int(num_examples[first:last].sum()),
+                metrics[first:last].total(),
+            )
+            if self._parts and self._parts[-1][0] == number:
+                _, earlier_count, earlier = self._parts.pop()
+                count, totals = earlier_count + count, earlier + totals
+            self._parts.append((number, count, totals))
         self._num_seen += int(num_examples.sum())
         while len(self._parts) > 1 and self.num_examples > self._size:
             self._parts.popleft()
@@ -165,12 +155,12 @@ class MetricWindow:
     @property
     def num_examples(self) -> int:
         """The number of examples that it covers."""
-        return sum(part.num_examples for part in self._parts)
+        return sum(count for _, count, _ in self._parts)
 
     @property
     def totals(self) -> MetricTotals | None:
         """Their loss and metrics; None without any."""
-        return reduce(operator.add, self._parts).totals if self._parts else None
+        return reduce(operator.add, (totals for _, _, totals in self._parts)) if self._parts else None
 
 
 @dataclass(frozen=True)

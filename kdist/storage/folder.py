@@ -10,7 +10,7 @@ import fcntl
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,11 +24,8 @@ class Folder:
     raise `StorageError` instead: the storage failed for the time that it has, or refused at once.
 
     Args:
-        path: the folder.
-        name: its name for people; None: the path.
-
-    Attributes:
         path: the place of its files, or of copies of them, on this machine.
+        name: its name for people; None: the path.
     """
 
     #: False of object storage, where each look is a request, which costs money.
@@ -81,8 +78,9 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file; it is complete or absent."""
-        make_private((self.path / name).parent)
-        with written_whole(self.path / name) as unfinished:
+        path = self.path / name
+        make_private(path.parent)
+        with written_whole(path) as unfinished:
             unfinished.write_bytes(content)
 
     def touch(self, name: str, content: bytes) -> None:
@@ -139,24 +137,21 @@ class Folder:
         """
         yield self
 
-    def alone(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
         """While entered, no other process that calls this for the same file may enter, as far as the system allows."""
-        return _alone(self.path / name)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            # Some network file systems have no locks; there, two chiefs must not start in the same millisecond.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):
-                yield
-                return
-        finally:
-            os.close(descriptor)
+        path = self.path / name
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                # Some network file systems have no locks; there, two chiefs must not start in the same millisecond.
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if _is_at(descriptor, path):
+                    yield
+                    return
+            finally:
+                os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 from kdist.errors import ConfigError
 from kdist.log import warn
@@ -106,9 +105,7 @@ class RunLock:
     def __init__(
         self, folder: Folder, *, heartbeat_secs: float = HEARTBEAT_SECS, stale_secs: float = STALE_SECS
     ) -> None:
-        self._folder = folder
-        self._heartbeat_secs = heartbeat_secs
-        self._stale_secs = stale_secs
+        self._folder, self._heartbeat_secs, self._stale_secs = folder, heartbeat_secs, stale_secs
         self._released = threading.Event()
 
     def check(self) -> None:
@@ -140,8 +137,7 @@ class RunLock:
 
     def living_owner(self) -> LockOwner | None:
         """The process that has the lock, as far as is known; None if there is none, or it has exited."""
-        found = self._living()
-        return None if found is None else found[0]
+        return found[0] if (found := self._living()) else None
 
     def __enter__(self) -> RunLock:
         self.check()
@@ -163,9 +159,7 @@ class RunLock:
         threading.Thread(target=self._beat, daemon=True, name="kdist-run-lock").start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.set()
         # Not worth a wait: the lock of a chief that has ended blocks nobody for long.
         folder = self._folder.without_retries()
@@ -188,7 +182,7 @@ class RunLock:
     def _in_use(self, owner: LockOwner, heartbeat_at: float) -> ConfigError:
         is_own = not owner.is_elsewhere and owner.pid == os.getpid()
         who = f"this process itself on {owner.host}" if is_own else str(owner)
-        silence, takeover = "", ""
+        silence = takeover = ""
         if owner.is_elsewhere:
             age = max(0.0, self._age(heartbeat_at))
             silence = f"; its last heartbeat was {age:.0f} s ago"
@@ -230,11 +224,7 @@ class RunLock:
 
 
 def check_not_taken_over(folder: Folder) -> None:
-    """Refuses to write to a run dir that another chief took over while this one was suspended.
-
-    Raises:
-        ConfigError: names that chief.
-    """
+    """Raises the `ConfigError` for a run dir that another chief took over while this one was suspended."""
     if (owner := _owner_of(folder)) is None:
         return
     # Host names may change while a process runs.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
@@ -98,9 +97,7 @@ class Mirror(Folder):
             raise ConfigError(f"run.dir={self}: {self.path}: cannot be written: {error.strerror or error}") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ended.set()
         with self._entered:
             try:
@@ -197,22 +194,19 @@ class Mirror(Folder):
                 del self._sizes[name]
 
     def _begin(self) -> None:
-        """Empties the folder, and brings there what a resumed run reads."""
+        """Deletes unfinished uploads, empties the folder, and brings there what a resumed run reads."""
         self.refresh()
-        self._delete_unfinished_uploads()
+        for name in sorted(self._sizes):
+            folder, slash, file = name.rpartition("/")
+            found = CHECKPOINT_FILE.fullmatch(file)
+            # The index is uploaded last, and deleted first.
+            has_no_index = found and f"{folder}{slash}{found[1]}{INDEX_SUFFIX}" not in self._sizes
+            if name.endswith(UNFINISHED_SUFFIX) or has_no_index:
+                self._delete_objects([name])
         self._empty_folder()
         kept = [name for name in _READ_AGAIN if name in self._sizes]
         self.fetch(kept)
         self._sent = {name: _stamp(self.path / name) for name in kept}
-
-    def _delete_unfinished_uploads(self) -> None:
-        """Deletes parts of files, and data of checkpoints without an index, which is uploaded last, deleted first."""
-        for name in sorted(self._sizes):
-            folder, slash, file = name.rpartition("/")
-            found = CHECKPOINT_FILE.fullmatch(file)
-            has_no_index = found and f"{folder}{slash}{found[1]}{INDEX_SUFFIX}" not in self._sizes
-            if name.endswith(UNFINISHED_SUFFIX) or has_no_index:
-                self._delete_objects([name])
 
     def _empty_folder(self) -> None:
         """Sets files of an earlier run that did not arrive at the URL aside, and deletes the others."""
@@ -227,20 +221,14 @@ class Mirror(Folder):
                 path.rmdir()
 
     def _unsent(self) -> list[Path]:
-        """The files of which nothing of the same size is at the URL."""
-        return [
-            path
-            for path in self._files()
-            if not _is_passing(name := self._name_of(path))
-            and not name.startswith(f"{_CONFIG}/")
-            and self._sizes.get(name) != path.stat().st_size
-        ]
+        """The files of which nothing of the same size is at the URL; not Hydra's."""
+        named = {self._name_of(path): path for path in self._files()}
+        own = (name for name in named if not _is_passing(name) and not name.startswith(f"{_CONFIG}/"))
+        return [named[name] for name in own if self._sizes.get(name) != named[name].stat().st_size]
 
     def _move_aside(self, unsent: Sequence[Path]) -> None:
-        numbers = itertools.count(1)
-        aside = next(
-            path for n in numbers if not (path := self.path.with_name(f"{self.path.name}-unsent-{n}")).exists()
-        )
+        places = (self.path.with_name(f"{self.path.name}-unsent-{number}") for number in itertools.count(1))
+        aside = next(path for path in places if not path.exists())
         make_private(aside)
         for path in unsent:
             target = aside / path.relative_to(self.path)

@@ -11,9 +11,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -93,11 +93,7 @@ def check_url(url: str, key: str = "run.dir") -> str:
 
 
 def working_folder(url: str, key: str = "run.dir") -> Path:
-    """The folder on this machine in which the chief of a run dir at a URL works: always the same one.
-
-    Raises:
-        ConfigError: see `check_url`.
-    """
+    """The folder on this machine in which the chief of a run dir at a URL works: always the same one."""
     return cache_folder() / hashlib.sha256(check_url(url, key).encode()).hexdigest()[:16]
 
 
@@ -158,7 +154,7 @@ class ObjectStorage(Folder):
         return ObjectStorage(self.url, 0, self.path, key=self._key)
 
     def make(self) -> None:
-        """Object storage has no folders without files."""
+        """Does nothing: object storage has no folders without files."""
 
     def place_of(self, name: str) -> str:
         return f"{self}/{name}"
@@ -169,24 +165,19 @@ class ObjectStorage(Folder):
 
     def sizes(self) -> dict[str, int]:
         """The size of each object, by its name."""
-
-        def find() -> dict[str, int]:
-            found = self._files.find(self._root, detail=True)
-            return {path[len(self._root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
-
-        return self._insist(find)
+        found = self._insist(lambda: self._files.find(self._connected[1], detail=True))
+        start = len(self._connected[1])
+        return {path[start:].lstrip("/"): int(info["size"]) for path, info in found.items()}
 
     def upload(self, path: Path, name: str) -> None:
         """Uploads a file. The object is complete or absent, or as it was before."""
-        target = self._path(name)
+        target, renames = self._path(name), self._protocol in _WITH_RENAME
 
         def put() -> None:
-            if self._protocol not in _WITH_RENAME:
-                self._files.put_file(str(path), target)
-                return
-            unfinished = f"{target}{UNFINISHED_SUFFIX}"
-            self._files.put_file(str(path), unfinished)
-            self._files.mv(unfinished, target)
+            first = f"{target}{UNFINISHED_SUFFIX}" if renames else target
+            self._files.put_file(str(path), first)
+            if renames:
+                self._files.mv(first, target)
 
         self._insist(put)
 
@@ -236,12 +227,9 @@ class ObjectStorage(Folder):
         self.delete([f"{under}/{name}" for name in reversed(names)])
 
     def read(self, name: str) -> bytes | None:
-        def cat() -> bytes | None:
-            with suppress(FileNotFoundError):
-                return bytes(self._files.cat_file(self._path(name)))
-            return None
-
-        return self._insist(cat)
+        with suppress(NotThereError):
+            return bytes(self._insist(lambda: self._files.cat_file(self._path(name))))
+        return None
 
     def write(self, name: str, content: bytes) -> None:
         self._insist(lambda: self._files.pipe_file(self._path(name), content))
@@ -254,9 +242,10 @@ class ObjectStorage(Folder):
             return float(self._insist(lambda: self._files.modified(self._path(name))).timestamp())
         return None
 
-    def alone(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
         # Object storage has no locks.
-        return nullcontext()
+        yield
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
@@ -280,12 +269,8 @@ class ObjectStorage(Folder):
     def _files(self) -> Any:
         return self._connected[0]
 
-    @property
-    def _root(self) -> str:
-        return self._connected[1]
-
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        return f"{self._connected[1]}/{name}"
 
     def _insist(self, function: Callable[[], T]) -> T:
         """Calls a function until it succeeds, is refused, or the time is over."""
@@ -296,25 +281,19 @@ class ObjectStorage(Folder):
             except KdistError:
                 raise
             except Exception as error:  # noqa: BLE001 - every library that fsspec calls has errors of its own
-                is_final = isinstance(error, FileNotFoundError) or _is_denied(error)
-                why = self._explained(error)
-                if is_final or self._clock() + pause > deadline:
-                    # What the library says may hold more than a message should.
-                    kind = NotThereError if isinstance(error, FileNotFoundError) else StorageError
-                    raise kind(f"{self.url}: {why}") from None
+                text = f"{type(error).__name__}: {_without_secrets(str(error))}"
+                # The library's error may hold more than a message should.
+                if isinstance(error, FileNotFoundError):
+                    raise NotThereError(f"{self.url}: there is no such bucket or object ({text})") from None
+                if _is_denied(error):
+                    raise StorageError(f"{self.url}: access is denied: {text}") from None
+                if self._clock() + pause > deadline:
+                    raise StorageError(f"{self.url}: storage fails: {text}") from None
             if not has_warned:
-                warn(f"{self.url}: {why}; trying again for {self.timeout:g} s")
+                warn(f"{self.url}: storage fails: {text}; trying again for {self.timeout:g} s")
                 has_warned = True
             self._sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
-
-    def _explained(self, error: Exception) -> str:
-        text = f"{type(error).__name__}: {_without_secrets(str(error))}"
-        if isinstance(error, FileNotFoundError):
-            return f"there is no such bucket or object ({text})"
-        if _is_denied(error):
-            return f"access is denied: {text}"
-        return f"storage fails: {text}"
 
 
 def folder_at(place: str | Path, timeout: float, key: str = "run.dir") -> Folder:

@@ -31,7 +31,7 @@ import tensorflow as tf
 from kdist import forks
 from kdist._compat import op_libraries
 from kdist.cluster.local import log_path, share_of_machine
-from kdist.cluster.network.sockets import HeldPorts
+from kdist.cluster.network.sockets import held_ports
 from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
 from kdist.cluster.processes.task_processes import fork_server, start_task
@@ -285,7 +285,7 @@ class Processes:
         return facts
 
     def _launch(self, request: Path) -> None:
-        ports = self._at_end.enter_context(HeldPorts(self._number if self._number > 1 else 0))
+        ports = self._at_end.enter_context(held_ports(self._number if self._number > 1 else 0))
         shape = ClusterShape(0, self._number)
         server = self._at_end.enter_context(fork_server(self._logs[0], train=True))
         self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
@@ -298,7 +298,7 @@ class Processes:
                 intra_op, inter_op, cores = share_of_machine(Task("worker", index), shape)
                 options = RemoteOptions(
                     index,
-                    [f"127.0.0.1:{port}" for port in ports.numbers],
+                    [f"127.0.0.1:{port}" for port in ports],
                     self._num_cpus,
                     intra_op,
                     inter_op,

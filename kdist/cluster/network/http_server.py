@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -26,20 +27,8 @@ _ALIVE, _READY = "/healthz", "/readyz"
 _TIMEOUT_SECS = 10.0
 _CHIEF_SECS = 1.0
 
-
-@dataclass(frozen=True)
-class Page:
-    """The response to a request.
-
-    Attributes:
-        text: the content.
-        content_type: of the text.
-        status: of HTTP.
-    """
-
-    text: str
-    content_type: str = "text/plain; charset=utf-8"
-    status: int = 200
+#: The response to a request: text, its content type, the status of HTTP.
+Page = tuple[str, str, int]
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -98,10 +87,10 @@ class _Handler(BaseHTTPRequestHandler):
         if make is None:
             self.send_error(404, f"there is {' and '.join(self.server.pages)}")
             return
-        page = make()
-        content = page.text.encode()
-        self.send_response(page.status)
-        self.send_header("Content-Type", page.content_type)
+        text, content_type, status = make()
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -115,7 +104,6 @@ class Health:
     """The state of a task.
 
     Attributes:
-        task: its name.
         is_ready: whether it takes part in training.
         step: the newest global step that it knows; None before training.
         seconds_since_progress: since there was a new step; None before training.
@@ -134,7 +122,7 @@ class Health:
             "step": self.step,
             "seconds_since_progress": None if since is None else math.floor(since * 10) / 10,
         }
-        return Page(json.dumps(content) + "\n", "application/json", 503 if asks_ready and not self.is_ready else 200)
+        return json.dumps(content) + "\n", "application/json", 503 if asks_ready and not self.is_ready else 200
 
 
 def health_server(port: int, health: Callable[[], Health], interface: str | None = None) -> HttpServer:
@@ -144,7 +132,6 @@ def health_server(port: int, health: Callable[[], Health], interface: str | None
     step. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
 
     Args:
-        port: where it listens.
         health: called for every request.
         interface: see `HttpServer`; None for `cluster.bind`.
 
@@ -160,26 +147,22 @@ def health_of_task(membership: Membership, port: int, is_ready: Callable[[], boo
     host, _ = host_and_port(membership.spec.chief or membership.spec.worker[0])
 
     def health() -> Health:
-        asked = in_thread(lambda: _ask(host, port))
-        try:
+        said: Mapping[str, Any] = {}
+        with suppress(TimeoutError):
             # The system may look for the name of a chief that is away for longer than a probe waits.
-            said = asked.result(_CHIEF_SECS)
-        except TimeoutError:
-            said = {}
-        step, since = said.get("step"), said.get("seconds_since_progress")
-        return Health(str(membership.task), is_ready(), step, since)
+            said = in_thread(lambda: _ask(host, port)).result(_CHIEF_SECS)
+        return Health(str(membership.task), is_ready(), said.get("step"), said.get("seconds_since_progress"))
 
     return health
 
 
 def _ask(host: str, port: int) -> Mapping[str, Any]:
     """Asks the chief for its health; empty if it does not answer."""
-    connection = http.client.HTTPConnection(host, port, timeout=_CHIEF_SECS)
-    try:
+    with (
+        suppress(OSError, http.client.HTTPException, ValueError),
+        closing(http.client.HTTPConnection(host, port, timeout=_CHIEF_SECS)) as connection,
+    ):
         connection.request("GET", _ALIVE)
         said = json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValueError):
-        return {}
-    finally:
-        connection.close()
-    return said if isinstance(said, dict) else {}
+        return said if isinstance(said, dict) else {}
+    return {}

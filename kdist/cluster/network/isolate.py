@@ -98,22 +98,20 @@ def network_line(interface: str | None = None) -> Line | None:
     if _has_told:
         return None
     _has_told = True
-    where = "all interfaces" if interface is None else f"{interface} and lo"
-    known = f"TensorFlow's servers listen on {where}, without authentication or encryption: "
-    known += "let only machines that you trust reach them"
-    if interface == _LOOPBACK:
-        known = "loopback device: only this machine reaches its servers, which do not authenticate its users"
     if is_isolated():
         known = "private namespace: only processes of this run reach its servers"
+    elif interface == _LOOPBACK:
+        known = "loopback device: only this machine reaches its servers, which do not authenticate its users"
+    else:
+        known = (
+            f"TensorFlow's servers listen on {f'{interface} and lo' if interface else 'all interfaces'}, without "
+            "authentication or encryption: let only machines that you trust reach them"
+        )
     return Line(f"network   {known}", "network")
 
 
 def _try_in_a_child() -> None:
-    """Tries it in a child process first: a process in which only a part of it works has no network and no way back.
-
-    Raises:
-        OSError: the obstacle.
-    """
+    """Tries it in a child process first: a process in which only a part of it works has no network and no way back."""
     if sys.platform != "linux":
         raise OSError("only Linux has them")
     if len(os.listdir("/proc/self/task")) > 1:
@@ -155,11 +153,7 @@ def _unshare() -> None:
 
 
 def _bring_loopback_up() -> None:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = struct.pack("16sh14x", _LOOPBACK.encode(), _flags(_LOOPBACK) | _IFF_UP)
-        fcntl.ioctl(control, _SIOCSIFFLAGS, request)
+    _ask_kernel(_SIOCSIFFLAGS, struct.pack("16sh14x", _LOOPBACK.encode(), _flags(_LOOPBACK) | _IFF_UP))
 
 
 def _is_up(interface: str) -> bool:
@@ -170,9 +164,13 @@ def _is_up(interface: str) -> bool:
 
 
 def _flags(interface: str) -> int:
+    answer = _ask_kernel(_SIOCGIFFLAGS, struct.pack("16s16x", interface.encode()))
+    flags: int = struct.unpack("16xH14x", answer)[0]
+    return flags
+
+
+def _ask_kernel(request: int, argument: bytes) -> bytes:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        answer = fcntl.ioctl(control, _SIOCGIFFLAGS, struct.pack("16s16x", interface.encode()))
-    flags: int = struct.unpack("16xH14x", answer)[0]
-    return flags
+        return fcntl.ioctl(control, request, argument)

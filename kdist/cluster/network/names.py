@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError, wait
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -28,11 +29,9 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def plain(ip: str) -> str:
@@ -58,10 +57,9 @@ def address_info(host: str, port: int, timeout: float = _LOOKUP_SECS) -> Address
 def peers_at(address: str) -> set[tuple[str, int]]:
     """The IP addresses of `host:port`, each with the port; empty if the name cannot be resolved."""
     host, port = host_and_port(address)
-    try:
+    with suppress(OSError):
         return {(plain(str(found[4][0])), port) for found in address_info(host, port)}
-    except OSError:
-        return set()
+    return set()
 
 
 @cache

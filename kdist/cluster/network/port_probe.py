@@ -29,8 +29,6 @@ _MEET_POLL_SECS = 0.1
 
 
 class State(enum.Enum):
-    """The state that a probe found."""
-
     LISTENING = enum.auto()
     REFUSED = enum.auto()
     SILENT = enum.auto()
@@ -41,7 +39,6 @@ class ProbeResult:
     """The outcome of one probe.
 
     Attributes:
-        state: of the task at the address.
         why: for people, if no task listens at the address.
         is_of_lookup: whether the name could not be resolved.
     """
@@ -131,17 +128,20 @@ class SilenceTimer:
 
     Args:
         patience: seconds of silence after which the task counts as lost.
+
+    Attributes:
+        last: the newest probe; None before the first one.
     """
 
     def __init__(self, patience: float) -> None:
+        self.last: ProbeResult | None = None
         self._patience = patience
         self._secs = 0.0
-        self._last: ProbeResult | None = None
 
     def add(self, found: ProbeResult, secs: float) -> None:
         """Adds a probe that ended `secs` seconds after the previous one."""
         self._secs = self._secs + secs if found.state is State.SILENT else 0.0
-        self._last = found
+        self.last = found
 
     @property
     def secs_left(self) -> float:
@@ -149,31 +149,22 @@ class SilenceTimer:
         return max(0.0, self._patience - self._secs)
 
     @property
-    def last(self) -> ProbeResult | None:
-        """The outcome of the newest probe."""
-        return self._last
-
-    @property
-    def is_listening(self) -> bool:
-        return self._last is not None and self._last.state is State.LISTENING
-
-    @property
-    def is_refusing(self) -> bool:
-        return self._last is not None and self._last.state is State.REFUSED
+    def state(self) -> State | None:
+        """The outcome of the newest probe; None before the first one."""
+        return None if self.last is None else self.last.state
 
     @property
     def is_silent(self) -> bool:
         """True while the task is silent, and not yet lost."""
-        return self._last is not None and self._last.state is State.SILENT and self.secs_left > 0
+        return self.state is State.SILENT and self.secs_left > 0
 
     @property
     def lost_because(self) -> str | None:
         """The reason why the task counts as lost; None if it does not."""
-        if self._last is None or self.is_listening or self.is_silent:
+        if self.last is None or self.state is State.LISTENING or self.is_silent:
             return None
-        if self.is_refusing:
-            return self._last.why
-        return f"{self._last.why} for {self._patience:g} s, cluster.patience"
+        is_refusing = self.state is State.REFUSED
+        return self.last.why if is_refusing else f"{self.last.why} for {self._patience:g} s, cluster.patience"
 
 
 class PortProbes:
@@ -196,11 +187,11 @@ class PortProbes:
 
     def listening(self) -> set[Task]:
         """The tasks that listened when they were last probed."""
-        return {task for task, timer in self._timers.items() if timer.is_listening}
+        return {task for task, timer in self._timers.items() if timer.state is State.LISTENING}
 
     def refusing(self) -> set[Task]:
         """The tasks that refused a connection when they were last probed: their processes have exited."""
-        return {task for task, timer in self._timers.items() if timer.is_refusing}
+        return {task for task, timer in self._timers.items() if timer.state is State.REFUSED}
 
     def silent(self) -> set[Task]:
         """The tasks that do not respond at present."""
@@ -208,8 +199,7 @@ class PortProbes:
 
     def lost(self) -> dict[Task, str]:
         """The tasks that refused a connection, or were silent for too long, each with the reason."""
-        found = {task: timer.lost_because for task, timer in self._timers.items()}
-        return {task: why for task, why in found.items() if why is not None}
+        return {task: why for task, timer in self._timers.items() if (why := timer.lost_because) is not None}
 
     def found(self) -> dict[Task, str]:
         """The reasons that the last probes gave, by task; empty for one that listens."""
@@ -223,8 +213,8 @@ class PortProbes:
         pause = 0.0
         while not self._stopped.wait(pause):
             # The last probe before the end of patience ends with it.
-            timeout = min(_PROBE_SECS, timer.secs_left - _PAUSE_SECS)
-            timeout = timeout if timeout > 0 else _PROBE_SECS
+            left = timer.secs_left - _PAUSE_SECS
+            timeout = min(_PROBE_SECS, left) if left > 0 else _PROBE_SECS
             began = time.monotonic()
             found = self._probe(address, timeout)
             took = time.monotonic() - began

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from kdist.errors import ClusterError, ConfigError
 
@@ -141,36 +141,20 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
                 found.close()
 
 
-class HeldPorts:
-    """TCP ports that were free, and that the system gives to nobody else until they are released.
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Yields different TCP ports that are free, and that the system gives to nobody else inside the block.
 
     Otherwise any connection may get a port after it was found to be free and before a task serves there. On Linux a
     socket that is bound and does not listen keeps the port, and still lets every process serve there that sets
     SO_REUSEADDR, as TensorFlow does. Other systems do not permit both: there the ports are not kept.
-
-    Args:
-        count: of the ports; they differ.
-
-    Attributes:
-        numbers: of the ports.
     """
-
-    def __init__(self, count: int) -> None:
-        self._sockets = [socket.socket() for _ in range(count)]
-        for held in self._sockets:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("", 0))
-        self.numbers: list[int] = [held.getsockname()[1] for held in self._sockets]
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("", 0))
+        numbers = [each.getsockname()[1] for each in sockets]
         if sys.platform != "linux":
-            self.release()
-
-    def release(self) -> None:
-        """Leaves the ports to whoever serves there. May be called repeatedly."""
-        for held in self._sockets:
             held.close()
-
-    def __enter__(self) -> HeldPorts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        yield numbers

@@ -56,7 +56,6 @@ class TcpTimeouts:
         self._is_stopped = False
 
     def start(self) -> None:
-        """Sets the limits on present and future connections."""
         if sys.platform == "linux":
             threading.Thread(target=self._work, daemon=True, name="kdist-tcp-timeouts").start()
 
@@ -87,7 +86,6 @@ class TcpTimeouts:
             self._changed.set()
 
     def reconnect(self, address: str) -> None:
-        """Undoes `disconnect`: the task has returned."""
         with self._ending:
             self._disconnected.discard(address)
 

@@ -49,26 +49,20 @@ class Chief:
     """The chief, as seen by a server or worker.
 
     Args:
-        spec: the cluster.
         who: the task of this process.
         patience: seconds of silence after which the tasks of a lost chief have exited.
     """
 
     def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
         self._address, self._task = chief_server(spec)
-        self._who = who
-        self._patience = patience
+        self._who, self._patience = who, patience
         self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
 
     def __str__(self) -> str:
         return f"{self._task} at {self._address}"
 
     def wait_for_it(self, timeout: float) -> None:
-        """Waits until the chief serves.
-
-        Raises:
-            ClusterError: it did not serve within `timeout` seconds.
-        """
+        """Waits until the chief serves; raises `ClusterError` if it does not within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self._probes.listening():
             if time.monotonic() > deadline:
@@ -81,13 +75,9 @@ class Chief:
     def compare(self, fingerprint: TaskFingerprint, timeout: float) -> None:
         """Compares this task with the chief, which serves, and loads the libraries of ops that the chief has loaded.
 
-        Args:
-            fingerprint: of this task.
-            timeout: seconds for it.
-
         Raises:
             ConfigError: they differ.
-            ClusterError: the chief does not report its fingerprint.
+            ClusterError: the chief does not report its fingerprint within `timeout` seconds.
         """
         deadline = time.monotonic() + max(timeout, _LEAST_SECS)
 
@@ -171,21 +161,14 @@ class Chief:
             outcome = in_thread(wait)
 
     def stop(self) -> None:
-        """Stops watching the chief."""
         self._probes.stop()
 
 
 class VersionCheck:
-    """The chief's side of `Chief.compare`, once its server serves.
-
-    Args:
-        spec: the cluster.
-        fingerprint: of the chief.
-    """
+    """The chief's side of `Chief.compare`, once its server serves."""
 
     def __init__(self, spec: ClusterSpec, fingerprint: TaskFingerprint) -> None:
-        self._spec = spec
-        self._fingerprint = fingerprint
+        self._spec, self._fingerprint = spec, fingerprint
         #: The report of each task; empty for one that agrees.
         self._reported: dict[str, list[str]] = {}
         self._differs_since: float | None = None
@@ -223,14 +206,11 @@ class VersionCheck:
 
 
 def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, will_resume: bool) -> set[str]:
-    """Tells the waiting tasks that the chief has finished, and gives them `timeout` seconds to acknowledge.
+    """Tells waiting tasks that the chief has finished; returns those of `tasks` that do not acknowledge in time.
 
     Args:
-        tasks: the tasks that can acknowledge.
+        timeout: seconds that they have.
         will_resume: whether the chief was told to stop before the end of the run.
-
-    Returns:
-        The names of the tasks that did not.
     """
     missing = {str(task) for task in tasks}
 

@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that a `Child` needs."""
+    """Names the part of `subprocess.Popen` that a `Child` needs."""
 
     @property
     def pid(self) -> int: ...
@@ -54,16 +54,12 @@ class Child:
     Args:
         start: starts it, with its log in place.
         log: gets its messages, after earlier ones; None if they go elsewhere.
-        start_timeout: seconds that it has until `has_started`.
-
-    Attributes:
-        deadline: the time by which it must have started.
+        start_timeout: seconds that it has until `has_started`; `deadline` is their end.
     """
 
     def __init__(self, start: Callable[[], Process], log: Path | None = None, start_timeout: float = math.inf) -> None:
         self.deadline = time.monotonic() + start_timeout
         self._log = log
-        self._log_start = 0
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log_start = log.stat().st_size if log.exists() else 0
@@ -75,13 +71,11 @@ class Child:
 
     @property
     def stdin(self) -> IO[Any]:
-        """The pipe to the process."""
         assert self._process.stdin is not None
         return self._process.stdin
 
     @property
     def stdout(self) -> IO[Any]:
-        """The pipe with its output."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -95,7 +89,6 @@ class Child:
 
     @property
     def is_late(self) -> bool:
-        """True if it has not started in time."""
         return time.monotonic() > self.deadline
 
     def kill(self) -> None:
@@ -124,7 +117,7 @@ class Child:
         return how_it_ended(self.wait())
 
     def log_tail(self) -> str:
-        """The end of an error message about it: where its log is, and the last lines."""
+        """The end of an error message about it: the place of its log, and the last lines."""
         return "" if self._log is None else log_tail(self._log, self._log_start)
 
 
@@ -151,12 +144,12 @@ def start_child(
 
     def start() -> subprocess.Popen[Any]:
         with ExitStack() as files:
-            outputs: dict[str, Any] = {}
             if log is not None:
-                outputs["stderr"] = files.enter_context(log.open("ab"))
-                outputs |= {"stdout": outputs["stderr"]} if prints_to_log else {}
+                options["stderr"] = files.enter_context(log.open("ab"))
+                if prints_to_log:
+                    options["stdout"] = options["stderr"]
             files.enter_context(forks.signals_held_back())
-            return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **{**options, **outputs})
+            return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
 
     child = Child(start, log, start_timeout)
     forks.keep_from_children(child.stdin)
@@ -206,7 +199,7 @@ def end_with_parent(name: str = "") -> None:
 
 
 def does_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handles a signal by ignoring it."""
+    """Ignores a signal."""
 
 
 def _end_with(parent: int) -> None:
@@ -220,17 +213,10 @@ def _end_with(parent: int) -> None:
 
 
 def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[str, str]:
-    """Makes the environment of a task's process.
-
-    Args:
-        devices: which GPUs tasks may use.
-    """
+    """Makes the environment of a task's process, which may use some `devices`."""
     # The same kdist as here, installed or not.
-    paths = [
-        str(Path(__file__).resolve().parents[3]),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    paths = [str(Path(__file__).resolve().parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
     for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
         environment.pop(name, None)
@@ -266,12 +252,10 @@ def end_children(children: Iterable[Child], timeout: float) -> None:
 
 def how_it_ended(code: int) -> str:
     """`exit code 1`, or `signal 9, SIGKILL`."""
-    if code < 0:
-        try:
-            return f"signal {-code}, {signal.Signals(-code).name}"
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    names = [f", {number.name}" for number in signal.Signals if number == -code]
+    return f"signal {-code}{''.join(names)}"
 
 
 def ended_by_itself(how: str) -> bool:

@@ -28,7 +28,7 @@ from typing import IO, NoReturn
 
 from kdist import forks
 from kdist._compat.imports import quick_import
-from kdist.cluster.processes.child import KILLED_SECS, Child, end_children, end_with_parent, start_child
+from kdist.cluster.processes.child import KILLED_SECS, end_children, end_with_parent, start_child
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -68,8 +68,7 @@ class _Order:
 
     Attributes:
         number: identifies the task in reports.
-        module: the one whose `run` is called.
-        options: its argument.
+        module, options: see `TaskProgram`.
         environment: variables that differ from the fork server's; None unsets the variable.
         folder: the chief's working directory; None if it was deleted.
         descriptors: the numbers that the other open files have in the chief.
@@ -90,6 +89,7 @@ class ForkedTask:
         stdin: the task exits when this is closed.
         stdout: the standard output of the task.
         returncode: as in `Popen`; None while the task runs.
+        forked_pid: its process id; None before it is forked.
     """
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int) -> None:
@@ -99,7 +99,6 @@ class ForkedTask:
         self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
         self.returncode: int | None = None
         self.forked_pid: int | None = None
-        self._early_signals: list[int] = []
 
     @property
     def pid(self) -> int:
@@ -126,33 +125,11 @@ class ForkedTask:
             self._server.update(min(left, _REPORT_SECS))
         return code
 
-    def send_signal(self, number: int) -> None:
-        """Sends it a signal, as soon as it is forked, unless it has exited."""
-        if self.poll() is None:
-            if self.forked_pid is None:
-                self._early_signals.append(number)
-            else:
-                self._kill(self.forked_pid, number)
-
-    def terminate(self) -> None:
-        """Sends it SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Kills it; before it is forked, the fork server."""
         if self.poll() is None:
-            self._kill(self.pid, signal.SIGKILL)
-
-    def has_been_forked(self, pid: int) -> None:
-        """Takes its process id, and sends it the signals that came before."""
-        self.forked_pid = pid
-        for number in self._early_signals:
-            self._kill(pid, number)
-
-    @staticmethod
-    def _kill(pid: int, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -166,7 +143,8 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str], log: Path, module: str = SERVING) -> None:
         self._environment = dict(environment)
-        self._module = module
+        #: True if the modules of a training loop are imported.
+        self.can_train = module == TRAINING
         self._numbers = itertools.count()
         #: The tasks whose end was not reported yet, by number.
         self._tasks: dict[int, ForkedTask] = {}
@@ -178,12 +156,9 @@ class ForkServer:
         # Several threads ask whether a task is alive.
         self._lock = threading.Lock()
         with theirs:
-            self.process = self._start(theirs.fileno(), log)
-
-    @property
-    def can_train(self) -> bool:
-        """True if the modules of a training loop are imported."""
-        return self._module == TRAINING
+            orders = theirs.fileno()
+            command = [sys.executable, "-m", "kdist.cluster.processes.forkserver", str(orders), module]
+            self.process = start_child(command, log, prints_to_log=True, env=self._environment, pass_fds=[orders])
 
     @property
     def is_alive(self) -> bool:
@@ -232,10 +207,6 @@ class ForkServer:
         end_children([self.process], _CLOSE_SECS)
         self.update(0.0)
 
-    def _start(self, orders: int, log: Path) -> Child:
-        command = [sys.executable, "-m", "kdist.cluster.processes.forkserver", str(orders), self._module]
-        return start_child(command, log, prints_to_log=True, env=self._environment, pass_fds=[orders])
-
     def _can_read(self, timeout: float) -> bool:
         if self._socket.fileno() < 0:
             return False
@@ -250,7 +221,7 @@ class ForkServer:
             return
         what, number, value = report.decode().split()
         if what == "pid":
-            self._tasks[int(number)].has_been_forked(int(value))
+            self._tasks[int(number)].forked_pid = int(value)
         else:
             self._tasks.pop(int(number)).returncode = int(value)
 

@@ -22,6 +22,8 @@ from kdist._compat.imports import quick_import
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network import sockets
 from kdist.cluster.network.names import host_and_port
+from kdist.cluster.network.port_probe import accepts_connections
+from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.child import end_with_parent, visible_devices
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
@@ -93,8 +95,6 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     sockets.bind_to(options.bind)
     server, port = _start_server(options.jobs, Task(options.job, options.index), config)
     if options.patience is not None:
-        from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-
         addresses = [address for hosts in options.jobs.values() for address in hosts]
         TcpTimeouts(addresses, [port], options.patience).start()
     os.write(1, READY)
@@ -130,7 +130,6 @@ def serve_until_done(
     with quick_import(keras=False):
         import tensorflow  # noqa: F401 - what follows needs it
 
-    from kdist.cluster.network.tcp_timeouts import TcpTimeouts
     from kdist.cluster.processes.chief_board import Chief
     from kdist.data.python_readers import offer_readers
 
@@ -159,8 +158,6 @@ def serve_until_done(
 
 def _server_of(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_placement: bool) -> Any:
     import tensorflow as tf
-
-    from kdist.cluster.network.port_probe import accepts_connections
 
     address = spec.address(task)
     if accepts_connections(address):

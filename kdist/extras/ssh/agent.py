@@ -81,7 +81,7 @@ def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]
         return f"port {wanted}: {error.strerror} (--port names others)", []
     finally:
         if sys.platform == "linux":
-            # Nobody else gets them while this process runs; see kdist.cluster.network.sockets.HeldPorts.
+            # Nobody else gets them while this process runs; see kdist.cluster.network.sockets.held_ports.
             _held.extend(sockets)
         else:
             for held in sockets:

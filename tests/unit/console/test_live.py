@@ -76,7 +76,7 @@ class Cell:
 def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     cell = Cell()
     monkeypatch.setitem(sys.modules, "IPython", cell)
-    monkeypatch.setattr(live_line, "_display", cell.display)
+    monkeypatch.setitem(sys.modules, "IPython.display", cell)
     return cell
 
 

@@ -133,21 +133,20 @@ def served(port: int, family: int = socket.AF_INET) -> socket.socket:
 
 
 def test_they_differ_and_nobody_else_gets_them_until_they_are_released() -> None:
-    with sockets.HeldPorts(50) as held:
-        assert len(set(held.numbers)) == 50
-        assert not any(map(is_for_anybody, held.numbers))
-    assert any(map(is_for_anybody, held.numbers))
+    with sockets.held_ports(50) as numbers:
+        assert len(set(numbers)) == 50
+        assert not any(map(is_for_anybody, numbers))
+    assert any(map(is_for_anybody, numbers))
 
 
 def test_nothing_answers_there_before_a_server_does() -> None:
-    with sockets.HeldPorts(1) as held, socket.socket() as client:
-        assert client.connect_ex(("127.0.0.1", held.numbers[0])) == errno.ECONNREFUSED
+    with sockets.held_ports(1) as (port,), socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_a_server_may_have_one_and_have_it_again(family: int) -> None:
-    with sockets.HeldPorts(1) as held:
-        (port,) = held.numbers
+    with sockets.held_ports(1) as (port,):
         for _ in range(2):
             with served(port, family), socket.create_connection(("127.0.0.1", port)):
                 assert not is_for_anybody(port)
