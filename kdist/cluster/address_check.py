@@ -22,9 +22,7 @@ def is_private(address: str) -> bool:
 def check_private(
     addresses: Mapping[Any, str], lookup: Callable[[frozenset[str]], Mapping[str, tuple[str, ...]]] = look_up
 ) -> None:
-    """Refuses tasks at public addresses, or at names that resolve to them.
-
-    A name that cannot be resolved here passes.
+    """Refuses tasks at public addresses, or at names that resolve to them; a name that is unknown here passes.
 
     Args:
         addresses: `host:port` by task.

@@ -34,7 +34,6 @@ class ExternalCluster(Cluster):
     The chief's own server (that of worker 0, if the chief is worker 0 as well) is a child process.
 
     Args:
-        spec: addresses of all tasks.
         log_dir: folder for the log of the chief's own server.
         config: timeouts, the port of the chief's process, devices and the network interface.
         fingerprint: of this process; None compares nothing.

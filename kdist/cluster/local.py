@@ -64,13 +64,8 @@ class LocalCluster(Cluster):
     """Starts the tasks of `shape` on free ports of this machine; they end with this process.
 
     Each task's output goes to `<log_dir>/<job>-<index>.log`. A task ends when its standard input closes, so it cannot
-    outlive this process (see `kdist.cluster.processes.server`).
-
-    Args:
-        shape: the number of parameter servers and workers.
-        log_dir: folder for the logs; made if missing.
-        config: timeouts, devices and the network interface. A task that is stopped (SIGSTOP) for longer than
-            `step_timeout` is killed, a few seconds later: the chief may be waiting for it where it cannot watch it.
+    outlive this process (see `kdist.cluster.processes.server`). A task that is stopped (SIGSTOP) for longer than
+    `cluster.step_timeout` is killed, a few seconds later: the chief may be waiting for it where it cannot watch it.
     """
 
     def __init__(self, shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = None) -> None:

@@ -79,7 +79,7 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
 
 
 def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, str]) -> Membership | None:
-    """Finds the role of this process among the tasks of a shape; None if it starts them itself."""
+    """The role of this process among the tasks of a shape; None if it starts them itself."""
     if shape.is_local:
         if started_by in ("slurm", "tf_config"):
             raise ConfigError(f"cluster.started_by={started_by}: cluster={shape} is one process; give NpsMw or Mw")
@@ -143,10 +143,7 @@ def common_seed(membership: Membership) -> int:
 
 
 def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:
-    """The membership that `text`, the value of TF_CONFIG, describes.
-
-    Args:
-        asked_by: the key that asks for it, and its value.
+    """The membership in `text`, the value of TF_CONFIG; `asked_by` is the key that asks for it, and its value.
 
     Raises:
         ConfigError: it is not set, or not of its form.

@@ -88,11 +88,7 @@ def nodes_of_tasks(environment: Mapping[str, str]) -> list[str]:
 
 
 def hosts_in(text: str) -> list[str]:
-    """The names in a hostlist, in its order: `a[1-2,07-08],b` is a1, a2, a07, a08, b.
-
-    Raises:
-        ConfigError: it is not a hostlist.
-    """
+    """The names in a hostlist, in its order: `a[1-2,07-08],b` is a1, a2, a07, a08, b; else raises `ConfigError`."""
     if re.fullmatch(f"{_NAME}(?:,{_NAME})*", text) is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={text}: is no hostlist, as node[1-3,07],other")
     hosts: list[str] = []
@@ -105,11 +101,7 @@ def hosts_in(text: str) -> list[str]:
 
 
 def counts_in(text: str) -> list[int]:
-    """The number of tasks on each node: `2(x2),1` is 2, 2, 1.
-
-    Raises:
-        ConfigError: it is not of this form.
-    """
+    """The number of tasks on each node: `2(x2),1` is 2, 2, 1; raises `ConfigError` if it is not of this form."""
     counts: list[int] = []
     for part in text.split(","):
         if (match := _COUNT.fullmatch(part)) is None:

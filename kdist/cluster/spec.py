@@ -56,11 +56,7 @@ class ClusterShape:
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
-        """Reads `2ps2w`, `2ps2w1e`, `4w` or `local`.
-
-        Raises:
-            ConfigError: any other form, or a job without tasks.
-        """
+        """Reads `2ps2w`, `2ps2w1e`, `4w` or `local`; raises `ConfigError` for others, and jobs without tasks."""
         if text == "local":
             return cls()
         match = _SHAPE.fullmatch(text)
@@ -98,7 +94,6 @@ class ClusterSpec:
     """The addresses (`host:port`) of a cluster's tasks; a cluster spec in TensorFlow's words.
 
     Attributes:
-        ps, worker: by index.
         chief: of the chief, if it is a separate task; otherwise worker 0 is also the chief, or the process that
             started the tasks.
     """
@@ -118,7 +113,6 @@ class ClusterSpec:
 
     @property
     def addresses(self) -> dict[Task, str]:
-        """Every address by its task."""
         chief = {CHIEF: self.chief} if self.chief else {}
         return chief | {task: self.address(task) for task in self.shape.tasks}
 
@@ -126,11 +120,7 @@ class ClusterSpec:
         return int(self.address(task).rpartition(":")[2])
 
     def address(self, task: Task) -> str:
-        """The address of `task`.
-
-        Raises:
-            ConfigError: the cluster has no such task.
-        """
+        """The address of a task; raises `ConfigError` if the cluster has no such task."""
         hosts = self.jobs.get(task.job, [])
         if not 0 <= task.index < len(hosts):
             have = ", ".join(map(str, self.shape.tasks))

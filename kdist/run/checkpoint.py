@@ -104,7 +104,6 @@ class Checkpoints:
         It is written under another name and renamed, the index last: without its index it does not exist.
 
         Args:
-            values: to save.
             since: the checkpoint or delta that it follows, if it is a delta.
 
         Raises:
@@ -126,17 +125,12 @@ class Checkpoints:
     def finish_save(
         self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
-        """Completes a checkpoint that `begin_save` has begun; see `write`.
-
-        Args:
-            wait: waits until it is written.
-        """
+        """Completes a checkpoint that `begin_save` has begun, after `wait` until it is written; see `write`."""
         with self._saving(step):
             wait()
             return self._complete(step, since, keep)
 
     def _complete(self, step: int, since: DeltaBase | None, keep: int | None) -> Path:
-        """Gives a written checkpoint its name, and deletes old ones."""
         target = self._target(step, since)
         self._move_into_place(target)
         # When an earlier save failed, other tasks may still have been writing.
@@ -189,7 +183,6 @@ class Checkpoints:
         """Reads the newest undamaged checkpoint completely, then its deltas; warns about each damaged one.
 
         Args:
-            values: to restore.
             until: the last global step that counts.
 
         Returns:
@@ -374,10 +367,7 @@ class Checkpoints:
     def _chains(self, *, complete: bool = True, until: float = math.inf) -> dict[int, list[int]]:
         """The steps of the deltas up to the next full checkpoint, by the step of each full one, all oldest first.
 
-        Deltas before all full checkpoints belong to none.
-
-        Args:
-            complete: leaves out what lacks its index.
+        Deltas before all full checkpoints belong to none. If `complete`, what lacks its index is left out.
         """
         kinds = (self._steps_of(kind, complete=complete) for kind in (_FULL, _DELTA))
         full, deltas = ([step for step in steps if step <= until] for steps in kinds)
@@ -418,7 +408,7 @@ class Checkpoints:
             raise NotDownloadedError(f"{self.place}/{path.name} cannot be downloaded: {error}") from None
 
     def _names_of(self, path: Path) -> list[str]:
-        """The files of a checkpoint in the run dir: its index, and its data as far as it is there."""
+        """The files of a checkpoint: its index, and its data as far as it is there."""
         index = f"{path.name}{INDEX_SUFFIX}"
         data = sorted(match[0] for match in self._matches() if match[1] == path.name and match[0] != index)
         return [f"{self.folder.name}/{name}" for name in (index, *data)]

@@ -80,14 +80,11 @@ class MetricsFile:
         return rows
 
     def append(self, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Writes a line.
+        """Writes a line; raises `ConfigError` if another chief has taken over the run dir.
 
         Args:
             values: of `COLUMNS`, by name; None is the same as absent.
             metrics: numbers or arrays by name, with `val_` before the names of validation.
-
-        Raises:
-            ConfigError: another chief has taken over the run dir.
         """
         check_not_taken_over(Folder(self.path.parent))
         row = dict(values)
@@ -121,11 +118,7 @@ class MetricsFile:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of the file in a run dir; none without a file.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
+    """The rows of the file in a run dir, none without a file; raises `ConfigError` if it is damaged."""
     path = folder / NAME
     return rows_in(_content_of(path), path)
 
@@ -133,11 +126,8 @@ def read_rows(folder: Path) -> list[Row]:
 def rows_in(content: bytes, place: object) -> list[Row]:
     """The rows of a file with this content: numbers by column, and the kind.
 
-    Args:
-        place: named in errors.
-
     Raises:
-        ConfigError: it is damaged, other than by half a line at its end.
+        ConfigError: it is damaged, other than by half a line at its end; the error names the `place`.
     """
     whole = content[: content.rfind(b"\n") + 1]
     # A metric may have thousands of values.
@@ -163,7 +153,6 @@ def rows_in(content: bytes, place: object) -> list[Row]:
 
 
 def metrics_of(row: Row) -> dict[str, Any]:
-    """The metrics of a row, by name."""
     return {name.removesuffix(_OF_A_METRIC): value for name, value in row.items() if name not in COLUMNS}
 
 

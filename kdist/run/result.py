@@ -50,12 +50,10 @@ class Origin:
 
     @classmethod
     def here_and_now(cls, config: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> Origin:
-        """The origin of a run that begins in this process."""
         return cls(config, list(overrides), git_state(), socket.gethostname(), now())
 
 
 def now() -> str:
-    """The time, in ISO 8601 and UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -86,14 +84,13 @@ def _git(*arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that a run depends on."""
     packages = ("kdist", "tensorflow", "keras", "numpy", "hydra-core")
     return {"python": platform.python_version()} | {package: _version(package) for package in packages}
 
 
 @cache
 def _version(package: str) -> str:
-    """The version of a package, installed or not. Kept, since Python reads it from files."""
+    """Python reads it from files."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -101,7 +98,7 @@ def _version(package: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One message about the error that ended a run."""
+    """The message of the error that ended a run."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (SIGINT)"
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
@@ -143,7 +140,6 @@ class Result:
         examples: the number of training examples that this run used.
         metrics: `train`: loss and metrics of the last epoch; `validation`: of the final parameters.
         best: the best value of each validation metric, by name: `value`, `step` and `mode` (`min` or `max`).
-        gradients: see `Gradients`.
         restarts: restarted `worker`s, and restarts of the whole `cluster`.
         extra_steps: steps beyond the requested ones, repeated after the loss of a worker.
         overflowed_steps: steps of the model that updated nothing, because their gradients overflowed; None if the loss
@@ -151,11 +147,9 @@ class Result:
         error: the message of the error that ended a failed run.
         config: the resolved config, except for references to the environment: `${oc.env:PASSWORD}` may be a secret.
             Without the command line, the plain arguments of the `Trainer` under the same keys.
-        overrides: `key=value`, of the command line.
         seed: the start of shuffling and random states; None if the run failed before it had one.
-        git, host, started: see `Origin`.
+        overrides, git, host, started: see `Origin`.
         ended: the time of the end; ISO 8601, UTC.
-        versions: the versions of kdist, TensorFlow, Keras and others, and of Python.
     """
 
     status: str = "failed"
@@ -186,7 +180,7 @@ class Result:
 
     @classmethod
     def of(cls, file: dict[str, Any]) -> Result:
-        """Makes a result from the content of a `result.json`; missing fields have their defaults."""
+        """Makes a result from a `result.json`; missing fields have their defaults."""
         known = {field.name: file[field.name] for field in fields(cls) if field.name in file}
         if isinstance(gradients := known.get("gradients"), dict):
             by_worker = {name: GradientCounts(**counts) for name, counts in gradients.get("by_worker", {}).items()}
@@ -211,7 +205,6 @@ def record_in(file: bytes | None, place: object) -> dict[str, Any]:
     """The content of a `result.json`; empty if it is missing or unreadable.
 
     Args:
-        file: the bytes of the file.
         place: the name of the file in errors.
 
     Raises:

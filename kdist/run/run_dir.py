@@ -70,19 +70,16 @@ class RunDir:
 
     @property
     def is_given(self) -> bool:
-        """True if other tasks may know the folder: the user chose it, or it has the name of the Slurm job."""
+        """True if other tasks may know it: the user chose it, or it has the name of the Slurm job."""
         return self._given is not None
 
     @contextmanager
     def open_for(self, reader: str) -> Iterator[RunDir]:
         """Yields the run dir for a process that is not its chief. At a URL, every use of it may raise `StorageError`.
 
-        Args:
-            reader: the name of the process.
-
         Raises:
             ConfigError: it is on object storage that refuses or cannot be reached, or a process on this machine has the
-                same name.
+                same name as `reader`.
         """
         with (self._given or self.folder).open_for(reader) as folder:
             yield RunDir(folder, self._name)
@@ -97,7 +94,7 @@ class RunDir:
 
     @property
     def path(self) -> Path:
-        """The place of `folder` on this machine."""
+        """Its place on this machine."""
         return self.folder.path
 
     @property
@@ -134,7 +131,7 @@ class RunDir:
         return shlex.quote(self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path))
 
     def write_plan(self, plan: PlacementPlan | None) -> None:
-        """Writes `placement.txt` and `placement.png`; without a plan, removes the ones of an earlier run."""
+        """Writes `placement.txt` and `placement.png`, or removes those of an earlier run."""
         table, picture = files = self.path / "placement.txt", self.path / "placement.png"
         if plan is None:
             for path in files:
@@ -202,11 +199,7 @@ class RunDir:
         return record_in(self.folder.read("result.json"), f"{self}/result.json")
 
     def write_result(self, result: Result) -> None:
-        """Writes `result.json`. If the run has failed, a failure to write it is only a warning.
-
-        Raises:
-            KdistError: the result of a successful run cannot be written; the earlier file is untouched.
-        """
+        """Writes `result.json`; raises `KdistError` if that fails, but only warns if the run has failed, too."""
         try:
             check_not_taken_over(Folder(self.path))
         except ConfigError as error:
@@ -223,12 +216,11 @@ class RunDir:
             warn(message)
 
     def upload(self) -> None:
-        """Uploads all files that are not at the URL yet, if the run dir has one; raises `KdistError`."""
+        """Uploads all files that are not at the URL yet, if there is one; raises `KdistError`."""
         self.folder.push()
 
 
 def name_of_program() -> str:
-    """The name of a run that was given none."""
     stem = Path(sys.argv[0]).stem
     return "notebook" if stem == "ipykernel_launcher" else stem or "python"
 

@@ -44,7 +44,6 @@ class RunValues:
 
     @cached_property
     def num_examples(self) -> int:
-        """Examples in its updates."""
         return int(self.steps.num_examples.sum())
 
     @cached_property
@@ -69,7 +68,6 @@ class RunStatistics:
     Attributes:
         applied: updates applied.
         extra_steps: updates beyond those requested, from calls that were repeated after the loss of a worker.
-        num_examples: examples seen.
     """
 
     def __init__(self) -> None:
@@ -80,7 +78,6 @@ class RunStatistics:
         self._steady_seconds = 0.0
 
     def add(self, values: RunValues, extra_steps: int) -> None:
-        """Adds one run, `extra_steps` of whose updates were not requested."""
         self.applied += values.num_steps
         self.extra_steps += extra_steps
         self.num_examples += values.num_examples
@@ -129,12 +126,7 @@ class MetricWindow:
         self._parts: deque[tuple[int, int, MetricTotals]] = deque()
 
     def add(self, num_examples: np.ndarray, metrics: MetricRows) -> None:
-        """Adds steps.
-
-        Args:
-            num_examples: int array `[num_steps]`.
-            metrics: the metrics of the same steps.
-        """
+        """Adds the metrics of steps, with their numbers of examples: int array `[num_steps]`."""
         ends = self._num_seen + np.cumsum(num_examples)
         numbers = (ends - num_examples) * _NUM_PARTS // self._size
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
@@ -154,22 +146,19 @@ class MetricWindow:
 
     @property
     def num_examples(self) -> int:
-        """The number of examples that it covers."""
         return sum(count for _, count, _ in self._parts)
 
     @property
     def totals(self) -> MetricTotals | None:
-        """Their loss and metrics; None without any."""
         return reduce(operator.add, (totals for _, _, totals in self._parts)) if self._parts else None
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a metric.
+    """The best value of a metric so far, and its global step.
 
     Attributes:
-        value: the best one so far; the last one without a known mode.
-        step: the global step of the value.
+        value: the last one without a known mode.
         mode: `min` or `max`, the better values; None if it is not known.
     """
 
@@ -182,7 +171,6 @@ class BestValues:
     """Keeps the best value of each metric.
 
     Args:
-        model: its metrics know their better values.
         earlier: the best values of the run that is resumed, as in `result.json`.
     """
 
@@ -204,7 +192,6 @@ class BestValues:
                 self.by_name[name] = Best(value, step, mode)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """The form of `result.json`."""
         return {name: asdict(best) for name, best in self.by_name.items()}
 
 

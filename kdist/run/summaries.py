@@ -59,12 +59,10 @@ class Summaries:
         self.scalars(split, {f"epoch_{name}": value for name, value in logs.items()}, step)
 
     def evaluation(self, logs: Mapping[str, Any], step: int) -> None:
-        """Writes the results of an evaluator to `evaluator`."""
         self.scalars(EVALUATOR.job, logs, step)
         self.epoch(EVALUATOR.job, logs, step)
 
     def histogram(self, split: str, tag: str, values: np.ndarray, step: int) -> None:
-        """Writes the distribution of `values`."""
         self._write(split, [histogram_pb(tag, values)], step)
 
     def buckets(self, split: str, tag: str, buckets: np.ndarray, step: int) -> None:
@@ -76,11 +74,9 @@ class Summaries:
         self._write(split, [_summary(tag, metadata, tensor)], step)
 
     def text(self, split: str, tag: str, text: str, step: int) -> None:
-        """Writes Markdown."""
         self._write(split, [text_pb(tag, text)], step)
 
     def picture(self, split: str, tag: str, png: Path, step: int) -> None:
-        """Writes the picture in a PNG file."""
         content = png.read_bytes()
         # The header of a PNG begins with its width and height, in pixels.
         size = [str(number).encode() for number in struct.unpack(">II", content[16:24])]
@@ -105,7 +101,6 @@ class Summaries:
             hparams: the chosen values, by key.
             metrics: the final metrics, by tag.
             began: the time of the start, in seconds since the epoch.
-            ok: True if the run succeeded.
         """
         self.scalars("hparams", metrics, 0)
         status = Status.STATUS_SUCCESS if ok else Status.STATUS_FAILURE

@@ -94,8 +94,7 @@ class RunLock:
 
     Args:
         folder: the run dir.
-        heartbeat_secs: seconds between heartbeats.
-        stale_secs: seconds without one after which the lock of another machine counts as left behind.
+        stale_secs: seconds without a heartbeat after which the lock of another machine counts as left behind.
 
     Raises:
         ConfigError: on entering: another process is its chief, or it is not writable.

@@ -58,11 +58,7 @@ class NotThereError(StorageError):
 
 
 def is_url(location: object) -> bool:
-    """True if a location is a URL.
-
-    Raises:
-        ConfigError: it is a `Path` that was made of a URL.
-    """
+    """True if a location is a URL; raises `ConfigError` if it is a `Path` that was made of one."""
     if isinstance(location, Path) and location.parts and location.parts[0] in {f"{name}:" for name in _PACKAGES}:
         raise ConfigError(f"run.dir={location.parts[0]}//...: is a Path; give a URL as a string")
     return isinstance(location, str) and "://" in location
@@ -71,11 +67,8 @@ def is_url(location: object) -> bool:
 def check_url(url: str, key: str = "run.dir") -> str:
     """The URL without a slash at its end.
 
-    Args:
-        key: its config key.
-
     Raises:
-        ConfigError: the protocol is unknown, there is no bucket, or a part of it may be secret.
+        ConfigError: the protocol is unknown, there is no bucket, or a part of it may be secret; names its `key`.
     """
     protocol, _, rest = url.partition("://")
     if re.search(r"[@?#]", url) or ":" in rest.partition("/")[0]:
@@ -300,7 +293,6 @@ def folder_at(place: str | Path, timeout: float, key: str = "run.dir") -> Folder
     """The folder at a path or a URL.
 
     Args:
-        place: the path or URL.
         timeout: seconds for which object storage may fail.
         key: the config key of a URL, named in errors.
 

@@ -126,17 +126,13 @@ class Health:
 
 
 def health_server(port: int, health: Callable[[], Health], interface: str | None = None) -> HttpServer:
-    """Serves the health of a task, as `run.health_port` says.
+    """Serves the `health` of a task, as `run.health_port` says; raises `ConfigError` if the port cannot be used.
 
     `/healthz` answers with status 200 as long as the process can answer at all: kdist itself watches the time of a
     step. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
 
     Args:
-        health: called for every request.
         interface: see `HttpServer`; None for `cluster.bind`.
-
-    Raises:
-        ConfigError: the port cannot be used.
     """
     pages = {_ALIVE: lambda: health().page(asks_ready=False), _READY: lambda: health().page(asks_ready=True)}
     return HttpServer("run.health_port", ANY_HOST, port, pages, interface or sockets.bound_to())
@@ -157,7 +153,7 @@ def health_of_task(membership: Membership, port: int, is_ready: Callable[[], boo
 
 
 def _ask(host: str, port: int) -> Mapping[str, Any]:
-    """Asks the chief for its health; empty if it does not answer."""
+    """The health of the chief; empty if it does not answer."""
     with (
         suppress(OSError, http.client.HTTPException, ValueError),
         closing(http.client.HTTPConnection(host, port, timeout=_CHIEF_SECS)) as connection,

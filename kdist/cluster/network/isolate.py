@@ -65,11 +65,7 @@ def enter(mode: str) -> None:
 
 
 def require(mode: str) -> None:
-    """Warns once if this process should be isolated and is not; with `must`, refuses to continue.
-
-    Raises:
-        ConfigError: it is not isolated, and `must`.
-    """
+    """Warns once if this process should be isolated and is not; raises `ConfigError` then with `must`."""
     global _has_warned  # noqa: PLW0603 - once a process
     if mode == "never":
         return
@@ -89,11 +85,7 @@ def require(mode: str) -> None:
 
 
 def network_line(interface: str | None = None) -> Line | None:
-    """The line about the network of a run's servers; None if this process has printed it.
-
-    Args:
-        interface: that of `cluster.bind`.
-    """
+    """The line about the network of a run's servers at the interface of `cluster.bind`; None if it was printed."""
     global _has_told  # noqa: PLW0603 - once a process
     if _has_told:
         return None

@@ -106,13 +106,7 @@ def accepts_connections(address: str, timeout: float = _PROBE_SECS) -> bool:
 
 
 def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float) -> ClusterError:
-    """The error for tasks that did not come in time.
-
-    Args:
-        missing: their addresses.
-        why: the results of their last probes.
-        timeout: seconds that they had.
-    """
+    """The error for the `missing` tasks at their addresses, with the results of their last probes."""
     names = ", ".join(f"{task} ({address})" for task, address in missing.items())
     tried = "; ".join(why[task] for task in missing if why.get(task))
     return ClusterError(
@@ -128,9 +122,6 @@ class SilenceTimer:
 
     Args:
         patience: seconds of silence after which the task counts as lost.
-
-    Attributes:
-        last: the newest probe; None before the first one.
     """
 
     def __init__(self, patience: float) -> None:
@@ -173,7 +164,6 @@ class PortProbes:
     Args:
         addresses: `host:port` by task.
         patience: seconds of silence after which a task counts as lost.
-        probe: address, seconds -> the outcome.
     """
 
     def __init__(
@@ -206,7 +196,6 @@ class PortProbes:
         return {task: timer.last.why for task, timer in self._timers.items() if timer.last is not None}
 
     def stop(self) -> None:
-        """Stops the threads, without waiting for them."""
         self._stopped.set()
 
     def _work(self, address: str, timer: SilenceTimer) -> None:
@@ -228,12 +217,10 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
     A worker has joined when something listens at its address: the worker, in this function, or later its server.
 
     Args:
-        workers: addresses of all workers.
-        index: of this worker.
-        timeout: seconds to wait.
+        workers: addresses of all workers; this one is that of `index`.
 
     Raises:
-        ClusterError: names the workers that did not join; or this worker's address is in use.
+        ClusterError: names the workers that did not join within `timeout` seconds; or this worker's address is in use.
     """
     deadline = time.monotonic() + timeout
     missing = {Task("worker", i): address for i, address in enumerate(workers) if i != index}
@@ -256,7 +243,6 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
 
 
 def _listening(port: int, backlog: int) -> socket.socket:
-    """A socket that listens on all interfaces, by IPv4 and by IPv6 if the system has it."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=backlog)

@@ -57,7 +57,7 @@ def bind_to(interface: str | None) -> None:
 
 
 def bound_to() -> str | None:
-    """The interface at which this process listens, besides the loopback device; None for all."""
+    """The interface of `bind_to`."""
     return _interface
 
 

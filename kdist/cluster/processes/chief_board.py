@@ -110,10 +110,7 @@ class Chief:
         )
 
     def wait_until_done(self) -> bool:
-        """Waits until the chief reports that it has finished.
-
-        Returns:
-            True at the end of the run; False if the chief was told to stop before.
+        """Waits until the chief has finished; returns False if it was told to stop before the end of the run.
 
         Raises:
             ClusterError: it exited without reporting completion, or is silent for too long.

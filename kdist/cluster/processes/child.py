@@ -95,11 +95,7 @@ class Child:
         self._process.kill()
 
     def wait(self, timeout: float = KILLED_SECS) -> int:
-        """Waits until it has exited; returns its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not within `timeout` seconds.
-        """
+        """Waits until it has exited; returns its exit code, or raises `subprocess.TimeoutExpired`."""
         return self._process.wait(timeout)
 
     def end(self, deadline: float) -> None:
@@ -135,7 +131,6 @@ def start_child(
     before it ignores them wait until it does.
 
     Args:
-        command: of the process.
         log: gets its standard error; None if it shares this process's.
         prints_to_log: whether its standard output goes there, too.
         start_timeout: see `Child`.

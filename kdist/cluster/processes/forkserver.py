@@ -47,7 +47,6 @@ class TaskProgram:
     """The program of a task, which runs `module.run(options, descriptors)`.
 
     Attributes:
-        module, options: the program, and its argument.
         environment: the variables of the task; some that TensorFlow reads on import may have no effect.
         log: gets its standard error, at the end.
         prints_to_log: whether its standard output goes there, too; otherwise, `stdout` of the process has it.
@@ -112,11 +111,7 @@ class ForkedTask:
         return self.returncode
 
     def wait(self, timeout: float = KILLED_SECS) -> int:
-        """Waits until it has exited.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not within `timeout` seconds.
-        """
+        """As `Child.wait`."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
@@ -136,7 +131,6 @@ class ForkServer:
     """The chief's side: starts the process, lets it fork tasks, and reads its reports about them.
 
     Args:
-        environment: of the process.
         log: gets its output.
         module: imported before tasks are forked: `SERVING` or `TRAINING`.
     """
@@ -241,11 +235,7 @@ def _working_directory() -> str | None:
 
 
 class _Forks:
-    """The process: forks tasks on order, and reports how its children end.
-
-    Args:
-        orders: the socket to the chief.
-    """
+    """The process: forks tasks on order, and reports how its children end."""
 
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders

@@ -42,8 +42,6 @@ class TaskOptions:
 
     Attributes:
         jobs: addresses (`host:port`) of every task by job.
-        job: this task's job, `ps` or `worker`.
-        index: this task's index in its job.
         intra_op_threads: threads inside one op; 0 lets TensorFlow choose.
         inter_op_threads: threads for ops side by side, also 0; never 1, a single one can wait for itself.
         cores: the CPU cores that the task is bound to; None for any.
