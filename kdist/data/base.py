@@ -22,7 +22,7 @@ from kdist._compat.tensorflow import (
     initialize,
 )
 from kdist.config.schema import ClusterConfig
-from kdist.data.columns import Share
+from kdist.data.columns import WorkerArgument
 from kdist.data.splits import Passes, Splits
 
 
@@ -110,7 +110,7 @@ class TrainingData(abc.ABC):
     def trace_transfer(self, num_workers: int) -> None:  # noqa: B027 - not every kind of data needs it
         """Traces what sending the arguments needs; called when the workers have joined."""
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         """The arguments of one worker; shares of arrays are not copied yet.
 
         Raises:
@@ -176,10 +176,10 @@ def make_dataset(
         return call_with(make, *numbers, *data.arguments(worker_index, num_workers))
 
 
-def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: tf.Tensor | Share) -> Any:
+def call_with(function: tf.types.experimental.ConcreteFunction, *arguments: WorkerArgument) -> Any:
     """Calls a function on the device of the caller, after sending the shares among its arguments there."""
     # Variables are kept until the function has read them.
-    sent = [item for a in arguments for item in (a.send() if isinstance(a, Share) else [copy_for_tasks(a)])]
+    sent = [item for a in arguments for item in (a() if callable(a) else [copy_for_tasks(a)])]
     return function(*(item.handle if isinstance(item, tf.Variable) else item for item in sent))
 
 

@@ -25,7 +25,7 @@ from kdist.errors import ConfigError, KdistError, TaskError
 
 
 class ShuffledBatches(keras.utils.PyDataset):
-    """The batches of another data set. The seed and the pass determine their order, so that any process finds it.
+    """The batches of another data set, in an order that the seed and the pass determine, so that any process finds it.
 
     Args:
         dataset: of known length.
@@ -39,7 +39,7 @@ class ShuffledBatches(keras.utils.PyDataset):
         self.enter(0)
 
     def enter(self, pass_number: int, first: int = 0) -> None:
-        """From now on the batches are those of a pass, without those before the number `first`."""
+        """Continues with the batches of a pass, from the number `first` on."""
         order = np.arange(self._dataset.num_batches)
         if self._seed is not None:
             np.random.default_rng([self._seed, pass_number]).shuffle(order)
@@ -53,11 +53,7 @@ class ShuffledBatches(keras.utils.PyDataset):
         return len(self._order)
 
     def __getitem__(self, index: int) -> Any:
-        return self.at(self.index_of(index))
-
-    def at(self, index: int) -> Any:
-        """The batch with an index in the other data set."""
-        return self._dataset[index]
+        return self._dataset[self.index_of(index)]
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -71,7 +67,7 @@ _OTHERS = ("grain", "kdist", "keras", "multiprocessing", "tensorflow", "torch")
 
 
 def has_sparse_matrix(*trees: Any) -> bool:
-    """Whether there is a sparse matrix of SciPy among arrays."""
+    """True if there is a sparse matrix of SciPy among arrays."""
     return any(is_scipy_sparse(array) for tree in trees for array in _arrays_in(tree))
 
 
@@ -95,7 +91,7 @@ class BatchSource:
 
     Attributes:
         name: for people to read.
-        repeats: whether there is a second pass.
+        repeats: there is a second pass.
     """
 
     def __init__(
@@ -149,7 +145,11 @@ class BatchSource:
             ConfigError: Keras does not take such batches.
             TaskError: the user's code failed.
         """
-        return tf.nest.map_structure(_spec_of_none, self._without_none(_with_tuples(self._batches.element_spec)))
+        # A part without a value, an optional input, is None.
+        return tf.nest.map_structure(
+            lambda spec: tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec,
+            _without_none(_with_tuples(self._batches.element_spec)),
+        )
 
     @property
     def num_batches(self) -> int | None:
@@ -158,18 +158,18 @@ class BatchSource:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it is known that no pass ends."""
+        """True if it is known that no pass ends."""
         return isinstance(self._arguments[0], keras.utils.PyDataset) and self.num_batches is None
 
     def reset(self) -> None:
-        """As Keras does before the first epoch: it ends the one in which it has looked at the first batches."""
+        """Ends the epoch in which Keras has looked at the first batches, as it does before the first epoch."""
         self._batches.end_pass()
 
     def one_pass(self, pass_number: int, first: int = 0) -> Iterator[tuple[int, list[tf.Tensor] | None]]:
         """The batches of a pass, each as its number and the tensors that its parts consist of.
 
         Args:
-            first: the number of the first that is wanted. Those before it are not made, or have no tensors.
+            first: the number of the first wanted batch. Earlier ones are not made, or have no tensors.
 
         Raises:
             ConfigError: a batch is not like the first ones.
@@ -198,7 +198,7 @@ class BatchSource:
 
     def tensors(self, number: int, batch: Any) -> list[tf.Tensor]:
         """The tensors that the parts of a batch consist of; raises `ConfigError` if it is not like the first ones."""
-        batch = self._without_none(_with_tuples(batch))
+        batch = _without_none(_with_tuples(batch))
         try:
             tf.nest.assert_same_structure(self.element_spec, batch, expand_composites=False)
             pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(self.element_spec))
@@ -213,15 +213,6 @@ class BatchSource:
                 "number of examples"
             )
         return tf.nest.flatten([part for part, _ in parts if part is not None], expand_composites=True)
-
-    def _without_none(self, batch: Any) -> Any:
-        """A batch without labels or weights that are None."""
-        if not isinstance(batch, tuple):
-            return batch
-        parts = list(batch)
-        while parts and (parts[-1] is None or isinstance(parts[-1], tf.OptionalSpec)):
-            parts.pop()
-        return tuple(parts)
 
     def _name_in_pass(self, number: int, begin: int) -> int:
         """The number by which the user's code knows a batch of the present pass."""
@@ -242,9 +233,11 @@ def _name_of(x: Any) -> str:
     return f"the {type(x).__name__}" if is_made_in_batches(x) else "the data with a sparse matrix"
 
 
-def _spec_of_none(spec: tf.TypeSpec) -> tf.TypeSpec:
-    """The spec of a part; where that has no value, an optional input, the one of None."""
-    return tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec
+def _without_none(batch: Any) -> Any:
+    """A batch without labels or weights that are None."""
+    while isinstance(batch, tuple) and batch and (batch[-1] is None or isinstance(batch[-1], tf.OptionalSpec)):
+        batch = batch[:-1]
+    return batch
 
 
 def _with_tuples(tree: Any) -> Any:
@@ -263,7 +256,7 @@ def _shapes_of(batch: Any) -> Any:
 
 
 def _user_frame(error: Exception) -> str:
-    """Where in the user's own code an error happened; empty if it is of others' code."""
+    """The place in the user's own code where an error happened; empty if others' code raised it."""
     others = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in _OTHERS if name in sys.modules)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
@@ -272,7 +265,7 @@ def _user_frame(error: Exception) -> str:
 
 
 class PyDatasetShares(TrainingData):
-    """Every process has a copy of the data set, and each replica makes every n-th batch of it, by its number.
+    """A data set of which every process has a copy; each replica makes every n-th batch of it, by its number.
 
     Args:
         dataset: of known length; its batches must depend on their numbers only.
@@ -280,13 +273,13 @@ class PyDatasetShares(TrainingData):
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, *, seed: int | None) -> None:
-        self._dataset = ShuffledBatches(dataset, seed)
+        self._dataset, self._shuffled = dataset, ShuffledBatches(dataset, seed)
         self._source = BatchSource(dataset)
         self._spec = self._source.element_spec
         self._pass: int | None = None
 
     def batches_per_pass(self, num_workers: int) -> int:
-        return len(self._dataset)
+        return len(self._shuffled)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         lock = threading.Lock()
@@ -301,18 +294,17 @@ class PyDatasetShares(TrainingData):
         self, lock: threading.Lock, num_workers: int, worker: np.int64, first_batch: np.int64
     ) -> Iterator[tuple[Any, ...]]:
         for index in itertools.count(int(first_batch) * num_workers + int(worker), num_workers):
-            pass_number, number = divmod(index, len(self._dataset))
+            pass_number, number = divmod(index, len(self._shuffled))
             with lock:
                 # Replicas of one process share the data set.
-                self._enter(pass_number)
-                batch = self._dataset.index_of(number)
-            yield tuple(self._source.tensors(batch, self._dataset.at(batch)))
+                if self._pass is None or pass_number > self._pass:
+                    self._begin(pass_number)
+                batch = self._shuffled.index_of(number)
+            yield tuple(self._source.tensors(batch, self._dataset[batch]))
 
-    def _enter(self, pass_number: int) -> None:
-        if self._pass is not None and pass_number <= self._pass:
-            return
+    def _begin(self, pass_number: int) -> None:
         if self._pass is not None:
             self._dataset.on_epoch_end()
         self._pass = pass_number
-        self._dataset.enter(pass_number)
+        self._shuffled.enter(pass_number)
         self._dataset.on_epoch_begin()

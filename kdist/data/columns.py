@@ -1,4 +1,4 @@
-"""`Column`: an array of examples, in memory or in an HDF5 file, and the share of it that a worker gets."""
+"""Arrays of examples, in memory or in an HDF5 file, and the share of one that a worker gets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import h5py
 import keras
@@ -17,13 +18,16 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 from kdist.errors import ConfigError
 
+#: An argument of a function for a worker: a tensor, or a function that sends a share to the device of its caller.
+WorkerArgument: TypeAlias = "tf.Tensor | Callable[[], list[tf.Tensor | tf.Variable]]"
+
 
 @dataclass(frozen=True)
-class Received:
+class ArrivedShare:
     """A share, where a worker reads it.
 
     Attributes:
-        num_rows: how many examples it has, int64 `[]`.
+        num_rows: the number of its examples, int64 `[]`.
         take: the numbers of some of them, `[n]` -> `[n, ...]`.
     """
 
@@ -35,12 +39,11 @@ class Column:
     """One of the arrays that were passed to `fit`; it is never copied as a whole.
 
     Args:
-        values: what `as_array` returns.
+        values: returned by `as_array`.
 
     Attributes:
-        values: the array.
-        dtype: what workers get: floating point in Keras's `floatx`, as Keras itself feeds it.
-        reserve: gives a variable memory for some rows: `(its handle, how many)`; once `trace_transfer` was called.
+        dtype: of the share: floating point in Keras's `floatx`, as Keras itself feeds it.
+        reserve: gives a variable memory for some rows: `(its handle, their number)`; set by `trace_transfer`.
         fill: sets rows of a variable: `(its handle, the first row, the rows)`; likewise.
 
     Raises:
@@ -65,34 +68,32 @@ class Column:
         as_keras_feeds = keras.config.floatx() if kind == "f" else values.dtype
         self.dtype = tf.string if kind in "OSU" else tf.as_dtype(as_keras_feeds)
 
-    def share(self, rows: np.ndarray | slice, max_rows: int) -> Share:
-        """The examples of one worker.
+    def share(self, rows: np.ndarray | slice, max_rows: int) -> WorkerArgument:
+        """The share of one worker.
 
         Args:
-            rows: their numbers, ascending, or where they are.
-            max_rows: how many a worker gets at most; the same for all workers.
+            rows: the numbers of its examples, ascending, or a run of them.
+            max_rows: the largest number of examples that a worker gets; the same for all workers.
         """
-        return Share(self, rows, max_rows)
+        return partial(self.send, rows, max_rows)
 
     def specs(self, max_rows: int) -> list[tf.TensorSpec]:
-        """What a function for a worker takes in place of a share: a large one is in a variable, which it reads."""
-        if self.is_large(max_rows):
-            return [tf.TensorSpec([], tf.resource)]
-        return [self._spec]
+        """The arguments of a function for a worker that a share becomes; a large one is in a variable."""
+        return [tf.TensorSpec([], tf.resource) if self.is_large(max_rows) else self._spec]
 
-    def received(self, arguments: Sequence[tf.Tensor]) -> Received:
-        """The share, from what such a function was given."""
+    def received(self, arguments: Sequence[tf.Tensor]) -> ArrivedShare:
+        """The share, from these arguments of such a function."""
         (rows,) = arguments
         if rows.dtype == tf.resource:
             value = tf.raw_ops.ReadVariableOp(resource=rows, dtype=self.dtype)
             rows = tf.ensure_shape(value, self._spec.shape)
-        return Received(tf.shape(rows, out_type=tf.int64)[0], lambda numbers: tf.gather(rows, numbers))
+        return ArrivedShare(tf.shape(rows, out_type=tf.int64)[0], lambda numbers: tf.gather(rows, numbers))
 
     def send(self, rows: np.ndarray | slice, max_rows: int) -> list[tf.Tensor | tf.Variable]:
         """Sends a share to the device of the caller. Its variable must be kept until it is read."""
         if not self.is_large(max_rows):
             return [tf.constant(self.values[rows], self.dtype)]
-        variable = self._reserved(len(self._numbers(rows)))
+        variable = self._reserve_variable(len(self._numbers(rows)))
         start = 0
         for chunk in self._chunks(rows):
             # As an argument of a function a tensor travels several times faster than by itself.
@@ -101,7 +102,7 @@ class Column:
         return [variable]
 
     def is_large(self, max_rows: int) -> bool:
-        """Whether shares travel in chunks."""
+        """True if shares travel in chunks."""
         return max_rows > self.rows_per_chunk
 
     @property
@@ -110,7 +111,7 @@ class Column:
         return max(1, self.chunk_bytes // row_bytes)
 
     def trace_transfer(self, max_rows: int) -> None:
-        """Traces what sending a large share needs: tasks know only functions that are traced after they have joined."""
+        """Traces the functions that send a large share; after the tasks have joined, or they do not know them."""
         if not self.is_large(max_rows):
             return
         spec = self._spec
@@ -137,7 +138,7 @@ class Column:
     def _spec(self) -> tf.TensorSpec:
         return tf.TensorSpec([None, *self.values.shape[1:]], self.dtype)
 
-    def _reserved(self, num_rows: int) -> tf.Variable:
+    def _reserve_variable(self, num_rows: int) -> tf.Variable:
         variable = UninitializedVariable(trainable=False, shape=self._spec.shape, dtype=self.dtype)
         self.reserve(variable.handle, tf.constant(num_rows))
         return variable
@@ -153,21 +154,8 @@ class Column:
             _let_go(self.values)
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one worker gets of a column; see `Column.share`."""
-
-    column: Column
-    rows: np.ndarray | slice
-    max_rows: int
-
-    def send(self) -> list[tf.Tensor | tf.Variable]:
-        """Sends it to the device of the caller; see `Column.specs`."""
-        return self.column.send(self.rows, self.max_rows)
-
-
 def as_array(values: Any) -> np.ndarray | Hdf5Rows:
-    """Anything that NumPy makes an array of as an array; what is in a file is not read.
+    """Converts anything that NumPy can; an array in a file is not read.
 
     Raises:
         ConfigError: a ragged or sparse tensor.
@@ -178,14 +166,14 @@ def as_array(values: Any) -> np.ndarray | Hdf5Rows:
             "a dataset: tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)"
         )
     if isinstance(values, h5py.Dataset):
-        return hdf5_array(values)
+        return _hdf5_array(values)
     if (pandas := sys.modules.get("pandas")) is not None and isinstance(values, pandas.Series):
         # As in Keras, a column.
         values = values.to_frame()
     return values if isinstance(values, (np.memmap, Hdf5Rows)) else np.asarray(values)
 
 
-def received(columns: Sequence[Column], max_rows: int, arguments: Sequence[tf.Tensor]) -> list[Received]:
+def received(columns: Sequence[Column], max_rows: int, arguments: Sequence[tf.Tensor]) -> list[ArrivedShare]:
     """The shares of several columns, from the arguments of a function that takes all their specs."""
     remaining = iter(arguments)
     return [column.received([next(remaining) for _ in column.specs(max_rows)]) for column in columns]
@@ -208,7 +196,7 @@ def _let_go(values: Any) -> None:
             base.madvise(mmap.MADV_DONTNEED)
 
 
-#: How much is read at once to pick single rows from it, which HDF5 does slowly.
+#: Bytes that are read at once to pick single rows from them, which HDF5 does slowly.
 _BLOCK_BYTES = 16 << 20
 
 
@@ -217,7 +205,7 @@ class Hdf5Rows:
 
     Args:
         dataset: with at least one dimension.
-        start, stop: which rows; all if None.
+        start, stop: of the rows; all if None.
     """
 
     def __init__(self, dataset: h5py.Dataset, start: int = 0, stop: int | None = None) -> None:
@@ -259,15 +247,15 @@ class Hdf5Rows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         start, stop = self._start, self._start + len(self)
-        return _reopened, (self._dataset.file.filename, self._dataset.name, start, stop)
+        return _reopen, (self._dataset.file.filename, self._dataset.name, start, stop)
 
 
-def _reopened(path: str, name: str, start: int, stop: int) -> Hdf5Rows:
+def _reopen(path: str, name: str, start: int, stop: int) -> Hdf5Rows:
     return Hdf5Rows(h5py.File(path, "r")[name], start, stop)
 
 
-def hdf5_array(dataset: h5py.Dataset) -> np.ndarray | Hdf5Rows:
-    """A dataset as an array, which is memory-mapped if it is in the file as it would be in memory."""
+def _hdf5_array(dataset: h5py.Dataset) -> np.ndarray | Hdf5Rows:
+    """Converts a dataset to an array, memory-mapped if its bytes are in the file as in memory."""
     if not dataset.shape:
         return np.asarray(dataset)
     offset = dataset.id.get_offset()
@@ -275,11 +263,9 @@ def hdf5_array(dataset: h5py.Dataset) -> np.ndarray | Hdf5Rows:
     # A file that is being written may have parts in memory only.
     is_on_disk = offset is not None and dataset.file.mode == "r" and dataset.file.driver == "sec2"
     is_plain = dataset.dtype.kind in "biufc" and dataset.id.get_storage_size() == dataset.nbytes
-    if is_plain and is_on_disk and is_in_one_piece and _is_numpys(dataset):
-        return np.memmap(dataset.file.filename, dataset.dtype, "r", offset, dataset.shape)
-    return Hdf5Rows(dataset)
-
-
-def _is_numpys(dataset: h5py.Dataset) -> bool:
-    """Whether HDF5 would not convert the elements when it reads them."""
-    return h5py.h5t.py_create(dataset.dtype, logical=True) == dataset.id.get_type()
+    if not (is_plain and is_on_disk and is_in_one_piece):
+        return Hdf5Rows(dataset)
+    # HDF5 converts the elements when it reads them.
+    if h5py.h5t.py_create(dataset.dtype, logical=True) != dataset.id.get_type():
+        return Hdf5Rows(dataset)
+    return np.memmap(dataset.file.filename, dataset.dtype, "r", offset, dataset.shape)

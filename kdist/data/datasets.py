@@ -11,7 +11,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from kdist.data.base import DataContext, TrainingData
-from kdist.data.columns import Share
+from kdist.data.columns import WorkerArgument
 from kdist.data.serialization import dataset_graph, dataset_of_graph, uses_libraries
 from kdist.data.splits import Passes, Split, Splits
 from kdist.errors import ConfigError
@@ -39,7 +39,7 @@ class DatasetData(TrainingData):
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string)]
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         return [self._graph]
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
@@ -72,7 +72,7 @@ class DatasetPasses(DatasetData):
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [*super().specs(num_workers), *[tf.TensorSpec([], tf.int64)] * 3]
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         split = self._queue.assign(worker_index)
         # A resumed run may have another number of parts for its next pass.
         _, part, _, num_parts = split.name.split()

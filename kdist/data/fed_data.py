@@ -15,7 +15,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.data.base import DataContext, Readers, TrainingData
 from kdist.data.batch_source import BatchSource
-from kdist.data.columns import Share
+from kdist.data.columns import WorkerArgument
 from kdist.data.splits import NothingToRead, Passes, Split, Splits
 from kdist.errors import TaskError
 from kdist.forks import children_end_here
@@ -279,7 +279,7 @@ class FedData(TrainingData):
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return tf.nest.flatten(self._spec, expand_composites=True)
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         return list(self._queue.assign(worker_index).tensors)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""`FileColumn`: examples in a file, which workers that see the file read there; `ArrayFile` says where they are."""
+"""Examples in a file, which workers that see the file read there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
-from kdist.data.columns import Column, Hdf5Rows, Received, as_array
+from kdist.data.columns import ArrivedShare, Column, Hdf5Rows, as_array
 
 #: Rows are gathered from units of at most this size: the system maps a file at a page, whatever comes before the rows.
 _UNIT_BYTES = 64
@@ -46,7 +46,7 @@ class ArrayFile:
 
     @property
     def mapped_spec(self) -> tf.TensorSpec:
-        """What `map` returns."""
+        """The spec of the result of `map`."""
         return tf.TensorSpec([None, self._unit], tf.uint8)
 
     def map(self) -> tf.Tensor:
@@ -58,7 +58,7 @@ class ArrayFile:
         """Rows of the array.
 
         Args:
-            mapped: what `map` has returned.
+            mapped: the result of `map`.
             rows: their numbers, int64 `[n]`.
 
         Returns:
@@ -76,7 +76,7 @@ class ArrayFile:
         return tf.bitcast(tf.reshape(content, [-1, *self.shape[1:], *of_one]), self.dtype)
 
     def trace_probe(self) -> tf.types.experimental.ConcreteFunction:
-        """A function that reads parts of the file: `[]` of strings where there is none, or one of another size."""
+        """Traces a function that reads parts of the file: no strings where there is none, or one of another size."""
         size = self._probe_bytes
 
         def part(position: tf.Tensor) -> tf.Tensor:
@@ -84,14 +84,14 @@ class ArrayFile:
             return tf.data.FixedLengthRecordDataset(self.path, size, position, footer_bytes).get_single_element()
 
         def probe() -> tf.Tensor:
-            # What fails to be read is left out: an error would come back later, as one of the task.
+            # Parts that cannot be read are left out: an error would come back later, as one of the task.
             parts = tf.data.Dataset.from_tensor_slices(self._probe_positions()).map(part).ignore_errors()
             return parts.reduce(tf.zeros([0], tf.string), lambda found, content: tf.concat([found, [content]], 0))
 
         return tf.function(probe, autograph=False).get_concrete_function()
 
     def is_same(self, values: np.ndarray, probed: np.ndarray) -> bool:
-        """Whether what a probe has found is what the array contains."""
+        """True if a probe has found the content of the array."""
         content = values.reshape(-1).view(np.uint8)
         starts = self._probe_positions() - self.offset
         return list(probed) == [content[start : start + self._probe_bytes].tobytes() for start in starts]
@@ -121,7 +121,7 @@ class ArrayFile:
 
 
 def file_of(values: np.ndarray) -> ArrayFile | None:
-    """Where a memory-mapped array, or a run of its rows, is in a file.
+    """Finds the file of a memory-mapped array, or of a run of its rows.
 
     None if its rows are not there one after the other, as little-endian numbers, or if it can be changed in memory.
     """
@@ -151,7 +151,7 @@ class FileColumn(Column):
         file: where they are.
 
     Attributes:
-        probe: what `ArrayFile.trace_probe` returns; once `trace_transfer` was called.
+        probe: see `ArrayFile.trace_probe`; set by `trace_transfer`.
     """
 
     probe: tf.types.experimental.ConcreteFunction
@@ -161,11 +161,11 @@ class FileColumn(Column):
         self._file = file
 
     def specs(self, max_rows: int) -> list[tf.TensorSpec]:
-        """As those of a column. A large share has two more: the file, and which of its rows; empty if it was sent."""
+        """As in `Column`. A large share has two more: the file, and the numbers of its rows; empty if it was sent."""
         specs = super().specs(max_rows)
         return [*specs, self._file.mapped_spec, tf.TensorSpec([None], tf.int64)] if self.is_large(max_rows) else specs
 
-    def received(self, arguments: Sequence[tf.Tensor]) -> Received:
+    def received(self, arguments: Sequence[tf.Tensor]) -> ArrivedShare:
         sent = super().received(arguments[:1])
         if len(arguments) == 1:
             return sent
@@ -179,7 +179,7 @@ class FileColumn(Column):
             taken = tf.cond(is_mapped, lambda: read(numbers), lambda: sent.take(numbers))
             return tf.ensure_shape(taken, self._spec.shape)
 
-        return Received(tf.where(is_mapped, tf.size(rows, tf.int64), sent.num_rows), take)
+        return ArrivedShare(tf.where(is_mapped, tf.size(rows, tf.int64), sent.num_rows), take)
 
     def send(self, rows: np.ndarray | slice, max_rows: int) -> list[tf.Tensor | tf.Variable]:
         if not self.is_large(max_rows):
@@ -194,7 +194,7 @@ class FileColumn(Column):
             size = self.chunk_bytes
             parts = [tf.constant(numbers[i : i + size], tf.int64) for i in range(0, len(numbers), size)]
             row_numbers = tf.concat(parts, 0)
-        return [self._reserved(0), self._file.map(), row_numbers]
+        return [self._reserve_variable(0), self._file.map(), row_numbers]
 
     def trace_transfer(self, max_rows: int) -> None:
         super().trace_transfer(max_rows)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist._compat.keras_data import is_made_in_batches, is_scipy_sparse
 from kdist.data.base import DataContext, Readers, TrainingData, worker_dataset
 from kdist.data.batch_source import BatchSource, PyDatasetShares, has_sparse_matrix
-from kdist.data.columns import Hdf5Rows, Share, as_array, received, without_copies
+from kdist.data.columns import Hdf5Rows, WorkerArgument, as_array, received, without_copies
 from kdist.data.datasets import DatasetData, DatasetPasses, FunctionData
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
@@ -67,7 +67,7 @@ class ArrayData(TrainingData):
         for column in self._columns:
             column.trace_transfer(self._max_rows(num_workers))
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         # In the order of the array: what is in a file is read from one end to the other.
         rows = np.sort(self._order[worker_index::num_workers]) if self._is_split(num_workers) else slice(None)
         return [column.share(rows, self._max_rows(num_workers)) for column in self._columns]
@@ -323,7 +323,7 @@ class _ClassWeighted(TrainingData):
     def trace_transfer(self, num_workers: int) -> None:
         self._data.trace_transfer(num_workers)
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         return self._data.arguments(worker_index, num_workers)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:

@@ -7,7 +7,7 @@ import abc
 import tensorflow as tf
 
 from kdist.data.base import DataContext, TrainingData
-from kdist.data.columns import Share
+from kdist.data.columns import WorkerArgument
 from kdist.data.python_readers import raised_by_reader
 from kdist.data.splits import Split, SplitEnumerator, SplitQueue, UnreadableSplit
 from kdist.errors import DataSourceError, reason
@@ -51,7 +51,7 @@ class SplitData(TrainingData):
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)]
 
-    def arguments(self, worker_index: int, num_workers: int) -> list[tf.Tensor | Share]:
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         split = self.splits.assign(worker_index)
         return [tf.constant(split.name), tf.constant(split.num_read, tf.int64)]
 

@@ -21,7 +21,7 @@ from kdist._compat.keras import call, global_seed, metrics_are_built
 from kdist._compat.tensorflow import function_for_tasks
 from kdist.data.base import call_with
 from kdist.data.batch_source import has_sparse_matrix
-from kdist.data.columns import Share, received, without_copies
+from kdist.data.columns import WorkerArgument, received, without_copies
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels, preprocessed
@@ -51,7 +51,7 @@ class EvaluationShards:
 
     number: int
     specs: Sequence[tf.TensorSpec]
-    arguments: Callable[[int], list[tf.Tensor | Share]]
+    arguments: Callable[[int], list[WorkerArgument]]
     dataset: Callable[..., tf.data.Dataset]
     trace_transfer: Callable[[], None] = lambda: None
 
@@ -68,7 +68,7 @@ def _shards_of_arrays(arrays: Any, batch_size: int, number: int) -> EvaluationSh
         for column in columns:
             column.trace_transfer(max_rows)
 
-    def arguments(shard: int) -> list[tf.Tensor | Share]:
+    def arguments(shard: int) -> list[WorkerArgument]:
         return [column.share(slice(cuts[shard], cuts[shard + 1]), max_rows) for column in columns]
 
     def dataset(_: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
