@@ -8,6 +8,7 @@ server.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,8 @@ class TrainingData(abc.ABC):
 
     #: Nobody knows that a task can read it before one has.
     is_untried: bool = False
+    #: Adds sample weights to a batch, which it takes as its parts; None leaves the weights of the data.
+    add_weights: Callable[..., Any] | None = None
 
     def batches_per_pass(self, num_workers: int) -> int | None:
         """Batches of all workers in one pass over the data; None if it is not known, or the data has no end."""
@@ -102,6 +105,15 @@ class TrainingData(abc.ABC):
     @abc.abstractmethod
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
         """Makes a worker's batches, inside a `tf.function`: a dataset, endless or of one split; or one batch."""
+
+    def batches(self, context: DataContext, *arguments: tf.Tensor) -> Any:
+        """Makes a worker's batches, as `dataset`, with their weights."""
+        batches, add = self.dataset(context, *arguments), self.add_weights
+        if add is None:
+            return batches
+        if isinstance(batches, tf.data.Dataset):
+            return batches.map(add)
+        return add(*batches) if isinstance(batches, tuple) else add(batches)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         """The specs of the `arguments` of `dataset`."""
@@ -133,7 +145,7 @@ def worker_dataset(
     """
 
     def make(worker_index: tf.Tensor, first_step: tf.Tensor, first_batch: tf.Tensor, *arguments: tf.Tensor) -> Any:
-        batches = data.dataset(DataContext(worker_index, num_workers, batch_size, first_batch), *arguments)
+        batches = data.batches(DataContext(worker_index, num_workers, batch_size, first_batch), *arguments)
 
         def seeds(count: tf.Tensor) -> tf.Tensor:
             stream = tf.stack([tf.constant(seed, tf.int64) * num_workers + worker_index, first_step + count])

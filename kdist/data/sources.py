@@ -27,7 +27,6 @@ from kdist.data.serialization import (
     may_need_this_process,
 )
 from kdist.data.split_data import SplitData, SplitSource
-from kdist.data.splits import Passes, Splits
 from kdist.errors import ConfigError
 
 
@@ -68,7 +67,7 @@ class ArrayData(TrainingData):
             column.trace_transfer(self._max_rows(num_workers))
 
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
-        # In the order of the array: what is in a file is read from one end to the other.
+        # In the order of the array: a file is read from one end to the other.
         rows = np.sort(self._order[worker_index::num_workers]) if self._is_split(num_workers) else slice(None)
         return [column.share(rows, self._max_rows(num_workers)) for column in self._columns]
 
@@ -77,7 +76,7 @@ class ArrayData(TrainingData):
         return 1 < num_workers <= self._num_examples
 
     def _max_rows(self, num_workers: int) -> int:
-        """How many examples a worker gets at most."""
+        """The largest number of examples that a worker gets."""
         return -(-self._num_examples // num_workers) if self._is_split(num_workers) else self._num_examples
 
     def _batches_of_worker(self, num_workers: int) -> int:
@@ -87,15 +86,19 @@ class ArrayData(TrainingData):
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         max_rows = self._max_rows(context.num_workers)
         shares = received(self._columns, max_rows, arguments)
-        num_examples = shares[0].num_rows
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
         first_pass, place = first_batch // num_batches, first_batch % num_batches
-        is_short = self._some_lack_one(context.num_workers)
+        num_readers = context.num_workers if self._is_split(context.num_workers) else 1
+        is_uneven = self._num_examples % num_readers != 0
+        # Some workers have no example for the last batch of a pass, which others have.
+        is_short = is_uneven and (max_rows - 1) % self._batch_size == 0
+        # Models for batches of one size need to know it.
+        are_full = self._num_examples % (num_readers * self._batch_size) == 0
 
         def numbers_of(pass_number: tf.Tensor) -> tf.data.Dataset:
             """The numbers of the examples of each batch of a pass."""
-            order = tf.range(num_examples)
+            order = tf.range(shares[0].num_rows)
             if self._shuffle:
                 # The seed determines a pass, so that a resumed run need not draw the earlier ones.
                 order = tf.random.experimental.stateless_shuffle(order, tf.stack([seed, pass_number]))
@@ -105,7 +108,7 @@ class ArrayData(TrainingData):
                     lambda batch: self._batch_of(order, batch, num_batches)
                 )
             rest = tf.data.Dataset.from_tensors(order[first * self._batch_size :])
-            return rest.rebatch(self._batch_size, drop_remainder=self._are_full(context.num_workers))
+            return rest.rebatch(self._batch_size, drop_remainder=are_full)
 
         numbers = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(numbers_of)
         batches = numbers.map(lambda chosen: self._packed([share.take(chosen) for share in shares]))
@@ -115,16 +118,6 @@ class ArrayData(TrainingData):
         """The parts of a batch in the structure of the arrays, in which None stands for an optional input."""
         remaining = iter(parts)
         return tf.nest.map_structure(lambda kind: None if kind is type(None) else next(remaining), self._structure)
-
-    def _are_full(self, num_workers: int) -> bool:
-        """Whether all batches have the same size, which models for batches of one size need."""
-        workers = num_workers if self._is_split(num_workers) else 1
-        return self._num_examples % (workers * self._batch_size) == 0
-
-    def _some_lack_one(self, num_workers: int) -> bool:
-        """Whether some workers have no example for the last batch of a pass, which others have."""
-        is_uneven = self._is_split(num_workers) and self._num_examples % num_workers != 0
-        return is_uneven and (self._max_rows(num_workers) - 1) % self._batch_size == 0
 
     def _batch_of(self, order: tf.Tensor, batch: tf.Tensor, num_batches: int) -> tf.Tensor:
         """The examples of one batch of a pass, by their order in it, where some workers have none for the last one.
@@ -157,16 +150,16 @@ def training_data(
 
     Args:
         x: arrays (also nested in dicts or tuples), a `tf.data.Dataset` of batches, a function
-            `(DataContext) -> tf.data.Dataset` of batches, data that keeps arriving, or what only this process can read,
-            see `BatchSource`; `TrainingData` is returned as it is.
+            `(DataContext) -> tf.data.Dataset` of batches, data that keeps arriving, or data that only this process can
+            read, see `BatchSource`; `TrainingData` is returned as it is.
         y, sample_weight: arrays like `x`; otherwise they are part of its elements.
         batch_size: examples per replica and step, for arrays and data that keeps arriving. As in Keras, if it is None,
             arrays are read in `steps_per_epoch` steps, and without that it is 32.
         steps_per_epoch: as given to `fit`.
-        shuffle: whether arrays are shuffled in each pass.
+        shuffle: shuffles arrays in each pass.
         class_weight: class -> weight of its examples, time steps or pixels.
         seed: makes shuffling repeatable; random if None.
-        readers: who reads it.
+        readers: of the data.
         preprocess: prepares each batch, see `preprocessed`.
 
     Raises:
@@ -207,13 +200,15 @@ def training_data(
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
         data = ArrayData(arrays, batch_size=batch_size or size_of_batches(x), shuffle=shuffle, seed=seed)
-    return _ClassWeighted(data, class_weight) if class_weight else data
+    if class_weight:
+        data.add_weights = _weights_by_class(class_weight)
+    return data
 
 
 def _data_of_function(
     function: Callable[[DataContext], tf.data.Dataset], batch_size: int | None, readers: Readers
 ) -> TrainingData:
-    """What a dataset function makes on the workers, or, if they cannot read it, what it makes for this process."""
+    """Lets the workers call a dataset function, or, if they cannot read its dataset, this process."""
     if readers.here:
         return FedData(BatchSource(read_locally(function, batch_size)), readers)
     data = FunctionData(function)
@@ -234,7 +229,7 @@ def _data_of_function(
 
 
 def _batches_of(x_y_weight: tuple[Any, Any, Any], batch_size: int, shuffle: bool, seed: int | None) -> tf.data.Dataset:
-    """Ragged or sparse tensors, with arrays beside them, as a dataset, which takes them apart."""
+    """Makes a dataset of ragged or sparse tensors, with arrays beside them."""
 
     def as_tensors(values: Any) -> Any:
         if values is None or isinstance(values, (tf.RaggedTensor, tf.SparseTensor)):
@@ -250,7 +245,7 @@ def _batches_of(x_y_weight: tuple[Any, Any, Any], batch_size: int, shuffle: bool
 
 
 def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
-    """Data that comes in batches: a dataset, or what only this process can read."""
+    """Reads data that comes in batches: a dataset, or data that only this process can read."""
     if not isinstance(x, tf.data.Dataset):
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
             return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
@@ -285,65 +280,35 @@ def _fed(source: BatchSource, readers: Readers) -> FedData:
 _ONE_Y = "needs labels in a single y, and no sample_weight beside it; give sample_weight alone"
 
 
-class _ClassWeighted(TrainingData):
-    """Other data with a sample weight by class, as for Keras's `class_weight`.
+def _weights_by_class(class_weight: Mapping[float, float]) -> Callable[..., Any]:
+    """Returns a function that adds a sample weight by class to a batch, as for Keras's `class_weight`.
 
     Raises:
         ConfigError: `class_weight` does not map numbers to numbers.
     """
+    # Labels are rounded to whole numbers: another key has no examples.
+    try:
+        given = {int(key): float(weight) for key, weight in class_weight.items() if int(key) == key}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"class_weight={class_weight!r}: must be a dict of class number -> weight, as {{0: 1.0, 1: 5.0}}"
+        ) from error
+    by_class = sorted(({0: 1.0} | given).items())
+    classes = np.array([key for key, _ in by_class], np.int64)
+    weights = np.array([weight for _, weight in by_class], np.float32)
 
-    def __init__(self, data: TrainingData, class_weight: Mapping[float, float]) -> None:
-        self._data = data
-        self.is_untried = data.is_untried
-        # Labels are rounded to whole numbers: another key has no examples.
-        try:
-            given = {int(key): float(weight) for key, weight in class_weight.items() if int(key) == key}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"class_weight={class_weight!r}: must be a dict of class number -> weight, as {{0: 1.0, 1: 5.0}}"
-            ) from error
-        weights = {0: 1.0} | given
-        self._classes = np.array(sorted(weights), np.int64)
-        self._weights = np.array([weights[key] for key in sorted(weights)], np.float32)
+    def add_weight(*batch: Any) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        if y is None or sample_weight is not None or tf.nest.is_nested(y):
+            raise ValueError(f"class_weight: {_ONE_Y}")
+        labels = _classes_of(y)
+        flat = tf.reshape(labels, [-1])
+        places = tf.minimum(tf.searchsorted(classes, flat), len(classes) - 1)
+        # Classes that class_weight does not mention have weight 1.
+        found = tf.where(tf.gather(classes, places) == flat, tf.gather(weights, places), 1.0)
+        return x, y, tf.reshape(found, tf.shape(labels))
 
-    def batches_per_pass(self, num_workers: int) -> int | None:
-        return self._data.batches_per_pass(num_workers)
-
-    @property
-    def splits(self) -> Splits | None:
-        return self._data.splits
-
-    @property
-    def passes(self) -> Passes | None:
-        return self._data.passes
-
-    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
-        return self._data.specs(num_workers)
-
-    def trace_transfer(self, num_workers: int) -> None:
-        self._data.trace_transfer(num_workers)
-
-    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
-        return self._data.arguments(worker_index, num_workers)
-
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
-        def add_weight(*batch: Any) -> Any:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            if y is None or sample_weight is not None or tf.nest.is_nested(y):
-                raise ValueError(f"class_weight: {_ONE_Y}")
-            return x, y, self._weights_of(_classes_of(y))
-
-        batches = self._data.dataset(context, *arguments)
-        if isinstance(batches, tf.data.Dataset):
-            return batches.map(add_weight)
-        return add_weight(*batches) if isinstance(batches, tuple) else add_weight(batches)
-
-    def _weights_of(self, classes: tf.Tensor) -> tf.Tensor:
-        """The weight of each class; those that class_weight does not mention have weight 1."""
-        flat = tf.reshape(classes, [-1])
-        places = tf.minimum(tf.searchsorted(self._classes, flat), len(self._classes) - 1)
-        weights = tf.where(tf.gather(self._classes, places) == flat, tf.gather(self._weights, places), 1.0)
-        return tf.reshape(weights, tf.shape(classes))
+    return add_weight
 
 
 def _classes_of(y: tf.Tensor) -> tf.Tensor:
@@ -365,7 +330,7 @@ def _classes_of(y: tf.Tensor) -> tf.Tensor:
 
 
 def _check_is_arrays(x: Any) -> None:
-    """Refuses what is neither arrays nor any other data."""
+    """Refuses an `x` that is neither arrays nor any other data."""
     is_array = hasattr(x, "__array__") or is_scipy_sparse(x) or isinstance(x, (list, tuple, Mapping))
     if hasattr(x, "__next__") or (hasattr(x, "__iter__") and not is_array):
         raise ConfigError(
@@ -375,12 +340,12 @@ def _check_is_arrays(x: Any) -> None:
 
 
 def is_dataset_function(x: Any) -> bool:
-    """Whether `x` is a function that makes a dataset, and not data that happens to be callable."""
+    """True if `x` is a function that makes a dataset, and not data that happens to be callable."""
     return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
 
 
 def has_labels(x: Any) -> bool:
-    """Whether `x` includes labels and weights, if there are any: it comes in batches, or is a function of a dataset."""
+    """True if `x` includes labels and weights, if there are any: it comes in batches, or a function makes it."""
     return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
 
 

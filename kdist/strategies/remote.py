@@ -144,7 +144,7 @@ class BatchesElsewhere(TrainingData):
         return [tf.constant(argument) for argument in self.arrived[worker_index]]
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
-        return self._data.dataset(context, *arguments)
+        return self._data.batches(context, *arguments)
 
 
 class Remote(StoreStrategy):
