@@ -79,6 +79,10 @@ class Readers:
 class TrainingData(abc.ABC):
     """Data for the workers. A strategy traces `dataset` once and runs it on each worker with its `arguments`."""
 
+    #: The parts that workers read one after the other, of data that may end; None if it is endless.
+    splits: Splits | None = None
+    #: The passes that are the epochs, if nobody knows their length; None if epochs are numbers of steps.
+    passes: Passes | None = None
     #: Nobody knows that a task can read it before one has.
     is_untried: bool = False
     #: Adds sample weights to a batch, which it takes as its parts; None leaves the weights of the data.
@@ -88,19 +92,9 @@ class TrainingData(abc.ABC):
         """Batches of all workers in one pass over the data; None if it is not known, or the data has no end."""
         return None
 
-    @property
-    def splits(self) -> Splits | None:
-        """The parts that workers read one after the other, of data that may end; None if it is endless."""
-        return None
-
     def state(self) -> str | None:
         """The part of data that may end which was read, as JSON; None of endless data."""
         return None if self.splits is None else self.splits.state()
-
-    @property
-    def passes(self) -> Passes | None:
-        """The passes that are the epochs, if nobody knows their length; None if epochs are numbers of steps."""
-        return None
 
     @abc.abstractmethod
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:

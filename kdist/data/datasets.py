@@ -21,7 +21,7 @@ class DatasetData(TrainingData):
     """A `tf.data.Dataset` of batches. Its graph is sent to the workers; each takes every n-th batch.
 
     Args:
-        num_iterators: how many iterators read it at the same time.
+        num_iterators: the number of iterators that read it at the same time.
     """
 
     def __init__(self, dataset: tf.data.Dataset, num_iterators: int = 1) -> None:
@@ -57,23 +57,17 @@ class DatasetPasses(DatasetData):
         steps_per_epoch: see `Passes`.
     """
 
+    splits: PassQueue
+
     def __init__(self, dataset: tf.data.Dataset, num_parts: int, steps_per_epoch: int | None = None) -> None:
         super().__init__(dataset, num_parts)
-        self._queue = PassQueue(num_parts, steps_per_epoch)
-
-    @property
-    def splits(self) -> PassQueue:
-        return self._queue
-
-    @property
-    def passes(self) -> PassQueue:
-        return self._queue
+        self.splits = self.passes = PassQueue(num_parts, steps_per_epoch)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [*super().specs(num_workers), *[tf.TensorSpec([], tf.int64)] * 3]
 
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
-        split = self._queue.assign(worker_index)
+        split = self.splits.assign(worker_index)
         # A resumed run may have another number of parts for its next pass.
         _, part, _, num_parts = split.name.split()
         return [self._graph, *(tf.constant(n, tf.int64) for n in (int(part) - 1, int(num_parts), split.num_read))]
@@ -84,20 +78,13 @@ class DatasetPasses(DatasetData):
 
 
 class PassQueue(Splits, Passes):
-    """Hands out the parts of a pass, and those of the next one when it is begun.
-
-    A pass ends when all of its parts were read.
-
-    Args:
-        num_parts: of a pass.
-        steps_per_epoch: see `Passes`.
-    """
+    """Hands out the parts of a pass, and those of the next one when it is begun; it ends when all were read."""
 
     place = "the dataset"
     is_only_pass = False
 
     def __init__(self, num_parts: int, steps_per_epoch: int | None = None) -> None:
-        # What was read of a part is counted in batches.
+        # The read part of a split is counted in batches.
         super().__init__(batch_size=1)
         self._num_parts = num_parts
         self.steps_per_epoch = steps_per_epoch

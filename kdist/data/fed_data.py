@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -50,7 +49,7 @@ class FeedQueue(Splits, Passes):
 
     Args:
         source: makes them, in a thread.
-        readers: if they read by passes, the next one begins by `begin_pass`.
+        readers: of the batches; if they read by passes, `begin_pass` begins the next one.
         clock: returns seconds; replaced in tests.
     """
 
@@ -243,44 +242,29 @@ class FeedQueue(Splits, Passes):
 
 
 class FedData(TrainingData):
-    """The batches of a `BatchSource`; a worker is sent one at a time.
+    """The batches of a `BatchSource`; a worker is sent one at a time."""
 
-    Args:
-        source: makes the batches.
-        readers: who gets them.
-    """
+    splits: FeedQueue
 
     def __init__(self, source: BatchSource, readers: Readers) -> None:
         self.source = source
-        self._readers = readers
         self._spec = source.element_spec
-        if source.num_batches is not None:
-            self._readers = replace(readers, by_passes=False)
+        readers = replace(readers, by_passes=readers.by_passes and source.num_batches is None)
+        self.splits = FeedQueue(source, readers)
+        self.passes = self.splits if readers.by_passes else None
 
     def batches_per_pass(self, num_workers: int) -> int | None:
         return self.source.num_batches
 
-    @cached_property
-    def _queue(self) -> FeedQueue:
-        return FeedQueue(self.source, self._readers)
-
-    @property
-    def splits(self) -> FeedQueue:
-        return self._queue
-
-    @property
-    def passes(self) -> FeedQueue | None:
-        return self._queue if self._readers.by_passes else None
-
     def __getstate__(self) -> dict[str, Any]:
-        # A queue belongs to its process.
-        return {key: value for key, value in vars(self).items() if key not in ("_queue", "source")}
+        # They belong to this process.
+        return {key: value for key, value in vars(self).items() if key not in ("splits", "passes", "source")}
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return tf.nest.flatten(self._spec, expand_composites=True)
 
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
-        return list(self._queue.assign(worker_index).tensors)
+        return list(self.splits.assign(worker_index).tensors)
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
         # A dataset of one batch would take ten times as long to make.

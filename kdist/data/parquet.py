@@ -6,9 +6,10 @@ TensorFlow has no op that reads Parquet. `rows` and `groups` are called by funct
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +32,17 @@ def require_pyarrow() -> None:
         raise ConfigError(f"Parquet files need pyarrow: pip install 'kdist[parquet]' ({error})") from error
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raises errors of files as `UnreadableSplit`."""
+    import pyarrow.parquet
+
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UnreadableSplit(" ".join(str(error).split())[:300]) from error
+
+
 def types_in(path: Path) -> dict[str, str]:
     """The type of each column, as pyarrow calls it.
 
@@ -39,15 +51,13 @@ def types_in(path: Path) -> dict[str, str]:
     """
     import pyarrow.parquet
 
-    try:
+    with _reading():
         schema = pyarrow.parquet.read_schema(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UnreadableSplit(_in_a_line(error)) from error
     return {field.name: str(field.type) for field in schema}
 
 
 def dtype_of(arrow_type: str) -> str | None:
-    """What a worker makes of a type: the name of a dtype of TensorFlow; None if it cannot read it."""
+    """The name of the TensorFlow dtype that a worker makes of a type; None if it cannot read it."""
     known = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}
     known |= {f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
     texts = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -57,7 +67,7 @@ def dtype_of(arrow_type: str) -> str | None:
 
 
 def check_types(path: Path, expected: Mapping[str, str], *, of_first: Path | None) -> None:
-    """Compares the columns of a file with those of the first one, or with what the user has said.
+    """Compares the columns of a file with those of the first one, or with the user's dtypes.
 
     Args:
         expected: the type of each column, of pyarrow if `of_first`, otherwise the dtype.
@@ -87,17 +97,15 @@ def groups(path: bytes, num_read: np.ndarray) -> np.ndarray:
     """The row groups of a file that come after `num_read` rows.
 
     Returns:
-        int64 `[n, 2]`: the number of each group, and how many of its rows to leave out.
+        int64 `[n, 2]`: the number of each group, and of its rows to leave out.
 
     Raises:
         UnreadableSplit: the file is missing, or no Parquet file.
     """
     import pyarrow.parquet
 
-    try:
+    with _reading():
         metadata = pyarrow.parquet.read_metadata(path.decode())
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UnreadableSplit(_in_a_line(error)) from error
     left_out, found = int(num_read), []
     for group in range(metadata.num_row_groups):
         num_rows = metadata.row_group(group).num_rows
@@ -121,11 +129,8 @@ def rows(path: bytes, group: np.ndarray, names: np.ndarray) -> list[np.ndarray]:
     import pyarrow.parquet
 
     number, left_out = map(int, group)
-    try:
-        with pyarrow.parquet.ParquetFile(path.decode()) as file:
-            table = file.read_row_group(number, [name.decode() for name in names])
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UnreadableSplit(_in_a_line(error)) from error
+    with _reading(), pyarrow.parquet.ParquetFile(path.decode()) as file:
+        table = file.read_row_group(number, [name.decode() for name in names])
     return [_array(path.decode(), name.decode(), table.column(name.decode()))[left_out:] for name in names]
 
 
@@ -139,12 +144,3 @@ def _array(path: str, name: str, column: pyarrow.ChunkedArray) -> np.ndarray:
         raise ValueError(f"{path}: column {name}, of type {column.type}, has {column.null_count} nulls")
     values: np.ndarray = column.to_numpy()
     return values
-
-
-def unsupported(types: Mapping[str, str]) -> Sequence[str]:
-    """The columns that a worker cannot read, as `name: type`."""
-    return [f"{name}: {kind}" for name, kind in types.items() if dtype_of(kind) is None]
-
-
-def _in_a_line(error: Any) -> str:
-    return " ".join(str(error).split())[:300]

@@ -1,7 +1,7 @@
 """Sends Python objects of the user to other processes of this machine, by cloudpickle.
 
-Datasets travel as their graph, and memory-mapped arrays as the places of their files. Functions know where their source
-is, which AutoGraph and Keras read.
+Datasets travel as their graph, and memory-mapped arrays as the places of their files. Functions keep the place of their
+source, which AutoGraph and Keras read.
 """
 
 from __future__ import annotations

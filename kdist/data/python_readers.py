@@ -38,9 +38,9 @@ def read_by(name: str, arguments: Sequence[Any], specs: Sequence[tf.TensorSpec])
     """Calls a reader, in the process that runs the function which is being traced.
 
     Args:
-        name: one of those that `offer_readers` offers.
+        name: see `offer_readers`.
         arguments: passed to it as arrays, and strings as bytes.
-        specs: of what it returns.
+        specs: of its results.
     """
     results = tf.raw_ops.PyFunc(input=list(arguments), token=name, Tout=[spec.dtype for spec in specs])
     return [tf.ensure_shape(result, spec.shape) for result, spec in zip(results, specs)]
@@ -49,5 +49,6 @@ def read_by(name: str, arguments: Sequence[Any], specs: Sequence[tf.TensorSpec])
 def raised_by_reader(error: tf.errors.OpError, kind: type[Exception]) -> str | None:
     """The message of an exception of a kind that a reader has raised; None if an error is not that."""
     text = reason(error).splitlines()[0]
-    is_that = isinstance(error, tf.errors.UnknownError) and text.startswith(f"{kind.__name__}: ")
-    return text.removeprefix(f"{kind.__name__}: ") if is_that else None
+    prefix = f"{kind.__name__}: "
+    is_that = isinstance(error, tf.errors.UnknownError) and text.startswith(prefix)
+    return text.removeprefix(prefix) if is_that else None

@@ -1,4 +1,4 @@
-"""A `tf.data.Dataset` as a graph that can be sent to other processes, and what of a graph cannot."""
+"""A `tf.data.Dataset` as a graph that can be sent to other processes, and the checks of such graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPS_THAT_CANNOT_TRAVEL = {
     "VarHandleOp": "a variable",
     "MutableHashTableV2": "a lookup table that changes",
 }
-#: Ops that write files, with the method of `tf.data.Dataset` that makes them; the second input is where.
+#: Ops that write files, with the method of `tf.data.Dataset` that makes them; the second input is the path.
 _OPS_THAT_WRITE = {
     "CacheDataset": "cache",
     "CacheDatasetV2": "cache",
@@ -41,7 +41,7 @@ def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
     """The dataset's graph as a scalar string tensor.
 
     Args:
-        num_readers: how many iterators read it at the same time.
+        num_readers: the number of iterators that read it at the same time.
 
     Raises:
         CannotTravel: the dataset needs something that exists in this process only, is too large, or writes files that
@@ -62,8 +62,8 @@ def check_function(function: tf.types.experimental.ConcreteFunction, num_readers
     """Checks a traced function that makes a dataset.
 
     Args:
-        num_readers: how many iterators read such datasets at the same time.
-        travels: whether other processes call it.
+        num_readers: the number of iterators that read such datasets at the same time.
+        travels: other processes call it.
 
     Raises:
         CannotTravel: as `dataset_graph`.
@@ -79,12 +79,12 @@ def check_function(function: tf.types.experimental.ConcreteFunction, num_readers
 
 
 def uses_libraries(serialized: tf.Tensor) -> bool:
-    """Whether the graph of a dataset has ops that are not TensorFlow's own: a task may not have them."""
+    """True if the graph of a dataset has ops that are not TensorFlow's own: a task may not have them."""
     return _has_other_ops(tf.compat.v1.GraphDef.FromString(serialized.numpy()))
 
 
 def may_need_this_process(function: tf.types.experimental.ConcreteFunction) -> bool:
-    """Whether a traced function has ops that are not TensorFlow's own, or reads variables or tables of this process."""
+    """True if a traced function has ops that are not TensorFlow's own, or reads variables or tables of this process."""
     has_state = any(captured.dtype == tf.resource for captured, _ in function.graph.captures)
     return has_state or _has_other_ops(function.graph.as_graph_def())
 

@@ -1,4 +1,4 @@
-"""`SplitData`: what workers read of a source of splits, and `SplitSource`, which such sources derive from."""
+"""Data that keeps arriving in splits: `SplitSource`, its base class, and `SplitData`, as workers read it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SplitSource(abc.ABC):
 
         Args:
             split: its name, string `[]`.
-            num_read: how many of its records to leave out, int64 `[]`.
+            num_read: the number of its records to leave out, int64 `[]`.
             batch_size: records of a batch; the last one may have fewer.
         """
 
@@ -35,18 +35,15 @@ class SplitData(TrainingData):
     """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset.
 
     Args:
-        source: where they come from.
         batch_size: records of a batch.
     """
+
+    splits: SplitQueue
 
     def __init__(self, source: SplitSource, batch_size: int) -> None:
         self._source = source
         self._batch_size = batch_size
-        self._splits = SplitQueue(source.enumerator(), batch_size)
-
-    @property
-    def splits(self) -> SplitQueue:
-        return self._splits
+        self.splits = SplitQueue(source.enumerator(), batch_size)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)]
@@ -61,10 +58,10 @@ class SplitData(TrainingData):
 
 
 def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
-    """The reason if an error means that a split cannot be read; None if it is of another kind, as of its records.
+    """The reason if a split cannot be read; None for another error, as of its records.
 
     Raises:
-        DataSourceError: the error means that its source cannot be reached.
+        DataSourceError: its source cannot be reached.
     """
     if (unreachable := raised_by_reader(error, DataSourceError)) is not None:
         raise DataSourceError(unreachable) from error
@@ -77,5 +74,5 @@ def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
 
 
 def naming(error: tf.errors.OpError, split: Split) -> tf.errors.OpError:
-    """The same error, with the place in the data where it happened."""
+    """Adds the place in the data to an error."""
     return type(error)(None, None, f"{split.place}:\n{error.message}")

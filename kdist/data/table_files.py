@@ -132,7 +132,7 @@ def _write_parquet(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 _SUFFIX = ".npy"
-#: Of an entry, before its name; then come two bytes each for the lengths of the name and of what follows it.
+#: Of an entry, before its name; the last four are the lengths of the name and of the extra field behind it.
 _HEADER_BYTES = 30
 
 
@@ -176,7 +176,7 @@ def _mapped(path: Path, file: IO[bytes], entry: zipfile.ZipInfo) -> np.ndarray:
     if dtype.hasobject:
         raise ValueError(f"{entry.filename} is an array of Python objects")
     if 0 in shape:
-        # Nothing cannot be mapped.
+        # An empty array cannot be mapped.
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
 

@@ -44,8 +44,6 @@ class Evaluator(Hook):
     """Runs the evaluator for as long as a session, and reports its results.
 
     Args:
-        source: the model.
-        validation: the data, and how to evaluate it.
         log_dir: folder for the evaluator's log.
         best: gets the results.
         max_restarts: restarts of a process that died.
@@ -98,33 +96,31 @@ class Evaluator(Hook):
             self._process = None
 
     def _start(self, session: Session) -> None:
+        options = {
+            "checkpoints": str(session.checkpoints.folder.absolute()),
+            "after": self._last_step,
+            "path": sys.path,
+        }
         try:
-            self._process = self._start_process(session)
+            # Not through a pipe: a process that is stopped would leave it full.
+            with tempfile.TemporaryFile() as request:
+                request.write(self._packed)
+                request.flush()
+                request.seek(0)
+                options["request"] = request.fileno()
+                process = start_child(
+                    [sys.executable, "-m", "kdist.evaluation.evaluator_main", json.dumps(options)],
+                    self._log,
+                    stdout=subprocess.PIPE,
+                    env=task_environment(EVALUATOR),
+                    pass_fds=[request.fileno()],
+                )
         except OSError as error:
             # As when the disk is full.
             warn(f"{_NAME}: cannot be started: {error.strerror or error}; training continues without it")
-
-    def _start_process(self, session: Session) -> Child:
-        # Not through a pipe: a process that is stopped would leave it full.
-        with tempfile.TemporaryFile() as request:
-            request.write(self._packed)
-            request.flush()
-            request.seek(0)
-            options = {
-                "request": request.fileno(),
-                "checkpoints": str(session.checkpoints.folder.absolute()),
-                "after": self._last_step,
-                "path": sys.path,
-            }
-            process = start_child(
-                [sys.executable, "-m", "kdist.evaluation.evaluator_main", json.dumps(options)],
-                self._log,
-                stdout=subprocess.PIPE,
-                env=task_environment(EVALUATOR),
-                pass_fds=[request.fileno()],
-            )
+            return
         os.set_blocking(process.stdout.fileno(), False)
-        return process
+        self._process = process
 
     def _report(self, session: Session) -> None:
         if self._process is None:
@@ -172,8 +168,6 @@ def evaluate_until_done(
     """Prints the results of each new checkpoint and writes them to `tb/evaluator`, until the chief has finished.
 
     Args:
-        source: the model.
-        validation: the data, and how to evaluate it.
         files: the chief's run dir.
         membership: this process.
         start_timeout: seconds to wait for a chief.
@@ -218,9 +212,8 @@ class ChiefWatch:
     """Watches the chief by its run dir, where its lock has a heartbeat.
 
     Args:
-        run: its run dir.
         membership: this process.
-        start_timeout: seconds to wait for it.
+        start_timeout: seconds to wait for the chief.
     """
 
     def __init__(self, run: RunDir, membership: Membership, start_timeout: float) -> None:

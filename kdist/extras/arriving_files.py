@@ -265,7 +265,7 @@ class Parquet(FileFormat):
             ConfigError: a column is of a type that a worker cannot read.
         """
         types = parquet.types_in(first)
-        if names := parquet.unsupported(types):
+        if names := [f"{name}: {kind}" for name, kind in types.items() if parquet.dtype_of(kind) is None]:
             raise ConfigError(
                 f"{first}: {', '.join(names)} cannot be read; numbers, booleans and strings can: name those that you "
                 "need in columns, as {'price': 'float32'}"
