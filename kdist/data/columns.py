@@ -201,12 +201,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 class Hdf5Rows:
-    """A run of rows of an HDF5 dataset.
-
-    Args:
-        dataset: with at least one dimension.
-        start, stop: of the rows; all if None.
-    """
+    """A run of rows of an HDF5 dataset with at least one dimension."""
 
     def __init__(self, dataset: h5py.Dataset, start: int = 0, stop: int | None = None) -> None:
         self._dataset, self._start = dataset, start
@@ -222,7 +217,7 @@ class Hdf5Rows:
         return self.shape[0]
 
     def run(self, rows: slice) -> Hdf5Rows:
-        """Some of these rows, not read."""
+        """A run of these rows, not read."""
         start, stop, _ = rows.indices(len(self))
         return Hdf5Rows(self._dataset, self._start + start, self._start + stop)
 

@@ -88,11 +88,9 @@ class PassQueue(Splits, Passes):
         super().__init__(batch_size=1)
         self._num_parts = num_parts
         self.steps_per_epoch = steps_per_epoch
-        self._begin_pass(0)
-
-    def _begin_pass(self, first_epoch: int, is_found: bool = False, num_finished: int = 0) -> None:
-        """Begins a pass with an epoch; its parts may be found already, and some batches read with parts that ended."""
-        self.first_epoch, self._is_found, self._num_finished = first_epoch, is_found, num_finished
+        #: The present pass: the epoch with which it has begun, True if its parts were found, and the batches of those
+        #: that were read to their end.
+        self.first_epoch, self._is_found, self._num_finished = 0, False, 0
 
     def look(self) -> bool:
         with self._changed:
@@ -127,7 +125,7 @@ class PassQueue(Splits, Passes):
 
     def begin_pass(self) -> None:
         with self._changed:
-            self._begin_pass(self.epoch_after(self.num_read))
+            self.first_epoch, self._is_found, self._num_finished = self.epoch_after(self.num_read), False, 0
 
     def state(self) -> str:
         with self._changed:
@@ -135,10 +133,11 @@ class PassQueue(Splits, Passes):
             return json.dumps({"found": found, "unread": [[part.name, part.num_read] for part in self._unread]})
 
     def restore(self, state: str | None) -> None:
-        # A state of other data has no parts. In checkpoints of kdist 0.1.0, the pass has two values.
         decoded = json.loads(state) if state else {}
+        # A state of other data has no parts. Checkpoints of kdist 0.1.0 have two values.
+        found = [*decoded.get("found", [0, False]), 0]
         with self._changed:
-            self._begin_pass(*decoded.get("found", [0]))
+            self.first_epoch, self._is_found, self._num_finished = found[:3]
             self._waiting = deque(Split(*each) for each in decoded.get("unread", ()))
             self._reading.clear()
         if self.pass_has_ended():

@@ -49,7 +49,7 @@ class FeedQueue(Splits, Passes):
 
     Args:
         source: makes them, in a thread.
-        readers: of the batches; if they read by passes, `begin_pass` begins the next one.
+        readers: if they read by passes, `begin_pass` begins the next one.
         clock: returns seconds; replaced in tests.
     """
 
@@ -64,7 +64,7 @@ class FeedQueue(Splits, Passes):
         self._clock = clock
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        #: The present pass: its number, the number of its next batch, and whether all of them were made.
+        #: The present pass: its number, the number of its next batch, and True when all of them were made.
         self._pass, self._next, self._is_made = 0, 0, False
         self._has_ended = False
         self._error: BaseException | None = None
@@ -125,7 +125,9 @@ class FeedQueue(Splits, Passes):
 
     def begin_pass(self) -> None:
         with self._changed:
-            self._begin_pass()
+            self.first_epoch = self.epoch_after(self._next)
+            self._pass, self._next, self._is_made = self._pass + 1, 0, False
+            self._changed.notify_all()
 
     def state(self) -> str:
         with self._changed:
@@ -154,14 +156,12 @@ class FeedQueue(Splits, Passes):
 
     def close(self) -> None:
         """Ends the thread; the next look begins another one."""
-        thread = self._thread
-        if thread is None:
-            return
-        with self._changed:
-            self._stop.set()
-            self._changed.notify_all()
-        thread.join(_STOP_SECS)
-        self._thread = None
+        if self._thread is not None:
+            with self._changed:
+                self._stop.set()
+                self._changed.notify_all()
+            self._thread.join(_STOP_SECS)
+            self._thread = None
 
     @property
     def _is_over(self) -> bool:
@@ -169,11 +169,7 @@ class FeedQueue(Splits, Passes):
         return self._has_ended or (self._is_made and self._readers.by_passes)
 
     def _wait_for(self, number: int) -> bool:
-        """Waits until so many batches are there; False if there will be none.
-
-        Raises:
-            TaskError: the user's code failed, or took too long.
-        """
+        """Waits until so many batches are there; False if there will be none. Raises as `assign`."""
         self._start()
         began = self._clock()
         while len(self._waiting) < number:
@@ -182,17 +178,12 @@ class FeedQueue(Splits, Passes):
             if self._is_over or self._interrupted():
                 return False
             if self._is_made:
-                self._begin_pass()
+                self.begin_pass()
             self._changed.wait(_LOOK_SECS)
             if self._clock() - max(began, self._made_at) > self._readers.timeout:
                 late = TimeoutError(f"made no batch for {self._readers.timeout:g} s (cluster.step_timeout)")
                 raise TaskError("chief", late, where=self.place)
         return True
-
-    def _begin_pass(self) -> None:
-        self.first_epoch = self.epoch_after(self._next)
-        self._pass, self._next, self._is_made = self._pass + 1, 0, False
-        self._changed.notify_all()
 
     def _start(self) -> None:
         if self._thread is None:

@@ -31,11 +31,9 @@ class ArrayFile:
     """An array in a file: its bytes are there as they are in memory, row after row.
 
     Attributes:
-        path: of the file, absolute.
+        path: absolute.
         file_bytes: the size of the file.
-        offset: where the array begins in it, in bytes.
-        shape: of the array.
-        dtype: of the array.
+        offset: of the array in the file, in bytes.
     """
 
     path: str
@@ -55,15 +53,7 @@ class ArrayFile:
         return tf.raw_ops.ImmutableConst(dtype=tf.uint8, shape=[num_units, self._unit], memory_region_name=self.path)
 
     def take(self, mapped: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """Rows of the array.
-
-        Args:
-            mapped: the result of `map`.
-            rows: their numbers, int64 `[n]`.
-
-        Returns:
-            `[n, *shape[1:]]`.
-        """
+        """Takes rows of the array from the result of `map`: their numbers, int64 `[n]` -> `[n, *shape[1:]]`."""
         first, shift = divmod(self.offset, self._unit)
         units_per_row = self._row_bytes // self._unit
         num_units = units_per_row + (shift > 0)
@@ -114,7 +104,7 @@ class ArrayFile:
 
     @property
     def _unit(self) -> int:
-        """Bytes of a unit: a row consists of whole ones, which need not begin where it does."""
+        """The size of a unit in bytes: a row consists of whole units, which need not begin with it."""
         unit = gcd(_UNIT_BYTES, self._row_bytes)
         # The last unit may not go beyond the file.
         return unit if -(-self._end // unit) * unit <= self.file_bytes else gcd(unit, self.offset)
@@ -144,16 +134,9 @@ def file_of(values: np.ndarray) -> ArrayFile | None:
 
 
 class FileColumn(Column):
-    """A column that is in a file: workers that see the file read large shares there, the others get them sent.
+    """A column that is in a file: workers that see the file read large shares there, the others get them sent."""
 
-    Args:
-        values: memory-mapped.
-        file: where they are.
-
-    Attributes:
-        probe: see `ArrayFile.trace_probe`; set by `trace_transfer`.
-    """
-
+    #: See `ArrayFile.trace_probe`; set by `trace_transfer`.
     probe: tf.types.experimental.ConcreteFunction
 
     def __init__(self, values: np.ndarray, file: ArrayFile) -> None:

@@ -77,10 +77,10 @@ class Splits(abc.ABC):
         self._lost: dict[str, tuple[int, int]] = {}
 
     def begin(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027 - not all of them let a worker wait
-        """A session begins; when `interrupted` returns True, no worker is to wait for a split any more."""
+        """Begins a session; when `interrupted` returns True, no worker is to wait for a split any more."""
 
     def close(self) -> None:  # noqa: B027 - not all of them hold anything
-        """The session has ended."""
+        """Ends the session."""
 
     @abc.abstractmethod
     def look(self) -> bool:
@@ -112,7 +112,7 @@ class Splits(abc.ABC):
         return self._batches[worker]
 
     def advance(self, worker: int) -> None:
-        """A worker has read a batch."""
+        """Counts a batch that a worker has read."""
         with self._changed:
             # A worker that counts as lost has no split any more.
             if split := self._reading.get(worker):
@@ -120,7 +120,7 @@ class Splits(abc.ABC):
                 self._batches[worker] += 1
 
     def finish(self, worker: int) -> None:
-        """A worker has read all of its split."""
+        """Ends the split that a worker has read."""
         with self._changed:
             self._reading.pop(worker, None)
 
@@ -129,7 +129,7 @@ class Splits(abc.ABC):
         return False
 
     def give_back(self, worker: int) -> None:
-        """A worker was lost, or does not continue: another one continues with its split."""
+        """Lets another worker continue with the split of one that was lost, or does not continue."""
         with self._changed:
             if split := self._reading.pop(worker, None):
                 self._waiting.appendleft(split)
@@ -250,8 +250,6 @@ class SplitQueue(Splits):
     """Hands each split to one worker.
 
     Args:
-        enumerator: finds them.
-        batch_size: records that a worker reads at once.
         clock: returns seconds; replaced in tests.
         pause: waits for some seconds; replaced in tests.
     """
@@ -277,8 +275,10 @@ class SplitQueue(Splits):
 
     def look(self) -> bool:
         """Looks for new splits, if none waits for a worker and the last look is some time ago."""
-        is_due = self._last_look is None or self._since(self._last_look) >= self._enumerator.poll_secs
+        now = self._clock()
+        is_due = self._last_look is None or now - self._last_look >= self._enumerator.poll_secs
         if is_due and not self._waiting:
+            self._last_look = now
             self._discover()
         return bool(self._waiting)
 
@@ -317,9 +317,10 @@ class SplitQueue(Splits):
         is_being_read = bool(self._reading)
         if not is_being_read and (ended_by := self._enumerator.ended_by) is not None:
             return ended_by
+        now = self._clock()
         if self._idle_since is None:
-            self._idle_since = self._clock()
-        if self._since(self._idle_since) >= self.idle_secs and not is_being_read:
+            self._idle_since = now
+        if now - self._idle_since >= self.idle_secs and not is_being_read:
             if self._trouble is not None:
                 raise DataSourceError(
                     f"{self.place} could not be read for {self.idle_secs:g} s (idle_secs): {self._trouble}"
@@ -345,7 +346,6 @@ class SplitQueue(Splits):
             self._last_look = self._idle_since = None
 
     def _discover(self) -> None:
-        self._last_look = self._clock()
         try:
             found = self._enumerator.discover()
         except OSError as error:
@@ -356,6 +356,3 @@ class SplitQueue(Splits):
         self._trouble = None
         with self._changed:
             self._waiting.extend(map(Split, found))
-
-    def _since(self, time: float) -> float:
-        return self._clock() - time

@@ -46,8 +46,6 @@ def evaluations(
 
     Args:
         source: the model; it gets the values of the checkpoints.
-        arguments: the validation data, and how to evaluate it.
-        checkpoints: those of the run; only read.
         after: the step of the last checkpoint that was evaluated before.
 
     Yields:
@@ -80,7 +78,7 @@ def evaluate(
     steps: int | None = None,
     callbacks: object = None,
 ) -> Logs:
-    """`keras.Model.evaluate` as a dict, loss first; `x` may also be a dataset function."""
+    """Evaluates as `keras.Model.evaluate`, loss first; `x` may also be a dataset function."""
     x = read_locally(x, batch_size)
     if not overrides_of(model, "evaluate"):
         x, y, sample_weight = map(arrays_for_keras, (x, y, sample_weight))
@@ -107,7 +105,7 @@ def predict(
     steps: int | None = None,
     callbacks: object = None,
 ) -> Any:
-    """`keras.Model.predict`; `x` may also be a dataset function."""
+    """Predicts as `keras.Model.predict`; `x` may also be a dataset function."""
     x = read_locally(x, batch_size)
     if not overrides_of(model, "predict"):
         x = arrays_for_keras(x)
@@ -120,8 +118,6 @@ class WorkerPool:
 
     Attributes:
         make_strategy: makes a strategy with parameter servers, not started.
-        num_workers: the number of its workers.
-        log_dir: folder for the logs of the tasks.
         grace_secs: seconds that an interrupted evaluation has to end.
         training: starts a strategy with the values that are evaluated on its servers, if the model does not have them.
     """
@@ -231,7 +227,6 @@ class Validator:
 
     Args:
         model: the trainer's own; it gets the values that are validated.
-        arguments: without data there is nothing to evaluate.
         callbacks: called at the events of an evaluation.
         stays_on_servers: tells if the model, built, is too large for this process.
 

@@ -172,7 +172,6 @@ class _OnWorkers(abc.ABC):
 
     Args:
         model: built; the source of the function, not changed.
-        shards: the data.
 
     Attributes:
         values: of the model's variables, by their names in a checkpoint; set before each run. None: workers pull the
