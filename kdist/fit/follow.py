@@ -59,7 +59,7 @@ def _run_as_worker(fit: Fit, task: Task) -> None:
     fit.check_alike()
     strategy: Any = fit.make_strategy()
     data = fit.training_data
-    is_at_end = strategy.follow(fit.training_spec(data, epoch_lengths=fit.epoch_lengths(data)))
+    is_at_end = strategy.run_as_worker(fit.training_spec(data, epoch_lengths=fit.epoch_lengths(data)))
     if fit.config.cluster.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief was told to stop")
     model = fit.source.model

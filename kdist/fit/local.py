@@ -277,7 +277,7 @@ class LocalFit:
     def _print_members(self, session: TrainSession) -> None:
         """Shows where tasks are that others have started, now that all of them have come."""
         membership = self._fit.place.membership
-        if membership is not None and not membership.started_by_kdist:
+        if membership is not None:
             for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
                 session.print_line(line)
 

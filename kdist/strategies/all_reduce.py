@@ -85,6 +85,9 @@ class AllReduce(StoreStrategy):
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
 
+    def share(self) -> None:
+        """Sends the values of the chief to the other processes, if there are any."""
+
     @property
     def _replicas(self) -> range:
         """The replicas of this process."""

@@ -2,13 +2,14 @@
 
 Over `tf.distribute.MultiWorkerMirroredStrategy`, by a loop of kdist's own: Keras's `fit` fails there. Every worker runs
 the program. Worker 0 is the chief: it alone has a session with hooks, and before each call it announces to the others,
-by a small all-reduce, what comes next, so that all of them take part.
+by a small all-reduce, what comes next, so that all of them take part. Workers of a `Remote` hear it from the process
+with the session instead, which is faster.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,8 @@ from kdist.threads import in_thread
 
 T = TypeVar("T")
 
-_RUN, _WRITE, _STOP = 1, 2, 3
+#: Commands of the chief: to run so many steps, to share its values, and to stop, which has 1 if it is interrupted.
+RUN, SHARE, STOP = 1, 2, 3
 _STOP_SECS = 5.0
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
@@ -124,6 +126,7 @@ class MultiWorkerMirrored(AllReduce):
         self.batches_per_step = self._distribution.num_replicas_in_sync
         self._membership = membership
         self._is_chief = membership.is_chief
+        self._announces = not membership.started_by_kdist
         self._step_timeout = step_timeout
         self._is_started = False
         self._pids: dict[Task, int] = {}
@@ -142,46 +145,63 @@ class MultiWorkerMirrored(AllReduce):
     def pids(self) -> Mapping[Task, int]:
         return self._pids
 
-    def follow(self, spec: TrainingSpec) -> bool:
-        """Takes part in what the chief does, until it stops; whether the run is at its end, and was not interrupted.
+    def run_as_worker(self, spec: TrainingSpec, commands: Iterable[tuple[int, int]] | None = None) -> bool:
+        """Takes part in what the chief does, until it stops; returns True if the run is at its end, not interrupted.
+
+        Args:
+            commands: what to do, with an argument; None hears it from the chief.
 
         Raises:
             ClusterError: the chief, or another worker, is lost.
         """
         try:
             self.start(spec)
-            while True:
-                # The chief may be busy between two calls: it validates and saves.
-                command, argument = self._say(0)
-                if command == _STOP:
+            for command, argument in self._announced() if commands is None else commands:
+                if command == STOP:
                     return not argument
-                if command == _WRITE:
+                if command == SHARE:
                     self._share(self._store.values.read())
                 else:
                     super().call(argument)
+            return False
         except _LOST as error:
             raise _lost(error) from error
         finally:
             self._tcp_timeouts.stop()
 
+    def _announced(self) -> Iterator[tuple[int, int]]:
+        while True:
+            # The chief may be busy between two calls: it validates and saves.
+            yield self._say(0)
+
     def values_were_set(self, global_step: int | None) -> None:
         super().values_were_set(global_step)
-        self._share_with_all()
+        if self._announces:
+            self.share()
 
     def stop(self) -> None:
-        if self._is_chief and self._is_started:
+        if self._is_chief and self._announces and self._is_started:
             self._is_started = False
             with suppress(ClusterError):
-                self._bounded(lambda: self._say(_STOP, int(self.is_interrupted)), _STOP_SECS)
+                self._bounded(lambda: self._say(STOP, int(self.is_interrupted)), _STOP_SECS)
         self._tcp_timeouts.stop()
         super().stop()
 
     def call(self, num_steps: int) -> np.ndarray:
         def call() -> np.ndarray:
-            self._say(_RUN, num_steps)
+            if self._announces:
+                self._say(RUN, num_steps)
             return super(MultiWorkerMirrored, self).call(num_steps)
 
         return self._bounded(call)
+
+    def share(self) -> None:
+        def share() -> None:
+            if self._announces:
+                self._say(SHARE)
+            self._share(self._store.values.read())
+
+        self._bounded(share)
 
     def _say(self, command: int, argument: int = 0) -> tuple[int, int]:
         """Announces a command of the chief, to which other workers contribute 0; returns it."""
@@ -205,15 +225,6 @@ class MultiWorkerMirrored(AllReduce):
         hosts = [address.rpartition(":")[0] for address in spec.worker]
         others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
         return {Task("worker", i): int(pids[i]) for i in others}
-
-    def _share_with_all(self) -> None:
-        """Sends what this process has now to every worker."""
-
-        def share() -> None:
-            self._say(_WRITE)
-            self._share(self._store.values.read())
-
-        self._bounded(share)
 
     def _share(self, values: Mapping[str, np.ndarray]) -> None:
         """Sends the chief's values to every worker."""

@@ -1,9 +1,9 @@
 """`Remote`: an all-reduce strategy whose replicas run in processes of their own on this machine.
 
 TensorFlow can join other workers, and split the CPU into devices, only before its first op in a process. So kdist
-starts processes for the replicas, and this one, which has the session, calls worker 0 over a pipe; the other workers
-follow worker 0. `kdist.strategies.remote_main` is the other end. Data that may end is read here, and its batches are
-sent with each call.
+starts processes for the replicas, and this one, which has the session, calls worker 0 over a pipe, and tells the other
+workers to take part. `kdist.strategies.remote_main` is the other end. Data that may end is read here, and its batches
+are sent with each call.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class Remote(StoreStrategy):
             self.num_replicas = self.batches_per_step = facts.num_replicas
             self._prepared = self._prepare(spec)
         self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
-        self._values = RemoteValues(self._processes.call, facts, self.values_were_set, spec.data.state)
+        self._processes.call_all("share")
+        self._values = RemoteValues(self._processes, facts, self.values_were_set, spec.data.state)
         self._logs = CallLogs(self._prepared.replica_step)
         # All replicas take all steps.
         self._sizer = self._prepared.sizer(num_workers=1)
@@ -213,7 +214,7 @@ class Remote(StoreStrategy):
         size = self._sizer.next_size(may_begin)
         self.warming_up |= size not in self._traced
         self._traced.add(size)
-        packed = self._processes.call("run", size, self._batches())
+        packed = self._processes.call_all("run", size, self._batches())
         if self._splits is not None:
             for replica in range(self.num_replicas):
                 self._splits.advance(replica)
@@ -327,10 +328,19 @@ class Processes:
         Raises:
             ClusterError: a worker is lost.
         """
+        return self._call(self._pipes[:1], name, arguments)
+
+    def call_all(self, name: str, *arguments: Any) -> Any:
+        """As `call`, for a function in which all workers take part."""
+        return self._call(self._pipes, name, arguments)
+
+    def _call(self, pipes: Sequence[Connection], name: str, arguments: Sequence[Any]) -> Any:
+        message = pickled((name, arguments))
         with self._lock:
-            # It is closed if worker 0 has ended, which `_result` finds.
-            with suppress(OSError):
-                self._pipes[0].send_bytes(pickled((name, arguments)))
+            for pipe in pipes:
+                # It is closed if the worker has ended, which `_result` finds.
+                with suppress(OSError):
+                    pipe.send_bytes(message)
             return self._result()
 
     def _result(self) -> Any:
@@ -405,7 +415,7 @@ class RemoteValues(Values):
     """The values of a strategy in other processes.
 
     Args:
-        call: calls a function of `remote_main`.
+        processes: have it.
         facts: of that strategy.
         has_set: called when values were set, with the global step if that was among them.
         data_state: returns what was read of data that may end.
@@ -413,12 +423,12 @@ class RemoteValues(Values):
 
     def __init__(
         self,
-        call: Callable[..., Any],
+        processes: Processes,
         facts: RemoteFacts,
         has_set: Callable[[int | None], None],
         data_state: Callable[[], str | None],
     ) -> None:
-        self._call = call
+        self._call, self._call_all = processes.call, processes.call_all
         self._facts = facts
         self._has_set = has_set
         self._data_state = data_state
@@ -442,6 +452,7 @@ class RemoteValues(Values):
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._call("of_values", "write", dict(values))
+        self._call_all("share")
         self._has_set(int(values[GLOBAL_STEP]) if GLOBAL_STEP in values else None)
 
     def histograms(self) -> dict[str, np.ndarray]:
@@ -456,6 +467,7 @@ class RemoteValues(Values):
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self._call("of_values", "restore", path, list(deltas))
+        self._call_all("share")
         self._has_set(self.global_step())
 
     def count_rows(self) -> None:

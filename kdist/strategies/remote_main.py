@@ -1,7 +1,7 @@
 """A worker of a `Remote` strategy: the other end of its pipe.
 
 `run` is called in a fork of a process that has imported TensorFlow, or by `python -m kdist.strategies.remote_main
-'<RemoteOptions as JSON>'`. Worker 0 does what it is asked for over the pipe; the others follow it.
+'<RemoteOptions as JSON>'`. Worker 0 does what it is asked for over the pipe, and answers; the others take part.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     spec = replace(request.spec, model=getattr(request.source, "model", request.source))
     strategy: Any = request.make(membership)
     if task.index:
-        strategy.follow(spec)
+        strategy.run_as_worker(spec, commands(pipe))
         return
     strategy.start(spec)
     strategy.values.write({n: v for n, v in request.values.items() if n in strategy.values.shapes})
@@ -105,6 +105,18 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
         except (KdistError, tf.errors.OpError, OSError) as error:
             message = pickled((True, error))
         pipe.send_bytes(message)
+
+
+def commands(pipe: Connection) -> Iterator[tuple[int, int]]:
+    """The commands for a worker other than 0, see `MultiWorkerMirrored.run_as_worker`."""
+    from kdist.strategies.multi_worker_mirrored import RUN, SHARE
+
+    while True:
+        try:
+            name, arguments = unpickled(pipe.recv_bytes())
+        except EOFError:
+            return
+        yield (RUN, arguments[0]) if name == "run" else (SHARE, 0)
 
 
 class _Served:
@@ -126,6 +138,9 @@ class _Served:
             return self._strategy.call(num_steps)
         except tf.errors.OpError as error:
             raise TaskError(str(Task("worker", 0)), error) from error
+
+    def share(self) -> None:
+        self._strategy.share()
 
     def of_values(self, name: str, *arguments: Any) -> Any:
         return getattr(self._strategy.values, name)(*arguments)

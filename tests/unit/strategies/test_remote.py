@@ -10,9 +10,11 @@ import pytest
 
 from kdist.cluster.processes.child import Child
 from kdist.config.schema import ClusterConfig
-from kdist.data.pickling import pickled
+from kdist.data.pickling import pickled, unpickled
 from kdist.errors import ClusterError, ConfigError
+from kdist.strategies.multi_worker_mirrored import RUN, SHARE
 from kdist.strategies.remote import Processes, limit_waits
+from kdist.strategies.remote_main import commands
 
 
 class Ended:
@@ -75,3 +77,30 @@ def test_a_process_that_reads_nothing_does_not_hold_up_this_one() -> None:
     limit_waits(here, 0.05)
     with here, there, pytest.raises(BlockingIOError):
         here.send_bytes(bytes(1 << 24))
+
+
+class Alive(Ended):
+    """A process that goes on."""
+
+    def poll(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_does_alone(tmp_path: Path) -> None:
+    processes: Any = Processes(2, 0, ClusterConfig("2w"), tmp_path)
+    ends = [Pipe() for _ in range(2)]
+    for index, (here, _) in enumerate(ends):
+        processes._children.append(Child(partial(Alive, 0), tmp_path / f"worker-{index}.log"))
+        processes._pipes.append(here)
+    (_, of_chief), (_, of_other) = ends
+    for answer in range(4):
+        of_chief.send_bytes(pickled((False, answer)))
+    assert processes.call_all("run", 4, None) == 0
+    assert processes.call("of_values", "write", {}) == 1
+    assert processes.call_all("share") == 2
+    assert processes.call_all("run", 1, None) == 3
+    told = [unpickled(of_chief.recv_bytes()) for _ in range(4)]
+    assert [name for name, _ in told] == ["run", "of_values", "share", "run"]
+    for here, _ in ends:
+        here.close()
+    assert list(commands(of_other)) == [(RUN, 4), (SHARE, 0), (RUN, 1)]
