@@ -103,7 +103,7 @@ def use(log_format: str) -> None:
 
 
 @contextmanager
-def used(log_format: str) -> Iterator[None]:
+def in_format(log_format: str) -> Iterator[None]:
     """While entered, lines are `text` or `json`."""
     before = "json" if _is_json else "text"
     use(log_format)

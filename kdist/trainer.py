@@ -25,9 +25,9 @@ from kdist.config.schema import ClusterConfig, Config, RunConfig, TrainConfig, s
 from kdist.console import live
 from kdist.data.sources import split_validation
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
+from kdist.fit.finished import finished_outcome
 from kdist.fit.follow import EndedSession, follow_chief, not_the_chief
 from kdist.fit.local import LocalFit, run_here
-from kdist.fit.reached import finished_outcome
 from kdist.fit.request import Fit, FitOutcome, Place
 from kdist.forks import children_end_here
 from kdist.hooks import Hook, with_defaults
@@ -372,7 +372,7 @@ class Trainer:
             yield fit.within_limits()
             return
         with (
-            log.used(self._config.run.log_format),
+            log.in_format(self._config.run.log_format),
             self.files.lock if self._lock_run_dir else nullcontext(),
             log.file_log(self.files.logs / "chief-0.log"),
             children_end_here(),

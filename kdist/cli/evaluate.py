@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli.trained import parser_for, run_command, trained
+from kdist.cli.trained import load_trained_run, parser_for, run_command
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _evaluate(given: Namespace) -> str:
     def to_build(config: Config, preprocess: Callable[..., Any] | None) -> TrainingData:
         return data(config).training_data(preprocess)
 
-    with trained(given, needs_data=True, data=to_build) as (run, config):
+    with load_trained_run(given, needs_data=True, data=to_build) as (run, config):
         logs = run.evaluate(data(config))
         step = run.step
     if given.json:

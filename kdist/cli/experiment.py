@@ -1,4 +1,4 @@
-"""One run of the command line: from a checked config to a trained model."""
+"""One run of the command line: from a composed config to a trained model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,38 @@ import gc
 import inspect
 import os
 import time
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
 from kdist import log
-from kdist._compat.imports import quick_import
+from kdist._compat import imports
+from kdist.cli.compose import check_keys, explain_errors, shell_argument
+from kdist.cli.hydra_plugins import write_record
+from kdist.cli.main import native_log, start_anew
+from kdist.cluster.network import isolate, sockets
 from kdist.cluster.resolve import membership_of, shape_of
+from kdist.cluster.spec import Membership
 from kdist.config import targets
-from kdist.config.build import build_model, data_arguments, parts_of
+from kdist.config.build import build_model, check_targets, data_arguments, parts_of
+from kdist.config.checks import check_target
 from kdist.config.hparams import CHOSEN, hparams_of, overrides_of_job
+from kdist.config.record import record_of
+from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
-from kdist.errors import ConfigError
+from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
+from kdist.fit import signals
+from kdist.log import warn
+from kdist.storage.files import relative
+from kdist.storage.mirror import chief_folder, lock_of
 from kdist.strategies import registry
 
 if TYPE_CHECKING:
@@ -27,18 +47,123 @@ if TYPE_CHECKING:
     from kdist.strategies.base import Strategy
 
 
-def run_experiment(
-    config: Config, run_dir: Folder | str | None, origin: Origin | None = None, *, is_chief: bool = True
+def check_job(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership | None]:
+    """The config as dataclasses, with values and targets checked, and the role of this process in its cluster."""
+    with explain_errors(ValueError):
+        check_keys(config, Config)
+        checked: Any = OmegaConf.to_object(config)
+        if not isinstance(checked, Config):
+            raise ConfigError("the config is not one of kdist's: the first of its defaults has to be kdist_schema")
+        log.use(checked.run.log_format)
+        checked.check()
+        check_target("data", checked.data)
+        if Path(checked.run.dir).exists() and not Path(checked.run.dir).is_dir():
+            raise ConfigError(f"run.dir={checked.run.dir}: is a file")
+        membership = membership_of(checked.cluster, os.environ)
+        shape = shape_of(checked.cluster, membership)
+        registry.resolve(checked.strategy, shape)
+        checked.run.trust = targets.of_command_line(checked.run.trust, parsed.overrides)
+        if membership is None and (parsed.multirun or not shape.is_local):
+            # Now, while there is one thread, and before the first trial of a sweep.
+            isolate.enter(checked.cluster.isolate)
+        sockets.bind_to(checked.cluster.bind)
+        # It may import TensorFlow, which prints messages about every machine.
+        with native_log(Path(os.devnull)):
+            check_targets(checked)
+            strategy_of(checked)
+    return checked, membership
+
+
+def strategy_of(config: Config) -> str | type[Strategy]:
+    """The name of the strategy, or the class that the config names."""
+    target = config.strategy._target_
+    if target is None:
+        return config.strategy.name
+    from kdist.strategies.base import Strategy
+
+    found: Any = targets.resolve("strategy", target, config.run.trust)
+    if not (inspect.isclass(found) and issubclass(found, Strategy)):
+        raise ConfigError(
+            f"strategy._target_={target}: must be a class derived from that of strategy={config.strategy.name}"
+        )
+    return found
+
+
+class EndOfSweep(ExitStack):
+    """Callbacks for the end of a sweep that runs its trials in `process`; copies in other processes never run them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = os.getpid()
+
+
+def run_job(
+    config: DictConfig, trial_dir: str | None = None, *, parsed: Namespace, end_of_sweep: EndOfSweep | None = None
 ) -> None:
+    """One run, in the folder that Hydra has created for it.
+
+    Args:
+        trial_dir: the run dir, if this is a trial of a sweep.
+        end_of_sweep: when its fork server ends, if this is a trial in the process of the sweep.
+    """
+    checked, membership = check_job(config, parsed)
+    if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
+    if membership is not None and not membership.is_chief:
+        take_part(config, checked, membership)
+        return
+    checked.run.dir = trial_dir or checked.run.dir
+    run_dir = relative(Path(HydraConfig.get().runtime.output_dir))
+    log_file = run_dir / "logs" / "chief-0.log"
+    if checked.run.log_device_placement:
+        # TensorFlow reads it on import.
+        os.environ[imports.LEVEL] = "0"
+    folder = chief_folder(checked.run.dir, run_dir, checked.run.storage_timeout)
+    with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
+        write_record(run_dir, config)
+        from kdist.cluster.local import log_path
+        from kdist.cluster.processes.task_processes import share_fork_server
+
+        end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
+        shape = shape_of(checked.cluster, membership)
+        if membership is None and not shape.is_local and not checked.run.plan_only:
+            # The tasks that this process will start import TensorFlow while it does so itself.
+            end.enter_context(share_fork_server(log_path(log_file.parent, shape.tasks[0]), train=not shape.num_ps))
+        from kdist.console import live
+        from kdist.run.result import Origin
+
+        known = record_of(config)
+        known["run"]["dir"] = checked.run.dir
+        origin = Origin.here_and_now(known, overrides_of_job())
+        signals.exit_at_once = live.exit_at_once
+        try:
+            _train(checked, folder, origin)
+        except ClusterError as error:
+            from kdist.run.run_dir import RunDir
+
+            way_on, files = "there is no checkpoint yet", RunDir(folder, "")
+            if (newest := files.checkpoints().newest()) is not None:
+                again = shell_argument("run.dir", str(files))
+                way_on = f"the same command with {again} resumes from {newest.parent.name}/{newest.name}"
+            raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
+        except KdistError:
+            raise
+        except Exception as error:
+            with log_file.open("a") as file:
+                file.write(traceback_of(error))
+            raise
+
+
+def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_chief: bool = True) -> None:
     """Trains as configured, or takes part in the training if this process is not the chief.
 
     Args:
         config: checked by `check_targets`.
         run_dir: the run dir, locked by the caller if it is the chief; None in a process that needs none.
-        origin: what its result says of where the run comes from.
+        origin: the origin of the run, for its result.
         is_chief: whether this process writes the result of the run.
     """
-    with quick_import():
+    with imports.quick_import():
         import keras
         import tensorflow as tf
 
@@ -69,7 +194,7 @@ def run_experiment(
             partial(build_model, config),
             custom=None if isinstance(strategy, str) else strategy,
             run_dir=run_dir,
-            hooks=[*parts_of(config, "hooks", "drill"), *_servers(config)],
+            hooks=[*parts_of(config, "hooks", "drill"), *_http_hooks(config)],
             callbacks=parts_of(config, "callbacks"),
             hparams=hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams]),
             origin=origin,
@@ -95,13 +220,13 @@ def run_experiment(
                         cluster=str(shape),
                         error=describe(error),
                         seed=config.run.seed,
-                        **({} if origin is None else vars(origin)),
+                        **vars(origin),
                     )
                 )
         raise
 
 
-def _servers(config: Config) -> list[Hook]:
+def _http_hooks(config: Config) -> list[Hook]:
     """The hooks that answer over HTTP while the run lasts."""
     from kdist import hooks
 
@@ -110,16 +235,49 @@ def _servers(config: Config) -> list[Hook]:
     return found if run.health_port is None else [*found, hooks.HealthCheck(run.health_port)]
 
 
-def strategy_of(config: Config) -> str | type[Strategy]:
-    """The name of the strategy, or the class that the config names."""
-    target = config.strategy._target_
-    if target is None:
-        return config.strategy.name
-    from kdist.strategies.base import Strategy
+def take_part(as_composed: DictConfig, config: Config, membership: Membership) -> None:
+    """Runs as a task that is not the chief, until the chief has finished; `config` is the checked one."""
+    signals.exit_at_once = os._exit
+    grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
+    with signals.task_signals(membership.task, grace_secs, config.run.stop_signals) as stop:
+        try:
+            with _health_server(config, membership, stop):
+                _serve(record_of(as_composed), config, membership, stop)
+        except ClusterError as error:
+            stays = config.cluster.wait_for_next_chief and not membership.evaluates
+            if not (stays and stop.is_serving) or stop.received is not None:
+                raise
+            warn(f"{error}; it waits for the next chief (cluster.wait_for_next_chief)")
+            start_anew()
 
-    found: Any = targets.resolve("strategy", target, config.run.trust)
-    if not (inspect.isclass(found) and issubclass(found, Strategy)):
-        raise ConfigError(
-            f"strategy._target_={target}: must be a class derived from that of strategy={config.strategy.name}"
-        )
-    return found
+
+def _serve(known: Mapping[str, Any], config: Config, membership: Membership, stop: signals.TaskSignals) -> None:
+    logs_devices = config.run.log_device_placement
+    with nullcontext() if logs_devices and not membership.runs_program else native_log(Path(os.devnull)):
+        if membership.runs_program or membership.evaluates:
+            from kdist.run.result import Origin
+
+            # An evaluator reads there what the chief saves.
+            run_dir = config.run.dir if membership.evaluates else None
+            _train(config, run_dir, Origin.here_and_now(known), is_chief=False)
+        else:
+            from kdist.cluster.description import TaskFingerprint
+            from kdist.cluster.processes.server import serve_until_done
+
+            serve_until_done(
+                membership,
+                config.cluster,
+                stop.begin_to_serve,
+                fingerprint=TaskFingerprint.of(membership.spec, known),
+                log_device_placement=logs_devices,
+            )
+
+
+def _health_server(config: Config, membership: Membership, stop: signals.TaskSignals) -> AbstractContextManager[object]:
+    """While entered, this task answers at `run.health_port`, if there is one."""
+    from kdist.cluster.network.http_server import health_of_task, health_server
+
+    port = config.run.health_port
+    if port is None:
+        return nullcontext()
+    return health_server(port, health_of_task(membership, port, lambda: stop.is_serving))

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdist.cli.trained import parser_for, run_command, trained
+from kdist.cli.trained import load_trained_run, parser_for, run_command
 from kdist.errors import ConfigError
 from kdist.storage.object_storage import is_url
 
@@ -44,12 +44,12 @@ def _export(given: Namespace) -> str:
         raise ConfigError(f"--to={given.to}: is a URL; export to a folder, and copy that")
     folder = Path(given.to)
     unfinished = folder / f".unfinished-{os.getpid()}"
-    with trained(given, needs_data=False) as (run, _):
+    with load_trained_run(given, needs_data=False) as (run, _):
         model = run.load()
         try:
             unfinished.mkdir(parents=True)
             _write(model, given.format, unfinished)
-            path = _moved_to_next_version(unfinished, folder)
+            path = _move_to_next_version(unfinished, folder)
         except OSError as error:
             raise ConfigError(f"--to={folder}: cannot be written: {error.strerror or error}") from error
         finally:
@@ -73,7 +73,7 @@ def _write(model: keras.Model, form: str, folder: Path) -> None:
         raise ConfigError(f"--format={form}: Keras cannot write model {model.name} so: {error}") from error
 
 
-def _moved_to_next_version(unfinished: Path, folder: Path) -> Path:
+def _move_to_next_version(unfinished: Path, folder: Path) -> Path:
     """Gives a complete export the number after the largest one in `folder`; raises `OSError`."""
     while True:
         path = folder / str(1 + max((int(p.name) for p in folder.iterdir() if p.name.isdecimal()), default=0))

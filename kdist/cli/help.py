@@ -50,7 +50,7 @@ Hydra's own options: python -m kdist --hydra-help
 
 
 def help_text(commands: Mapping[str, Command]) -> str:
-    """What `--help` prints: the groups with their options and every key with its meaning."""
+    """The text of `--help`: the groups with their options and every key with its meaning."""
     groups = {
         "cluster": [*_options("cluster"), "NpsMw and Mw (any N and M)"],
         **{group: _options(group) for group in ("strategy", "model", "data", "optimizer", "hooks")},

@@ -1,4 +1,4 @@
-"""kdist's plugins for Hydra: the schemas, `cluster=2ps2w` as a config without a file; and what Hydra knows of a job."""
+"""kdist's plugins for Hydra: the schemas, `cluster=2ps2w` as a config without a file; and the record of a job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def write_record(run_dir: Path, config: DictConfig) -> None:
 
 
 def has_own_run_dir(config: DictConfig) -> bool:
-    """Whether the run dir is the default: that of the present second, and not of a Slurm job."""
+    """Tells if the run dir is the default: that of the present second, and not of a Slurm job."""
     written: Any = OmegaConf.to_container(config, resolve=False)
     return written.get("run", {}).get("dir") == RunConfig.dir and _folder_of_job(config) is None
 

@@ -1,14 +1,26 @@
-"""`kdist COMMAND`, and the same as `python -m kdist COMMAND`; without a command, `train`."""
+"""`kdist COMMAND`, and the same as `python -m kdist COMMAND`; without a command, `train`.
+
+Every error becomes one message and an exit code.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import logging
+import os
 import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from kdist.cli.process import end_process, exit_code_of
-from kdist.errors import ConfigError
+from kdist import forks, log
+from kdist.errors import ConfigError, KdistError
+from kdist.fit import signals
 
 
 class Command(NamedTuple):
@@ -37,7 +49,30 @@ COMMANDS = {
 
 def main(command: str | None = None) -> NoReturn:
     """Runs the command line, or one command with its arguments, and ends the process with its exit code."""
-    end_process(lambda arguments: run(arguments if command is None else [command, *arguments]))
+    # As `python -m` does: a config may name a module in the current folder.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    # It stays on the console when descriptor 2 is redirected, see `native_log`.
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    signals.stop_before_training()
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
+    code = run([*([] if command is None else [command]), *sys.argv[1:]])
+    _flush_and_end_children()
+    # At a normal exit TensorFlow may wait forever for a task that has exited. Everything is written and closed by now.
+    os._exit(code)
+
+
+def start_anew() -> NoReturn:
+    """Replaces this process by one with the same command, id and parent, of which nothing is left."""
+    _flush_and_end_children()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _flush_and_end_children() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    forks.end_daemons()
 
 
 def run(arguments: list[str]) -> int:
@@ -60,3 +95,51 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
     near = difflib.get_close_matches(first, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}, or give KEY=VALUE to train"
     raise ConfigError(f"{first}: there is no such command; {hint}")
+
+
+def exit_code_of(command: Callable[[], int | None]) -> int:
+    """Runs a command; prints the error that ends it, and returns the exit code."""
+    try:
+        return command() or 0
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
+        error = signals.asked_to_exit() or caught
+    if isinstance(error, KeyboardInterrupt):
+        _say("kdist: interrupted")
+        return signals.INTERRUPTED
+    if isinstance(error, SystemExit):
+        if error.code == signals.STOPPED:
+            _say("kdist: terminated")
+        return error.code if isinstance(error.code, int) else 1
+    print_error(error)
+    return error.exit_code if isinstance(error, KdistError) else 1
+
+
+def print_error(error: BaseException) -> None:
+    """Prints one message, and the lines of the user's own code that led to it, or else the one that has failed."""
+    if isinstance(error, KdistError):
+        _say(f"kdist: error: {error}")
+        return
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
+    _say("".join([f"kdist: error: chief: {message}\n", *traceback.format_list(own or frames[-1:])]).rstrip("\n"))
+
+
+def _say(message: str) -> None:
+    log.say(log.Line(message, "error"), logging.ERROR, sys.stderr)
+
+
+@contextmanager
+def native_log(path: Path) -> Iterator[None]:
+    """Lets C++ code write its standard error to `path`: TensorFlow and gRPC ignore log levels for some messages."""
+    console = os.dup(2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        yield
+    finally:
+        os.dup2(console, 2)
+        os.close(console)

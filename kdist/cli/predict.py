@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli.trained import parser_for, run_command, trained
+from kdist.cli.trained import load_trained_run, parser_for, run_command
 from kdist.config import targets
 from kdist.errors import ConfigError
 
@@ -49,10 +49,10 @@ def _predict(given: Namespace) -> str:
     if is_file and Path(source).suffix not in FORMATS:
         raise ConfigError(f"--input={source}: unknown format; give {', '.join(FORMATS)}, or package.function")
     _check_output(output, FORMATS, may_exist=given.overwrite)
-    with trained(given, needs_data=False) as (run, config):
+    with load_trained_run(given, needs_data=False) as (run, config):
         from kdist.model.named_inputs import named_outputs
 
-        x = _inputs_of(source, run) if is_file else _called(source, config)
+        x = _inputs_of(source, run) if is_file else _call(source, config)
         outputs = named_outputs(run.predict(x, config.train.batch_size), run.model)
         try:
             with written_whole(output) as unfinished:
@@ -82,8 +82,8 @@ def _inputs_of(source: str, run: TrainedRun) -> Any:
     return inputs_from(columns, run.model, run.batch_spec, source)
 
 
-def _called(source: str, config: Config) -> Any:
-    """What a function returns, which may be a dataset function, as `fit` takes it, or return the data of `fit`."""
+def _call(source: str, config: Config) -> Any:
+    """The result of a function, of data of `fit` its `x`; a function that takes a `DataContext` itself."""
     from kdist.config.build import DATA_ARGUMENTS
     from kdist.data.table_files import FORMATS
 

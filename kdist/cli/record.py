@@ -12,11 +12,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
 
 from kdist._compat.hydra import parse_command_line
-from kdist.cli.arguments import as_hydra_reads
-from kdist.cli.compose import check_keys, composed, explained
+from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors
 from kdist.cli.hydra_plugins import register
 from kdist.config import targets
-from kdist.config.recorded import check_record, read_record
+from kdist.config.record import check_record, read_record
 from kdist.config.schema import Config, OptimizerConfig
 from kdist.errors import ConfigError
 from kdist.run.model_file import MODEL_FILE
@@ -47,13 +46,13 @@ def config_of(run: RunDir, overrides: Sequence[str]) -> Config:
         ConfigError: it is not the run dir of a run, or its record cannot be used by this version.
     """
     try:
-        return _composed(run, _recorded(run), as_hydra_reads(overrides))
+        return _compose(run, _read(run), as_hydra_reads(overrides))
     except ConfigError as error:
         raise ConfigError(f"{run}: {error}") from None
 
 
-def _composed(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) -> Config:
-    with explained(ValueError):
+def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) -> Config:
+    with explain_errors(ValueError):
         chosen = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     if "recipe" in chosen:
         raise ConfigError(
@@ -68,11 +67,11 @@ def _composed(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) -
     node = {key: value for key, value in node.items() if key not in chosen}
     ConfigStore.instance().store(_NAME, {"defaults": ["kdist_schema", *groups, "_self_"], **node})
     parsed = parse_command_line(overrides)
-    return _checked(composed(parsed, _NAME)[0], overrides)
+    return _check(compose(parsed, _NAME)[0], overrides)
 
 
-def _checked(config: DictConfig, overrides: Sequence[str]) -> Config:
-    with explained(ValueError):
+def _check(config: DictConfig, overrides: Sequence[str]) -> Config:
+    with explain_errors(ValueError):
         with open_dict(config):
             del config["hydra"]
         if OmegaConf.select(config, "data._target_") is None:
@@ -84,8 +83,8 @@ def _checked(config: DictConfig, overrides: Sequence[str]) -> Config:
     return checked
 
 
-def _recorded(run: RunDir) -> dict[str, Any]:
-    """What is recorded of the config, resolved, as far as it matters now.
+def _read(run: RunDir) -> dict[str, Any]:
+    """The recorded config, resolved, as far as it matters now.
 
     Raises:
         ConfigError: there is no record of a run.
@@ -99,7 +98,7 @@ def _recorded(run: RunDir) -> dict[str, Any]:
     except (OSError, ValueError, YAMLError) as error:
         raise ConfigError(f".hydra/config.yaml cannot be read: {' '.join(str(error).split())}") from None
     check_record(config)
-    with explained(ValueError):
+    with explain_errors(ValueError):
         kept = {group: _resolved(config, group) for group in _WHOLE}
         kept |= {group: {key: _resolved(config, f"{group}.{key}") for key in keys} for group, keys in _PARTS.items()}
         if (size := _resolved(config, "fit.validation_batch_size")) is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist import log
-from kdist.cli.process import exit_code_of, native_log
+from kdist.cli.main import exit_code_of, native_log
 from kdist.errors import ClusterError, ConfigError, KdistError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run_command(arguments: list[str], parser: ArgumentParser, command: Callable[
 
 
 @contextmanager
-def trained(
+def load_trained_run(
     given: Namespace, *, needs_data: bool, data: Callable[[Config, Callable[..., Any] | None], Any] | None = None
 ) -> Iterator[tuple[TrainedRun, Config]]:
     """Yields the run that a command names, and its config.

@@ -40,7 +40,7 @@ def check_targets(config: Config) -> None:
 
 
 def parts_of(config: Config, *groups: str) -> list[Any]:
-    """What the nodes of `groups` (hooks, callbacks or drill) return."""
+    """The results of the nodes of `groups` (hooks, callbacks or drill)."""
     nodes = targets.called_nodes(vars(config))
     return [targets.call(key, nodes[key], config.run.trust) for key in nodes if key.partition(".")[0] in groups]
 

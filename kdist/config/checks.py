@@ -85,12 +85,7 @@ def check_target(key: str, node: Any) -> None:
         raise ConfigError(f"{key}: must name a function by _target_, for example {key}._target_=package.function{hint}")
 
 
-def checked_steps_per_call(key: str, value: int | str) -> int | None:
-    """The number, or None for `auto`."""
-    return checked_number_or_auto(key, value, at_least=1)
-
-
-def checked_number_or_auto(key: str, value: int | str, at_least: int) -> int | None:
+def number_or_auto(key: str, value: int | str, at_least: int) -> int | None:
     """The number, or None for `auto`."""
     if value == "auto":
         return None
@@ -115,7 +110,7 @@ def require_tensorflow() -> None:
     Raises:
         ConfigError: it is not TensorFlow.
     """
-    where, backend = _chosen()
+    where, backend = _backend()
     if backend == _TENSORFLOW:
         return
     error = ConfigError(
@@ -129,8 +124,8 @@ def require_tensorflow() -> None:
     raise error
 
 
-def _chosen() -> tuple[str, str]:
-    """What says which backend, and the backend."""
+def _backend() -> tuple[str, str]:
+    """The setting that names the backend, and the backend."""
     keras = sys.modules.get("keras")
     if keras is not None and hasattr(keras, "config"):
         return "keras.config.backend()", keras.config.backend()

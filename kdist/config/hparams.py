@@ -49,7 +49,7 @@ def by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def is_of_training(key: str) -> bool:
-    """Whether a key may affect what is trained; that of `run.dir`, for example, does not."""
+    """Tells if a key may affect what is trained; that of `run.dir`, for example, does not."""
     return key == SEED or not key.startswith(("run.", "hydra.", "sweep."))
 
 

@@ -1,4 +1,4 @@
-"""What a config may have Hydra itself do, since Hydra calls targets, writes logs and sets variables, too.
+"""Limits of what Hydra itself does for a config, since it calls targets, writes logs and sets variables, too.
 
 What Hydra uses is compared as it is written: a value that is computed (`${...}`) could be another one by then.
 """
@@ -80,7 +80,7 @@ def check_searchpath(searchpath: Any, overrides: Sequence[str]) -> None:
 
 
 def _registered(group: str) -> dict[str, Any]:
-    """What installed plugins have registered in a config group, by their targets."""
+    """The nodes that installed plugins have registered in a config group, by their targets."""
     from kdist._compat.hydra import nodes_of_plugins
 
     return dict(nodes_of_plugins(group))

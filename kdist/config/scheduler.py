@@ -1,4 +1,4 @@
-"""What is different in a process that a scheduler has started: Slurm, or Kubernetes."""
+"""Differences in a process that a scheduler, Slurm or Kubernetes, has started."""
 
 from __future__ import annotations
 

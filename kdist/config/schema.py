@@ -152,7 +152,7 @@ class ParameterServerOptions(ServerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.check_whole_number("strategy.local_steps", self.local_steps, required=True)
-        checks.checked_number_or_auto("strategy.prefetch", self.prefetch, at_least=0)
+        checks.number_or_auto("strategy.prefetch", self.prefetch, at_least=0)
 
 
 @dataclass
@@ -296,7 +296,7 @@ class TrainConfig:
             checks.check_whole_number(f"train.{name}", getattr(self, name))
         checks.check_whole_number("train.epochs", self.epochs, at_least=0)
         checks.check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
-        checks.checked_steps_per_call("train.steps_per_call", self.steps_per_call)
+        checks.number_or_auto("train.steps_per_call", self.steps_per_call, at_least=1)
 
 
 @dataclass

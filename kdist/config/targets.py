@@ -1,4 +1,4 @@
-"""What a config may name by `_target_`: an allow-list, so that a config from elsewhere cannot run arbitrary code.
+"""The allow-list of names for `_target_`, so that a config from elsewhere cannot run arbitrary code.
 
 It contains Keras and the hooks, layers and recipes of kdist, by their public names. `trust` adds packages in Python,
 `run.trust=[...]` on the command line. A name is checked before anything is imported, and its object must be defined in
@@ -157,7 +157,7 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def called_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is called of a config, given as the fields of `Config`: the nodes by their keys, without optional nulls."""
+    """The nodes of a config, given as the fields of `Config`, that name a function to call; without nulls."""
     nodes = {f"{group}.{name}": node for group in ("hooks", "callbacks") for name, node in config[group].items()}
     nodes |= {"data": config["data"], "drill": config["drill"]}
     return {"model": config["model"], **{key: node for key, node in nodes.items() if node is not None}}

@@ -23,7 +23,7 @@ from kdist.cluster.network import isolate, sockets
 from kdist.cluster.resolve import shape_of
 from kdist.cluster.spec import ClusterShape, Membership
 from kdist.config.checks import check_whole_number
-from kdist.config.recorded import plain_values
+from kdist.config.record import plain_values
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.data.base import Readers, TrainingData

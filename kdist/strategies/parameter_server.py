@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist.cluster.spec import Task
-from kdist.config.checks import checked_number_or_auto
+from kdist.config.checks import number_or_auto
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
@@ -50,7 +50,7 @@ class ParameterServer(ServersStrategy):
         super().__init__(*args, options=options, **kwargs)
         self.batches_per_step = options.local_steps
         self._iterators = WorkerIterators(self._dataset)
-        self._asked = checked_number_or_auto("strategy.prefetch", options.prefetch, at_least=0)
+        self._asked = number_or_auto("strategy.prefetch", options.prefetch, at_least=0)
         self._tuner: PrefetchTuner | None = None
         self._first_step: int | None = None
         #: Workers without calls, because there was no split for them.

@@ -12,9 +12,9 @@ import pytest
 from helpers import REPO
 from hydra._internal.utils import get_args_parser
 
-from kdist.cli.arguments import as_hydra_reads
+from kdist.cli.compose import as_hydra_reads, compose, without_hydra
+from kdist.cli.experiment import check_job
 from kdist.cli.hydra_plugins import register
-from kdist.cli.train import _check
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 MY_CODE = re.search(r'title="my_code.py"\n(.*?)```', (REPO / "docs/howto/model.md").read_text(), re.DOTALL)
@@ -91,7 +91,8 @@ def test_commands_of_the_docs_are_right(page: str, arguments: list[str]) -> None
         arguments = [a.split(",")[0] if "(" not in a else a.split("=")[0] + "=0.01" for a in arguments if a != "-m"]
         arguments = [a for a in arguments if not a.startswith(("hydra/", "hydra.sweeper", "hydra.launcher"))]
     register()
-    _check(get_args_parser().parse_args(as_hydra_reads(arguments)))
+    parsed = get_args_parser().parse_args(as_hydra_reads(arguments))
+    check_job(without_hydra(compose(parsed)[0]), parsed)
 
 
 @pytest.mark.long

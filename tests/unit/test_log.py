@@ -125,7 +125,7 @@ import warnings
 from kdist import log
 from kdist.log import warn
 before = warnings.formatwarning
-with log.used("json"):
+with log.in_format("json"):
     warn("worker:1 is lost")
     warnings.warn("of another library")
 assert warnings.formatwarning is before

@@ -11,7 +11,7 @@ import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from omegaconf import DictConfig
 
-from kdist.cli import train as main
+from kdist.cli import experiment
 from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
@@ -29,14 +29,14 @@ def take_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, Callable[[Task
     def anew() -> None:
         raise StartedAnew
 
-    monkeypatch.setattr(main, "start_anew", anew)
-    monkeypatch.setattr(main.signals, "exit_at_once", None)
+    monkeypatch.setattr(experiment, "start_anew", anew)
+    monkeypatch.setattr(experiment.signals, "exit_at_once", None)
     membership = Membership(ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2",)), Task("ps", 0))
 
     def take(stay: bool, serve: Callable[[TaskSignals], None]) -> None:
-        monkeypatch.setattr(main, "_serve", lambda _composed, _config, _membership, stop: serve(stop))
+        monkeypatch.setattr(experiment, "_serve", lambda _composed, _config, _membership, stop: serve(stop))
         config: Any = SimpleNamespace(cluster=ClusterConfig("1ps1w", wait_for_next_chief=stay), run=RunConfig())
-        main._take_part(DictConfig({}), config, membership)
+        experiment.take_part(DictConfig({}), config, membership)
 
     return take
 

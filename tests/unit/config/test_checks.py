@@ -11,7 +11,7 @@ from kdist.config.checks import (
     check_one_of,
     check_target,
     check_whole_number,
-    checked_steps_per_call,
+    number_or_auto,
 )
 from kdist.errors import ConfigError
 
@@ -51,8 +51,8 @@ def test_a_target_is_named(node: Any) -> None:
 
 
 def test_steps_per_call_are_a_number_or_auto() -> None:
-    assert (checked_steps_per_call("k", "auto"), checked_steps_per_call("k", 4)) == (None, 4)
+    assert (number_or_auto("k", "auto", at_least=1), number_or_auto("k", 4, at_least=1)) == (None, 4)
     wrong: Any
     for wrong in (0, 1.5, True, "many"):
         with pytest.raises(ConfigError, match=rf"k={wrong}: must be at least 1, or auto"):
-            checked_steps_per_call("k", wrong)
+            number_or_auto("k", wrong, at_least=1)

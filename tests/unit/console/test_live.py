@@ -89,6 +89,6 @@ def test_a_notebook_shows_one_line_that_changes_in_its_place(cell: Cell) -> None
 
 
 def test_there_is_no_line_among_json(cell: Cell) -> None:
-    with log.used("json"):
+    with log.in_format("json"):
         assert live_line.live_line() is None
     assert cell.outputs == []

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from kdist.cli.process import exit_code_of
+from kdist.cli.main import exit_code_of
 
 
 def test_an_error_outside_of_the_users_code_says_where_it_was_raised(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from kdist.config.recorded import check_record, plain_values, read_record, recorded
+from kdist.config.record import check_record, plain_values, read_record, record_of
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
 
@@ -52,7 +52,7 @@ def test_values_are_resolved_and_those_of_the_environment_are_not(monkeypatch: p
             "run": {"seed": 3, "name": "x", "dir": "runs/${run.name}"},
         },
     )
-    found = recorded(config)
+    found = record_of(config)
     assert found["data"] == {
         "password": "${oc.env:PASSWORD}",
         "url": "db://me:${oc.env:PASSWORD}@host",

@@ -82,7 +82,7 @@ def _references(text: str) -> Iterator[str]:
 
 
 def _at(node: Any, place: tuple[str, ...]) -> Any:
-    """What stands at a place in plain containers; None if nothing does."""
+    """The node at a place in plain containers; None if nothing does."""
     for key in place:
         if isinstance(node, dict):
             node = next((value for name, value in node.items() if str(name) == key), None)
@@ -99,9 +99,9 @@ def plain_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def recorded(config: DictConfig) -> dict[str, Any]:
-    """The config in plain dicts and lists, with `${oc.env:PASSWORD}`, which may be a secret, as it was written."""
-    with _environment_noted() as uses:
+def record_of(config: DictConfig) -> dict[str, Any]:
+    """The config in plain dicts and lists; `${oc.env:PASSWORD}`, which may be a secret, stays as it was written."""
+    with _note_environment() as uses:
         found: dict[str, Any] = _resolved(config, OmegaConf.to_container(config, resolve=False), uses)
         return found
 
@@ -139,7 +139,7 @@ def _item(parent: Container, key: Any, written: Any, uses: list[str]) -> Any:
 
 
 @contextmanager
-def _environment_noted() -> Iterator[list[str]]:
+def _note_environment() -> Iterator[list[str]]:
     """Yields a list that gets the names of the variables that are read."""
     uses: list[str] = []
 

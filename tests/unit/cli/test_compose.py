@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 
-from kdist.cli.arguments import as_hydra_reads, typed
+from kdist.cli.compose import as_hydra_reads, shell_argument
 from kdist.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ def test_an_error_says_how_to_quote_what_can_be_read_in_several_ways(override: s
 
 @pytest.mark.parametrize("value", ["runs/mine", "runs/units=[64,32]", "a\\b", "$HOME's", 'say "a"', "s3://b/a b"])
 def test_what_is_to_be_typed_again_is_read_as_it_is_meant(value: str) -> None:
-    (in_shell,) = shlex.split(typed("run.dir", value))
+    (in_shell,) = shlex.split(shell_argument("run.dir", value))
     assert value_of(in_shell) == value
 
 
