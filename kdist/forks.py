@@ -15,19 +15,18 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 #: Schedulers and terminals send them to end a process, or to announce it.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _END_SECS = 2.0
 
 
-class _Open(Protocol):
-    def fileno(self) -> int: ...
-
-
 _undoing: list[Callable[[], None]] = []
-_pipes: weakref.WeakSet[_Open] = weakref.WeakSet()
+_pipes: weakref.WeakSet[HasFileno] = weakref.WeakSet()
 _of_thread = threading.local()
 
 
@@ -46,7 +45,7 @@ def undo_in_children(function: Callable[[], None]) -> Callable[[], None]:
     return cancel
 
 
-def keep_from_children(pipe: _Open) -> None:
+def keep_from_children(pipe: HasFileno) -> None:
     """Takes a pipe or socket from every child that is forked from now on: its other end waits until all have closed it.
 
     Args:

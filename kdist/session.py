@@ -95,7 +95,10 @@ class TrainSession:
         self.is_started = False
         self.statistics = RunStatistics()
         self._make_strategy = make_strategy
-        self._restarts = Restarts(max_restarts, may_restart_tasks=may_restart_tasks)
+        self._max_restarts, self._may_restart_tasks = max_restarts, may_restart_tasks
+        #: How often training has resumed, how often of these on a new cluster, and how many workers were restarted in
+        #: the clusters before the present one.
+        self._num_restarts = self._num_new_clusters = self._num_worker_restarts = 0
         self._resume = resume
         self.print_line = print_line
         self._clock = clock
@@ -171,26 +174,21 @@ class TrainSession:
 
     def read_into(self, take: Callable[[Mapping[str, np.ndarray]], None]) -> None:
         """Passes all values to `take` in portions, so that they are not in memory at once."""
-
         self._insist(lambda: list(map(take, self.strategy.values.portions())))
 
-    def _run(self) -> RunValues | None:
-        step = self.global_step
-        num_steps = max(1, self._run_length.fewest(hook.due_in(step) for hook in self.hooks))
-        context = RunContext(self, step, num_steps)
-        for hook in self.hooks:
-            hook.before_run(context)
-        may_begin = self._run_length.fewest((hook.idle_in(step) for hook in self.hooks), after=num_steps)
-        return self._run_in(context, max(num_steps, may_begin))
+    def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
+        """Sets values on the tasks between two runs, by name; `learning_rate` belongs to the optimizer.
 
-    def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
-        values = self._run_steps(context.num_steps, may_begin)
-        for hook in self.hooks:
-            if values is not None:
-                hook.after_run(context, values)
-            elif not self.interrupted:
-                hook.while_waiting(self)
-        return values
+        Raises:
+            ConfigError: there is no such value, or it has another shape, or the learning rate follows a schedule.
+        """
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        if (learning_rate := arrays.pop("learning_rate", None)) is not None:
+            self.spec.set_learning_rate(float(learning_rate))
+            arrays[LEARNING_RATE] = learning_rate
+        self.strategy.values.check(arrays)
+        self.strategy.values.write(arrays)
+        self._saves.note_write(arrays, self.strategy.values)
 
     def save(self, *, keep: int, full_every: int = 1) -> None:
         """Saves a checkpoint of the present step, unless there is nothing to save; keeps the newest `keep` full ones.
@@ -226,20 +224,6 @@ class TrainSession:
         """The same, but a delta of the present step does not count."""
         return self._saves.is_saved(self.strategy.values, in_full=True)
 
-    def write(self, values: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Sets values on the tasks between two runs, by name; `learning_rate` belongs to the optimizer.
-
-        Raises:
-            ConfigError: there is no such value, or it has another shape, or the learning rate follows a schedule.
-        """
-        arrays = {name: np.asarray(value) for name, value in values.items()}
-        if (learning_rate := arrays.pop("learning_rate", None)) is not None:
-            self.spec.set_learning_rate(float(learning_rate))
-            arrays[LEARNING_RATE] = learning_rate
-        self.strategy.values.check(arrays)
-        self.strategy.values.write(arrays)
-        self._saves.note_write(arrays, self.strategy.values)
-
     def publish_validation(self, logs: Mapping[str, Any]) -> None:
         """Passes the validation loss and metrics of the present step to every hook."""
         for hook in self.hooks:
@@ -252,6 +236,12 @@ class TrainSession:
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self.spec.learning_rate(self.global_step)
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """The number of workers that were lost and returned, and of restarts of the whole cluster."""
+        workers = self._num_worker_restarts + self.strategy.worker_restarts
+        return {"worker": workers, "cluster": self._num_new_clusters}
 
     @property
     def run_dir(self) -> Path:
@@ -272,6 +262,48 @@ class TrainSession:
                 self._insist(self._end)
         finally:
             self._close()
+
+    def _run(self) -> RunValues | None:
+        step = self.global_step
+        num_steps = max(1, self._run_length.fewest(hook.due_in(step) for hook in self.hooks))
+        context = RunContext(self, step, num_steps)
+        for hook in self.hooks:
+            hook.before_run(context)
+        may_begin = self._run_length.fewest((hook.idle_in(step) for hook in self.hooks), after=num_steps)
+        return self._run_in(context, max(num_steps, may_begin))
+
+    def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
+        values = self._run_steps(context.num_steps, may_begin)
+        for hook in self.hooks:
+            if values is not None:
+                hook.after_run(context, values)
+            elif not self.interrupted:
+                hook.while_waiting(self)
+        return values
+
+    def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
+        # While hooks ran, workers continued with steps that had been started: that time counts.
+        started = self._clock() if self._went_on_since is None else self._went_on_since
+        logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
+        ended = self._clock()
+        seconds, self._went_on_since = ended - started, None if self.strategy.is_idle else ended
+        if logs is None:
+            return None
+        expected = self.global_step + logs.num_steps
+        # A call repeated after its worker was lost counted its steps twice. The servers know the exact count, which can
+        # be read when nothing is in flight.
+        self.global_step = self.strategy.values.global_step() if self.strategy.is_idle else expected
+        values = RunValues(
+            global_step=self.global_step,
+            num_steps=self.global_step - expected + logs.num_steps,
+            seconds=seconds,
+            warming_up=self.strategy.warming_up,
+            steps=logs,
+        )
+        # Synchronous steps that are missing from the logs ran exactly once; only their metrics were lost.
+        self.statistics.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)
+        self._run_length.observe(values)
+        return values
 
     def _end(self) -> None:
         # Steps that were begun ahead of the last run: the hooks see them as well.
@@ -321,20 +353,21 @@ class TrainSession:
             cluster_is_there = isinstance(error, TornUpdateError)
             self._saves.settle(cluster_is_there=cluster_is_there)
             newest = self.checkpoints.newest()
-            if newest is None or self.interrupted or not self._restarts.may_follow(error):
+            may_restart = self._num_restarts < self._max_restarts and (cluster_is_there or self._may_restart_tasks)
+            if newest is None or self.interrupted or not may_restart:
                 raise error
             if self.checkpoints.steps()[-1] < self.first_step:
                 # It belongs to an earlier fit: the values that this one began with were not saved.
                 raise error
-            self._restarts.count += 1
-            counts = self._restarts.count, self._restarts.at_most
+            self._num_restarts += 1
+            counts = self._num_restarts, self._max_restarts
             warn(lines.again_line(error, newest, *counts, cluster_is_there=cluster_is_there))
             self._went_on_since = None
             try:
                 with self._recovery_is_ours():
                     if not cluster_is_there:
-                        self._restarts.on_new_clusters += 1
-                        self._restarts.of_workers += self.strategy.worker_restarts
+                        self._num_new_clusters += 1
+                        self._num_worker_restarts += self.strategy.worker_restarts
                         self.strategy.stop()
                         self.strategy = self._make_strategy()
                         self.strategy.start(self.spec)
@@ -345,36 +378,6 @@ class TrainSession:
                 return
             except ClusterError as another:
                 error = another
-
-    @property
-    def restarts(self) -> dict[str, int]:
-        """The number of workers that were lost and returned, and of restarts of the whole cluster."""
-        workers = self._restarts.of_workers + self.strategy.worker_restarts
-        return {"worker": workers, "cluster": self._restarts.on_new_clusters}
-
-    def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
-        # While hooks ran, workers continued with steps that had been started: that time counts.
-        started = self._clock() if self._went_on_since is None else self._went_on_since
-        logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
-        ended = self._clock()
-        seconds, self._went_on_since = ended - started, None if self.strategy.is_idle else ended
-        if logs is None:
-            return None
-        expected = self.global_step + logs.num_steps
-        # A call repeated after its worker was lost counted its steps twice. The servers know the exact count, which can
-        # be read when nothing is in flight.
-        self.global_step = self.strategy.values.global_step() if self.strategy.is_idle else expected
-        values = RunValues(
-            global_step=self.global_step,
-            num_steps=self.global_step - expected + logs.num_steps,
-            seconds=seconds,
-            warming_up=self.strategy.warming_up,
-            steps=logs,
-        )
-        # Synchronous steps that are missing from the logs ran exactly once; only their metrics were lost.
-        self.statistics.add(values, extra_steps=self.global_step - expected if self.is_asynchronous else 0)
-        self._run_length.observe(values)
-        return values
 
     def _restore(self) -> None:
         if self._resume == "never":
@@ -409,30 +412,6 @@ class TrainSession:
             # All are called even if one raises; the last one first.
             for close in (self.strategy.stop, self.summaries.close, *(hook.close for hook in reversed(self.hooks))):
                 closing.callback(close)
-
-
-class Restarts:
-    """Counts how often a run has resumed.
-
-    Args:
-        at_most: how often the run may resume.
-        may_restart_tasks: whether it also resumes after failures that did not leave the tasks running.
-
-    Attributes:
-        at_most: as given.
-        count: how often it has resumed.
-        on_new_clusters: how often of these on a new cluster.
-        of_workers: how many workers were restarted in the clusters before the current one.
-    """
-
-    def __init__(self, at_most: int, *, may_restart_tasks: bool) -> None:
-        self.at_most = at_most
-        self.count = self.on_new_clusters = self.of_workers = 0
-        self._may_restart_tasks = may_restart_tasks
-
-    def may_follow(self, error: ClusterError) -> bool:
-        """Returns true if the run may resume after `error`, given a checkpoint."""
-        return self.count < self.at_most and (isinstance(error, TornUpdateError) or self._may_restart_tasks)
 
 
 class RunLength:

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
 
@@ -53,7 +52,7 @@ def config_of(run: RunDir, overrides: Sequence[str]) -> Config:
 
 def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) -> Config:
     with explain_errors(ValueError):
-        chosen = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
+        chosen = set(targets.keys_of(overrides))
     if "recipe" in chosen:
         raise ConfigError(
             "recipe: cannot be changed for a finished run; override single keys, as data=mnist or data.path=test.npz"

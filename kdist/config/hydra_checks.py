@@ -6,7 +6,7 @@ What Hydra uses is compared as it is written: a value that is computed (`${...}`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.config import targets
@@ -44,12 +44,14 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     """
     from omegaconf import OmegaConf
 
+    from kdist._compat.hydra import nodes_of_plugins
+
     given = targets.keys_of(overrides)
     for part in ("launcher", "sweeper"):
         key = f"hydra.{part}"
         node = OmegaConf.to_container(config.hydra[part], resolve=False)
-        _check_plugin(key, node, {}, _registered(f"hydra/{part}"), given)
-    known = _registered("hydra/callbacks")
+        _check_plugin(key, node, {}, dict(nodes_of_plugins(f"hydra/{part}")), given)
+    known = dict(nodes_of_plugins("hydra/callbacks"))
     trusted = sorted(targets.values_of(overrides, "run.trust"))
     callbacks: Any = OmegaConf.to_container(config.hydra.callbacks, resolve=False)
     for name, callback in callbacks.items():
@@ -79,13 +81,6 @@ def check_searchpath(searchpath: Any, overrides: Sequence[str]) -> None:
             )
 
 
-def _registered(group: str) -> dict[str, Any]:
-    """The nodes that installed plugins have registered in a config group, by their targets."""
-    from kdist._compat.hydra import nodes_of_plugins
-
-    return dict(nodes_of_plugins(group))
-
-
 def _check_plugin(key: str, node: Any, own: Any, known: Mapping[str, Any], given: Sequence[str]) -> None:
     """Refuses what differs from the node that a plugin has registered, but numbers and what the command line says.
 
@@ -94,9 +89,9 @@ def _check_plugin(key: str, node: Any, own: Any, known: Mapping[str, Any], given
         known: what plugins have registered, by their targets.
     """
     if any(key == name or key.startswith(f"{name}.") for name in given):
-        targets_in = [target for place, target in _targets(key, node) if target not in known]
-        if targets_in:
-            raise _not_installed(key, targets_in[0], known)
+        parts = [part for _, part in targets.nodes_in(key, node) if isinstance(part, Mapping) and "_target_" in part]
+        if unknown := [str(part["_target_"]) for part in parts if str(part["_target_"]) not in known]:
+            raise _not_installed(key, unknown[0], known)
         return
     if isinstance(node, Mapping):
         if (target := node.get("_target_")) is not None:
@@ -116,31 +111,17 @@ def _check_plugin(key: str, node: Any, own: Any, known: Mapping[str, Any], given
         raise ConfigError(f"{key}={node}: text for a launcher or sweeper has to be on the command line: {key}={node}")
 
 
-def _targets(key: str, node: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            if name == "_target_":
-                yield key, str(value)
-            yield from _targets(f"{key}.{name}", value)
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from _targets(f"{key}[{index}]", value)
-
-
 def _not_installed(key: str, target: str, known: Mapping[str, Any]) -> ConfigError:
     others = ", ".join(sorted(known))
     return ConfigError(f"{key}._target_={target}: is not of an installed plugin of Hydra; choose one of {others}")
 
 
 def _refuse_interpolation(key: str, node: Any) -> None:
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            _refuse_interpolation(f"{key}.{name}", value)
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            _refuse_interpolation(f"{key}[{index}]", value)
-    elif isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{key}={node}: has to be written out; Hydra could read another value than kdist has checked")
+    for place, value in targets.nodes_in(key, node):
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(
+                f"{place}={value}: has to be written out; Hydra could read another value than kdist has checked"
+            )
 
 
 def _check_logging(key: str, config: Any) -> None:

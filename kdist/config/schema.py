@@ -34,7 +34,7 @@ class DevicesConfig:
 
 @dataclass
 class ClusterConfig:
-    """Where the tasks are."""
+    """The place of the tasks."""
 
     shape: str = "local"
     """`NpsMw`, `Mw`, `local`, `hosts` or `tf_config`; `cluster=2ps2w` sets it."""
@@ -104,15 +104,15 @@ class ClusterConfig:
 
 @dataclass
 class _StrategyName:
-    """Which strategy; its own class so that `name` comes first wherever the options are listed."""
+    """The name of a strategy, in its own class so that it comes first wherever the options are listed."""
 
     name: str = "auto"
     """`parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` by the cluster."""
 
 
 @dataclass
-class PlacementOptions:
-    """Where variables live; without parameter servers these have no effect."""
+class ServerOptions:
+    """Options of every strategy with parameter servers."""
 
     placement: str = "auto"
     """Which server holds what: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few servers)."""
@@ -121,20 +121,12 @@ class PlacementOptions:
     partition_min_bytes: int = 256 << 10
     """partitioned, auto: splits larger variables by rows over the servers; at least 1."""
 
-    def __post_init__(self) -> None:
-        checks.check_one_of("strategy.placement", self.placement, PLACEMENT_POLICIES)
-        checks.check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
-
-
-@dataclass
-class ServerOptions(PlacementOptions):
-    """Options of every strategy with parameter servers."""
-
     wire_dtype: Optional[str] = None
     """With servers: `bfloat16` halves the bytes of values and gradients in transit; null sends them unchanged."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        checks.check_one_of("strategy.placement", self.placement, PLACEMENT_POLICIES)
+        checks.check_whole_number("strategy.partition_min_bytes", self.partition_min_bytes)
         if self.wire_dtype is not None:
             checks.check_one_of("strategy.wire_dtype", self.wire_dtype, ("bfloat16",))
 
@@ -196,7 +188,7 @@ class MirroredOptions:
 
 @dataclass
 class StrategyConfig(MirroredOptions, SyncReplicasOptions, ParameterServerOptions, _StrategyName):
-    """How training steps are spread over the tasks: the name of a strategy, and the options of all of them."""
+    """The name of a strategy, which spreads training steps over the tasks, and the options of all strategies."""
 
     _target_: Optional[str] = None
     """A class of your own, derived from that of the strategy. null: kdist's class."""
@@ -265,7 +257,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """How long to train, and in what portions."""
+    """The length of a training, and its portions."""
 
     steps: Optional[int] = None
     """The global step to stop at; at least 1. Either this or `epochs`; null with endless data: no end."""
@@ -301,7 +293,7 @@ class TrainConfig:
 
 @dataclass
 class SweepConfig:
-    """How the trials of a sweep (-m) are compared."""
+    """The comparison of the trials of a sweep (-m)."""
 
     metric: Optional[str] = None
     """Validation metric whose best value counts; `steps_per_second`, `examples_per_second`, `seconds`; null: loss."""
@@ -456,11 +448,12 @@ def foreign_options(config: StrategyConfig, name: str) -> dict[str, Any]:
 
     Where variables are placed has no effect without servers, and is not refused there.
     """
-    own = {item.name for kind in (PlacementOptions, OPTIONS_OF.get(name, PlacementOptions)) for item in fields(kind)}
+    kind = OPTIONS_OF.get(name)
+    own = {"placement", "partition_min_bytes", *(() if kind is None else (item.name for item in fields(kind)))}
     return {
         item.name: getattr(config, item.name)
-        for kind in OPTIONS_OF.values()
-        for item in fields(kind)
+        for options in OPTIONS_OF.values()
+        for item in fields(options)
         if item.name not in own and getattr(config, item.name) != item.default
     }
 

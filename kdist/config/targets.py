@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 # The rest of kdist runs programs, reads pickles and starts processes; no config needs to call it.
 _KDIST = ("kdist.hooks", "kdist.layers", "kdist.recipes")
@@ -74,14 +77,11 @@ def of_command_line(packages: Sequence[str], overrides: Sequence[str]) -> list[s
 
 def keys_of(overrides: Sequence[str]) -> list[str]:
     """The keys and groups that `overrides` give a value."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    return [parsed.key_or_group for parsed in OverridesParser.create().parse_overrides(list(overrides))]
+    return [parsed.key_or_group for parsed in _parse(overrides)]
 
 
 def values_of(overrides: Sequence[str], key: str) -> set[str]:
     """The values, also of lists and sweeps, that `overrides` give to `key`."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 
     def texts(value: Any) -> list[str]:
@@ -91,23 +91,34 @@ def values_of(overrides: Sequence[str], key: str) -> set[str]:
             return [text for item in value for text in texts(item)]
         return [value.text if isinstance(value, QuotedString) else str(value)]
 
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    return {text for override in parsed if override.key_or_group == key for text in texts(override.value())}
+    return {text for parsed in _parse(overrides) if parsed.key_or_group == key for text in texts(parsed.value())}
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
     """Refuses any `_target_` in the node at `key` that is not on the list, nor in `packages`. Imports nothing."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            _check_name(key, str(node["_target_"]), packages)
+    for place, part in nodes_in(key, node):
+        if isinstance(part, Mapping) and "_target_" in part:
+            _check_name(place, str(part["_target_"]), packages)
             # An argument of Keras's loading functions; without it, a file may contain code.
-            if node.get("safe_mode", True) is not True:
-                raise ConfigError(f"{key}.safe_mode={node['safe_mode']}: a config cannot turn Keras's safe mode off")
+            if part.get("safe_mode", True) is not True:
+                raise ConfigError(f"{place}.safe_mode={part['safe_mode']}: a config cannot turn Keras's safe mode off")
+
+
+def nodes_in(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Every node in the one at `key`, with its key: first itself, then those of its values."""
+    yield key, node
+    if isinstance(node, Mapping):
         for name, value in node.items():
-            check(f"{key}.{name}", value, packages)
+            yield from nodes_in(f"{key}.{name}", value)
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
-            check(f"{key}[{index}]", value, packages)
+            yield from nodes_in(f"{key}[{index}]", value)
 
 
 def check_origin(key: str, target: str, found: Any, packages: Sequence[str] = ()) -> None:

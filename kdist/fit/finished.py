@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 
-from kdist._compat.keras import main_optimizer, step_counter
 from kdist.console import lines
 from kdist.errors import ConfigError
 from kdist.fit.request import Fit, FitOutcome
@@ -29,7 +28,7 @@ def _without_epochs(fit: Fit) -> FitOutcome:
     """The outcome of a fit that has no epoch: the model is built, and callbacks see begin and end, as in Keras."""
     train, model = fit.config.train, fit.source.model
     prepare(fit.training_spec(fit.training_data), 1)
-    step = int(step_counter(main_optimizer(model)))
+    step = fit.model_step
     history = keras.callbacks.History()
     if not fit.place.is_chief:
         return FitOutcome(Result(), fit.resume, history)
@@ -56,7 +55,7 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
     result = files.read_result()
     if result.get("status") != "done":
         return None
-    first_step = int(step_counter(main_optimizer(fit.source.model)))
+    first_step = fit.model_step
     if fit.resume is None:
         # It continues from the model, which the fit before has trained.
         first_step, step = 0, first_step

@@ -10,7 +10,7 @@ from dataclasses import replace
 import keras
 import numpy as np
 
-from kdist._compat.keras import main_optimizer, step_counter
+from kdist._compat.keras import main_optimizer
 from kdist.cluster.local import log_path
 from kdist.cluster.network import isolate
 from kdist.config.hparams import of_run
@@ -50,8 +50,8 @@ def run_here(fit: Fit) -> FitOutcome:
     return local.outcome()
 
 
-class LocalFit:
-    """Makes the session of one fit, and writes its result.
+class LocalFit(Hook):
+    """Makes the session of one fit, is the last of its hooks, which gives the model its values, and writes its result.
 
     Args:
         fit: the fit; its model gets the trained values.
@@ -120,7 +120,7 @@ class LocalFit:
             signals.raise_received()
         self._print_end(session, time.monotonic() - started)
 
-    def _take_values(self, session: Session) -> None:
+    def end(self, session: Session) -> None:
         """Gives the model the trained values; those that it cannot take are in a checkpoint."""
         if self._stays_on_servers():
             if not any(isinstance(hook, CheckpointSaver) for hook in self._hooks):
@@ -156,7 +156,7 @@ class LocalFit:
         checkpoints = fit.files.checkpoints()
         resumes = fit.resume in ("auto", "must") and checkpoints.newest() is not None
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
-        first_step = int(step_counter(main_optimizer(model)))
+        first_step = fit.model_step
         first_epoch = fit.first_epoch(first_step)
         earlier = fit.files.read_result().get("best") if resumes else None
         if train.steps is not None and 0 < train.steps <= first_step:
@@ -164,13 +164,8 @@ class LocalFit:
                 f"steps={train.steps}: the model has had {first_step} updates; steps is the global step to stop at"
             )
         self._best = BestValues(model, earlier)
-        last_step = last_step_of(
-            train.steps,
-            train.epochs,
-            lengths,
-            first_epoch,
-            by_passes=data.passes is not None,
-        )
+        by_passes = data.passes is not None
+        last_step = last_step_of(train.steps, train.epochs, lengths, first_epoch, by_passes=by_passes)
         others, hooks = as_hooks(fit.data.callbacks, fit.hooks)
         if fit.config.run.verbose in (1, "auto") and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
@@ -201,7 +196,7 @@ class LocalFit:
             validation_every_steps=None if has_evaluator else train.validation_every_steps,
             prints_epochs=train.steps is None,
         )
-        self._hooks = _in_order(hooks, [recorder, _AtEnd(self._take_values)], has_last_step=last_step is not None)
+        self._hooks = _in_order(hooks, [recorder, self], has_last_step=last_step is not None)
         spec = fit.training_spec(data, last_step=last_step, epoch_lengths=lengths, first_epoch=first_epoch)
         if fit.hparams:
             # 0.1, and not 0.10000000149.
@@ -342,16 +337,6 @@ class LocalFit:
             hook.after_fit(self._result)
         if error is None:
             fit.files.upload()
-
-
-class _AtEnd(Hook):
-    """Calls a function at the end of a session."""
-
-    def __init__(self, function: Callable[[Session], None]) -> None:
-        self._function = function
-
-    def end(self, session: Session) -> None:
-        self._function(session)
 
 
 def _in_order(hooks: Sequence[Hook], last: Sequence[Hook], *, has_last_step: bool) -> list[Hook]:

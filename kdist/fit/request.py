@@ -424,16 +424,16 @@ class Fit:
         ends_with_data = self.config.train.steps is None and readers == batches_per_step == 1
         if steps_per_epoch is not None and not ends_with_data:
             # The steps of a pass are not those of Keras, which the number is made for.
-            return EpochLengths.of(steps_per_epoch, None, self._data_begins_at)
+            return EpochLengths.of(steps_per_epoch, None, self.model_step)
         batches = data.batches_per_pass(readers)
         steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
-        return EpochLengths.of(steps_per_epoch, steps_per_pass, self._data_begins_at)
+        return EpochLengths.of(steps_per_epoch, steps_per_pass, self.model_step)
 
     @property
-    def _data_begins_at(self) -> int:
-        """The global step at which the data, and the first epoch, begin.
+    def model_step(self) -> int:
+        """The global step of the model, where the data and the first epoch begin.
 
-        The model has the updates of earlier fits, or of its file, not those of the run that it resumes.
+        It counts the updates of earlier fits, or of the model's file, not those of the run that is resumed.
         """
         return int(step_counter(main_optimizer(self.source.model)))
 
@@ -468,7 +468,7 @@ class Fit:
             on_servers=self.place.shape.num_ps > 0,
             stays_on_servers=lambda: self.keeps_model_on_servers,
             epoch_lengths=epoch_lengths,
-            data_begins_at=self._data_begins_at,
+            data_begins_at=self.model_step,
             first_epoch=first_epoch,
             source=self.source,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),

@@ -230,36 +230,34 @@ class TaskSignals(_Signals):
         task: the task that this process is.
         grace_secs: seconds that the chief has to save.
         names: of the signals, in addition to SIGINT.
+
+    Attributes:
+        is_serving: true once the chief has come, and may need this task.
     """
 
     def __init__(self, task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
         super().__init__(names)
+        self.is_serving = False
         self._task = task
         self._grace_secs = grace_secs
-        self._is_serving = False
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__()
         if len(raised) > 1 and isinstance(raised[1], Exception):
             self._exit_if_stopped()
 
-    @property
-    def is_serving(self) -> bool:
-        """True once the chief has come, and may need this task."""
-        return self._is_serving
-
     def begin_to_serve(self) -> None:
         """From now on the chief may need this task."""
         self._exit_if_stopped()
-        self._is_serving = True
+        self.is_serving = True
 
     def _exit_if_stopped(self) -> None:
         """Exits if a signal arrived before the chief did; `asked_to_exit` says why its exception may have been lost."""
-        if self.received is not None and not self._is_serving:
+        if self.received is not None and not self.is_serving:
             raise SystemExit(0)
 
     def _stop(self, received: signal.Signals) -> None:
-        if not self._is_serving:
+        if not self.is_serving:
             log.say(f"done  | {self._task} | stopped by {received.name} before the chief started")
             raise SystemExit(0)
         warn(f"{self._task}: {received.name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
@@ -292,8 +290,4 @@ def leave(received: signal.Signals) -> None:
 
 
 def _raise(received: signal.Signals) -> NoReturn:
-    raise _error_of(received)
-
-
-def _error_of(received: signal.Signals) -> BaseException:
-    return KeyboardInterrupt() if received is signal.SIGINT else SystemExit(exit_code_of(received))
+    raise KeyboardInterrupt if received is signal.SIGINT else SystemExit(exit_code_of(received))

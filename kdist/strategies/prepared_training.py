@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
-from kdist.config.schema import PlacementOptions
+from kdist.config.schema import ServerOptions
 from kdist.data.base import element_spec, make_dataset, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
@@ -105,7 +105,7 @@ class PreparedTraining:
 
     def plan_for_one(self) -> PlacementPlan:
         """The plan of a store in this process, from where nothing travels; it is the same for every policy."""
-        return place(self._described_variables(), 1, PlacementPolicy.of(PlacementOptions()))
+        return place(self._described_variables(), 1, PlacementPolicy.of(ServerOptions()))
 
     def store(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
 
-from kdist.config.schema import PlacementOptions
+from kdist.config.schema import ServerOptions
 from kdist.model.lookup_rounds import WRONG_ID
 
 # The bytes that a server must send in a step of all workers to be worth its while. Over loopback a tensor costs about
@@ -38,7 +38,7 @@ class PlacementPolicy:
     num_workers: int = 1
 
     @classmethod
-    def of(cls, options: PlacementOptions, num_workers: int = 1) -> PlacementPolicy:
+    def of(cls, options: ServerOptions, num_workers: int = 1) -> PlacementPolicy:
         return cls(options.placement, options.partition_min_bytes, num_workers)
 
     @property
