@@ -270,23 +270,19 @@ def _comes_of_parts(of_batch: tuple[np.ndarray, ...], kind: Term, of_halves: Seq
 
 
 def _of_halves(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[Sequence[Any]]:
-    """The values of the halves of a batch; none if the function does not take them."""
-    try:
-        return [values(half, 0) for half in _halves(batch)]
-    except Exception:  # noqa: BLE001 - as of any made-up data; the whole batch has told the kinds
-        return []
-
-
-def _halves(batch: Any) -> list[Any]:
-    """The halves of a batch of dense tensors; none of other batches."""
+    """The values of the halves of a batch; none if it has other parts than dense tensors, or the function fails."""
     parts = [part for part in tf.nest.flatten(batch) if part is not None]
     if not all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
         return []
+
+    def cut(of: slice) -> Any:
+        return tf.nest.map_structure(lambda part: None if part is None else part[of], batch)
+
     middle = parts[0].shape[0] // 2
-    return [
-        tf.nest.map_structure(lambda part, of=of: None if part is None else part[of], batch)
-        for of in (slice(None, middle), slice(middle, None))
-    ]
+    try:
+        return [values(cut(of), 0) for of in (slice(None, middle), slice(middle, None))]
+    except Exception:  # noqa: BLE001 - as of any made-up data; the whole batch has told the kinds
+        return []
 
 
 def _differ(some: np.ndarray, others: np.ndarray, tolerance: float = _TOLERANCE) -> bool:

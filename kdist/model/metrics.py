@@ -160,11 +160,6 @@ class ReturnedValues:
     counts_loss: bool = True
     sums: frozenset[str] = frozenset()
 
-    def count(self, logs: Mapping[str, Any], num_examples: tf.Tensor | int) -> None:
-        """Adds the values of a batch, in a scope."""
-        for name, mean in self.means.items():
-            mean.update_state(logs[name], sample_weight=1 if name in self.sums else num_examples)
-
 
 @dataclass(frozen=True)
 class LossCount:
@@ -184,7 +179,7 @@ class LossCount:
     own_counts: int | None = None
 
     def as_by_keras(self, total: np.ndarray, count: np.ndarray, num_examples: np.ndarray) -> tuple[Any, Any]:
-        """Total and count of steps as one process with all their examples counts them."""
+        """Returns total and count of steps as one process with all their examples counts them."""
         if self.own_counts is not None:
             return total, count / self.own_counts
         loss = total if self.is_sum else np.divide(total, count, out=np.zeros_like(total), where=count != 0)
@@ -226,44 +221,27 @@ class MetricReader:
         self.initial_values = [variable.numpy() for variable in self._variables]
         self._rules = rules_of(model.metrics, self._variables)
         index_of = {id(variable): i for i, variable in enumerate(self._variables)}
-        #: Of each metric that merges its states itself the places of its variables, and the function that does it.
-        self._mergers = [
-            ([index_of[id(variable)] for variable in metric.variables], _state_merger(metric))
-            for metric in _flat(model.metrics)
-            if hasattr(metric, "merge_state")
-        ]
+
+        def places(metric: keras.metrics.Metric) -> list[int]:
+            return [index_of[id(variable)] for variable in metric.variables]
+
+        own = [metric for metric in _flat(model.metrics) if hasattr(metric, "merge_state")]
+        #: The places of the variables of metrics that merge their states themselves, and functions that do it.
+        self.mergers = [(places(metric), _state_merger(metric)) for metric in own]
         means = [loss_tracker(model)]
         if not returned.counts_loss:
             means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
-        self._loss_counts = [(one, [index_of[id(v)] for v in one.metric.variables]) for one in loss_counts]
-        self._losses = [tuple(index_of[id(v)] for v in mean.variables) for mean in means]
+        self.loss_counts = [(loss, places(loss.metric)) for loss in loss_counts]
+        self._losses = [places(mean) for mean in means]
 
     def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges the values of two replicas that counted separately."""
         return self.total([np.stack(pair) for pair in zip(mine, others)])
 
-    def merge_steps(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Merges the values of two replicas for each of several steps: `[num_steps, ...]` for each variable."""
-        if not self._mergers:
-            return self.merge(mine, others)
-        steps = [self.merge([v[i] for v in mine], [v[i] for v in others]) for i in range(len(mine[0]))]
-        return tuple(np.stack(of_variable) for of_variable in zip(*steps))
-
-    def count_as_keras(self, values: Sequence[np.ndarray], num_examples: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Turns the counts of all replicas together, `[num_steps, ...]`, into those of one process with their examples.
-
-        Args:
-            num_examples: of each step.
-        """
-        found = list(values)
-        for loss, (total, count) in self._loss_counts:
-            found[total], found[count] = loss.as_by_keras(values[total], values[count], num_examples)
-        return tuple(found)
-
     def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges any number of values: `[n, ...]` for each variable."""
         values = [merge_by(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self._rules)]
-        for indices, merge in self._mergers:
+        for indices, merge in self.mergers:
             for i, value in zip(indices, merge([rows[i] for i in indices])):
                 values[i] = value
         return tuple(values)
@@ -321,11 +299,18 @@ class MetricRows:
 
     def beside(self, other: MetricRows) -> MetricRows:
         """The counts of two replicas for the same steps."""
-        return MetricRows(self.reader, self.reader.merge_steps(self.values, other.values))
+        merge, pairs = self.reader.merge, (self.values, other.values)
+        if not self.reader.mergers:
+            return MetricRows(self.reader, merge(*pairs))
+        steps = [merge(*([v[i] for v in values] for values in pairs)) for i in range(len(self.values[0]))]
+        return MetricRows(self.reader, tuple(np.stack(of_variable) for of_variable in zip(*steps)))
 
     def count_as_keras(self, num_examples: np.ndarray) -> MetricRows:
-        """As `MetricReader.count_as_keras`."""
-        return MetricRows(self.reader, self.reader.count_as_keras(self.values, num_examples))
+        """Turns the counts of all replicas together into those of one process, given the examples of each step."""
+        values = list(self.values)
+        for loss, (total, count) in self.reader.loss_counts:
+            values[total], values[count] = loss.as_by_keras(values[total], values[count], num_examples)
+        return MetricRows(self.reader, tuple(values))
 
     def total(self) -> MetricTotals:
         return MetricTotals(self.reader, self.reader.total(self.values))

@@ -59,7 +59,7 @@ from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
 from kdist.model.phases import Phases
 from kdist.model.source import overrides_of
 from kdist.model.state import WorkerState, remember_groups
-from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges, of_tensorflow
+from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges
 from kdist.model.traced_step import TracedScope, TracedStep
 from kdist.model.train_step import OwnTrainStep, cut_own_step, optimizer_reads
 from kdist.model.updates import ReplicaOutput, RunningStep, StepUpdates
@@ -125,9 +125,10 @@ class ReplicaStep:
         row_wise = frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
         self.table_groups = group_tables(self.tables, row_wise, self.updates, with_gradient)
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
-        self.outside = of_tensorflow(graph.variables, [*model.variables, *scope.variables.values()])
-        written = assigned_variables(graph)
-        self.assigned_outside = sorted(v.name for v in self.outside if any(v is one for one in written))
+        of_keras = {id(variable.value) for variable in (*model.variables, *scope.variables.values())}
+        self.outside = [variable for variable in graph.variables if id(variable) not in of_keras]
+        written = {id(variable) for variable in assigned_variables(graph)}
+        self.assigned_outside = sorted(v.name for v in self.outside if id(v) in written)
         remember_groups(model, self.updates.groups)
 
     @property
@@ -233,7 +234,8 @@ class ReplicaStep:
         if not self.returned.means:
             return counted
         with SeededScope(zip(self.metrics, counted)) as scope:
-            self.returned.count(dict(zip(self.returned.means, values)), num_examples)
+            for (name, mean), value in zip(self.returned.means.items(), values):
+                mean.update_state(value, sample_weight=1 if name in self.returned.sums else num_examples)
         return [scope.get_current_value(variable) for variable in self.metrics]
 
     def _keep(self, new_state: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
@@ -259,8 +261,7 @@ class ReplicaStep:
 
     def _find_loss_counts(self) -> list[LossCount]:
         """The losses that a replica counts otherwise than Keras, see `_weight_of_count`."""
-        assert self._terms is not None
-        terms, means = self._terms, self.returned.means
+        terms, means = self._terms or LossTerms(), self.returned.means
         counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
         if self.own is not None:
             own = [metric for metric in (*self.model.metrics, loss_tracker(self.model)) if metric.name not in means]
@@ -387,7 +388,7 @@ class ReplicaStep:
         return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
 
     def _find_updates(self) -> StepUpdates:
-        loss = None if self._terms is None else self._terms.together
+        loss = (self._terms or LossTerms()).together
         if loss is None:
             raise ConfigError(
                 f"model {self.model.name}: its loss is neither a mean nor a sum over the examples, or of several "
@@ -405,11 +406,9 @@ class ReplicaStep:
         """Sets `dense_gradients`; returns the variables that get any gradient, by index."""
         outputs: StepOutputs = self._traced.outputs
         index_of = {id(layer): index for index, layer in self.tables.items()}
-        dense, others = set[int](), set[int]()
-        for of_update in outputs.gradients:
-            for i, gradient in enumerate(of_update):
-                if gradient is not None:
-                    (dense if isinstance(gradient, tf.Tensor) else others).add(i)
+        given = [(i, g) for of_update in outputs.gradients for i, g in enumerate(of_update) if g is not None]
+        dense = {i for i, gradient in given if isinstance(gradient, tf.Tensor)}
+        others = {i for i, gradient in given if not isinstance(gradient, tf.Tensor)}
         for of_round, gradients in zip(self._found.lookups.rounds, outputs.of_rows):
             others |= {index_of[id(lookup.layer)] for lookup, g in zip(of_round, gradients) if g is not None}
         self.dense_gradients = frozenset(dense - others)
@@ -435,7 +434,8 @@ class ReplicaStep:
         with scope, record_reductions(model) as reductions:
             logs = {name: tf.convert_to_tensor(value) for name, value in own.trace(batch, scope).items()}
             # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
-            metrics = [metric for metric in (*model.metrics, loss_tracker(model)) if scope.has_written(metric)]
+            every = (*model.metrics, loss_tracker(model))
+            metrics = [metric for metric in every if any(id(v) in scope.written for v in metric.variables)]
             counted = {name for metric in metrics for name in flat({metric.name: metric.result()})}
         scale = None if scaling is None or not scaling.built else scope.value_of(scaling.dynamic_scale)
         gradients = own.gradients(scale)

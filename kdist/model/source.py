@@ -16,15 +16,6 @@ from kdist.layers.initial_rows import made_on_servers
 from kdist.model.optimizer import check_optimizer
 
 
-def check_compiled(model: keras.Model) -> None:
-    """Refuses, with a `ConfigError`, to train a model that is not compiled."""
-    if not model.compiled:
-        raise ConfigError(
-            f"model {model.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function that "
-            "builds it, or give optimizer, loss and metrics in the config"
-        )
-
-
 def check_model(model: keras.Model, strategy: str) -> None:
     """Refuses, with a `ConfigError`, a compiled model that no replica step can train under a strategy, by its name."""
     if overrides_of(model, "make_train_function") or (overrides_of(model, "fit") and preprocessing_of(model) is None):
@@ -58,15 +49,6 @@ def check_model(model: keras.Model, strategy: str) -> None:
         )
     for optimizer in optimizers_of(model).values():
         check_optimizer(optimizer, strategy)
-
-
-def check_has_values(model: keras.Model) -> None:
-    """Refuses, with a `ConfigError`, a model whose values stayed on parameter servers."""
-    if names := [variable.path for variable in model.variables if made_by(variable) is not None]:
-        raise ConfigError(
-            f"model {model.name}: the values of {', '.join(names)} were on parameter servers only; give the function "
-            "that builds the model, and the run dir that has its checkpoints"
-        )
 
 
 def overrides_of(model: keras.Model, *methods: str) -> list[str]:
@@ -116,13 +98,21 @@ class ModelSource:
         self._as_built: _Settings | None = None
         self._is_checked = False
         if isinstance(build_model, keras.Model):
-            check_has_values(build_model)
+            if names := [variable.path for variable in build_model.variables if made_by(variable) is not None]:
+                raise ConfigError(
+                    f"model {build_model.name}: the values of {', '.join(names)} were on parameter servers only; give "
+                    "the function that builds the model, and the run dir that has its checkpoints"
+                )
             self._check(build_model)
 
     @property
     def model(self) -> keras.Model:
         """The model of this process, which can be trained; raises `ConfigError` if it is not compiled."""
-        check_compiled(self.built)
+        if not self.built.compiled:
+            raise ConfigError(
+                f"model {self.built.name} is not compiled: call model.compile(optimizer=..., loss=...) in the function "
+                "that builds it, or give optimizer, loss and metrics in the config"
+            )
         self._check(self.built)
         return self.built
 

@@ -8,7 +8,7 @@ old value and the new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,12 +101,6 @@ class _Dependence:
         """The number that all elements of a tensor are, if it is known."""
         value = None if self._depends(tensor) else tf.get_static_value(tensor)
         return None if value is None or not value.size or (value != value.flat[0]).any() else float(value.flat[0])
-
-
-def of_tensorflow(variables: Iterable[tf.Variable], known: Iterable[keras.Variable]) -> list[tf.Variable]:
-    """The variables that are no values of Keras's variables."""
-    values = {id(variable.value) for variable in known}
-    return [variable for variable in variables if id(variable) not in values]
 
 
 def check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -> None:

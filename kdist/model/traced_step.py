@@ -101,10 +101,6 @@ class TracedScope(SeededScope):
         value = self.state_mapping[key]
         return None if value is self.inputs.get((key, 0)) else value
 
-    def has_written(self, metric: keras.metrics.Metric) -> bool:
-        """True if any variable of a metric was assigned."""
-        return any(id(variable) in self.written for variable in metric.variables)
-
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """The value that a variable had at the beginning."""
         with self:
