@@ -30,7 +30,7 @@ from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
 from kdist.model.logs import Logs
 from kdist.model.lookup_rounds import LookupRounds
-from kdist.model.metrics import MetricReader, metric_variables, rules_of
+from kdist.model.metrics import MetricReader, MetricRows, metric_variables, rules_of
 from kdist.model.names import is_seed
 from kdist.model.source import overrides_of, preprocessing_of
 from kdist.model.state import parameter_names, stateful_layers, variables_of
@@ -242,7 +242,7 @@ class MetricsOnWorkers(_OnWorkers):
         rows, initial = np.stack(results), self._reader.initial_values
         split = np.split(rows, np.cumsum([value.size for value in initial])[:-1], axis=1)
         values = [columns.reshape(len(rows), *value.shape) for columns, value in zip(split, initial)]
-        logs = self._reader.logs(self._reader.total(values))
+        logs = MetricRows(self._reader, tuple(values)).total().logs
         return {"loss": logs["loss"], **logs}
 
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> tf.Tensor:

@@ -198,10 +198,10 @@ def metric_variables(model: keras.Model, returned: ReturnedValues | None = None)
 
 
 class MetricReader:
-    """Turns summed metric variables of a compiled and built model into the logs that Keras would show.
+    """The metric variables of the steps of a compiled and built model, and their rules.
 
     Args:
-        model: the chief's own model; its metric variables keep their values.
+        model: the chief's own; its metric variables keep their values.
         returned: other values of its steps.
         loss_counts: of the losses that replicas count otherwise than Keras.
     """
@@ -212,15 +212,15 @@ class MetricReader:
         returned: ReturnedValues | None = None,
         loss_counts: Sequence[LossCount] = (),
     ) -> None:
-        self._model = model
-        self._returned = returned = returned or ReturnedValues()
-        self._variables = metric_variables(model, returned)
-        self._metrics = [*model.metrics, loss_tracker(model), *returned.means.values()]
-        for metric in self._metrics:
+        self.model = model
+        self.returned = returned = returned or ReturnedValues()
+        self.variables = metric_variables(model, returned)
+        self.metrics = [*model.metrics, loss_tracker(model), *returned.means.values()]
+        for metric in self.metrics:
             metric.reset_state()
-        self.initial_values = [variable.numpy() for variable in self._variables]
-        self._rules = rules_of(model.metrics, self._variables)
-        index_of = {id(variable): i for i, variable in enumerate(self._variables)}
+        self.initial_values = [variable.numpy() for variable in self.variables]
+        self._rules = rules_of(model.metrics, self.variables)
+        index_of = {id(variable): i for i, variable in enumerate(self.variables)}
 
         def places(metric: keras.metrics.Metric) -> list[int]:
             return [index_of[id(variable)] for variable in metric.variables]
@@ -232,51 +232,21 @@ class MetricReader:
         if not returned.counts_loss:
             means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
         self.loss_counts = [(loss, places(loss.metric)) for loss in loss_counts]
-        self._losses = [places(mean) for mean in means]
+        #: The places of total and count of each loss.
+        self.losses = [places(mean) for mean in means]
 
-    def merge(self, mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Merges the values of two replicas that counted separately."""
-        return self.total([np.stack(pair) for pair in zip(mine, others)])
-
-    def total(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Merges any number of values: `[n, ...]` for each variable."""
+    def merge(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Merges any number of values that were counted separately: `[n, ...]` for each variable."""
         values = [merge_by(rule, r, initial) for r, initial, rule in zip(rows, self.initial_values, self._rules)]
         for indices, merge in self.mergers:
             for i, value in zip(indices, merge([rows[i] for i in indices])):
                 values[i] = value
         return tuple(values)
 
-    def reset(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Applies `reset_state` to the values: the initial ones remain, unless a custom metric keeps some."""
-        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
-        with keras.StatelessScope(mapping) as scope:
-            for metric in self._metrics:
-                metric.reset_state()
-        left = [scope.get_current_value(variable) for variable in self._variables]
-        return tuple(np.asarray(value) for value in left)
-
-    def logs(self, values: Sequence[np.ndarray]) -> Logs:
-        """`{"loss": ..., "accuracy": ...}` for the given values of the metric variables.
-
-        The loss is always there, unless the model's own `train_step` returns none.
-        """
+    def scope(self, values: Sequence[np.ndarray]) -> keras.StatelessScope:
+        """A scope in which the variables have these values."""
         # Assigning the variables would take several times longer than the arithmetic.
-        mapping = [(v, tf.constant(value, v.dtype)) for v, value in zip(self._variables, values)]
-        with keras.StatelessScope(mapping):
-            if metrics_are_built(self._model):
-                results = self._model.get_metrics_result()
-            else:
-                # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
-                results = {m.name: m.result() for m in self._model.metrics if getattr(m, "built", True)}
-            # A result may be a variable, which has its value in this scope only.
-            logs = as_logs({**results, **{name: mean.result() for name, mean in self._returned.means.items()}})
-        logs = logs if "loss" in logs else {"loss": self.loss(values), **logs}
-        return {name: logs[name] for name in self._returned.names or logs}
-
-    def loss(self, values: Sequence[np.ndarray]) -> float:
-        """The loss, without TensorFlow: cheap enough for every run. If a `train_step` has several, their sum."""
-        pairs = [(float(values[total]), float(values[count])) for total, count in self._losses]
-        return sum(total / count for total, count in pairs if count)
+        return keras.StatelessScope([(v, tf.constant(value, v.dtype)) for v, value in zip(self.variables, values)])
 
 
 @dataclass(frozen=True)
@@ -299,10 +269,10 @@ class MetricRows:
 
     def beside(self, other: MetricRows) -> MetricRows:
         """The counts of two replicas for the same steps."""
-        merge, pairs = self.reader.merge, (self.values, other.values)
+        pairs = [np.stack(pair) for pair in zip(self.values, other.values)]
         if not self.reader.mergers:
-            return MetricRows(self.reader, merge(*pairs))
-        steps = [merge(*([v[i] for v in values] for values in pairs)) for i in range(len(self.values[0]))]
+            return MetricRows(self.reader, self.reader.merge(pairs))
+        steps = [self.reader.merge([pair[:, i] for pair in pairs]) for i in range(len(self.values[0]))]
         return MetricRows(self.reader, tuple(np.stack(of_variable) for of_variable in zip(*steps)))
 
     def count_as_keras(self, num_examples: np.ndarray) -> MetricRows:
@@ -313,12 +283,12 @@ class MetricRows:
         return MetricRows(self.reader, tuple(values))
 
     def total(self) -> MetricTotals:
-        return MetricTotals(self.reader, self.reader.total(self.values))
+        return MetricTotals(self.reader, self.reader.merge(self.values))
 
 
 @dataclass(frozen=True)
 class MetricTotals:
-    """Metrics over some steps. Totals of different steps add up: `a + b` is what a single worker would have counted.
+    """Metrics over some steps. Totals of different steps add up: `a + b` is the count of a single worker.
 
     Attributes:
         values: the model's metric variables after those steps, starting from their initial values.
@@ -328,17 +298,36 @@ class MetricTotals:
     values: tuple[np.ndarray, ...]
 
     def __add__(self, other: MetricTotals) -> MetricTotals:
-        return MetricTotals(self.reader, self.reader.merge(self.values, other.values))
+        return MetricRows(self.reader, tuple(np.stack(pair) for pair in zip(self.values, other.values))).total()
 
     def reset(self) -> MetricTotals:
-        """The totals with which the next epoch begins."""
-        return MetricTotals(self.reader, self.reader.reset(self.values))
+        """The totals with which the next epoch begins: initial values, unless a custom metric keeps some."""
+        with self.reader.scope(self.values) as scope:
+            for metric in self.reader.metrics:
+                metric.reset_state()
+        left = [scope.get_current_value(variable) for variable in self.reader.variables]
+        return MetricTotals(self.reader, tuple(np.asarray(value) for value in left))
 
     @cached_property
     def logs(self) -> Logs:
-        """Loss and metrics, as named and computed by Keras."""
-        return self.reader.logs(self.values)
+        """Loss and metrics, `{"loss": ..., "accuracy": ...}`, as named and computed by Keras.
+
+        The loss is always there, unless the model's own `train_step` returns none.
+        """
+        model, returned = self.reader.model, self.reader.returned
+        with self.reader.scope(self.values):
+            if metrics_are_built(model):
+                results = model.get_metrics_result()
+            else:
+                # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
+                results = {m.name: m.result() for m in model.metrics if getattr(m, "built", True)}
+            # A result may be a variable, which has its value in this scope only.
+            logs = as_logs({**results, **{name: mean.result() for name, mean in returned.means.items()}})
+        logs = logs if "loss" in logs else {"loss": self.loss, **logs}
+        return {name: logs[name] for name in returned.names or logs}
 
     @property
     def loss(self) -> float:
-        return self.reader.loss(self.values)
+        """The loss, without TensorFlow: cheap enough for every run. If a `train_step` has several, their sum."""
+        pairs = [(float(self.values[total]), float(self.values[count])) for total, count in self.reader.losses]
+        return sum(total / count for total, count in pairs if count)

@@ -303,8 +303,7 @@ class ReplicaStep:
             check_exchanges(self.model, exchanges, self._traced.scope.written)
         if self.own is not None:
             is_built = scaling is None or scaling.built
-            self.own.build_optimizers()
-            self.own.check_read(self._traced.scope.variables.values())
+            self.own.build_optimizers(self._traced.scope.variables.values())
         # The scale of the loss is a variable only when the optimizer is built.
         return is_built and self._are_tables_right() and self._are_terms_right()
 

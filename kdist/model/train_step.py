@@ -169,16 +169,19 @@ class OwnTrainStep:
             )
         return trainable
 
-    def build_optimizers(self) -> None:
-        """Sets `groups`, with their optimizers built, and `order`."""
+    def build_optimizers(self, read: Iterable[keras.Variable]) -> None:
+        """Sets `groups`, with their optimizers built, and `order`.
+
+        Args:
+            read: the variables that the step reads; it is refused if no worker has those of its optimizers.
+        """
         model, applied = self._model, self._applied
         step = int(step_counter(main_optimizer(model)).numpy())
-        used = {id(one.optimizer) for one in applied}
-        names = [name for name, optimizer in self._optimizers.items() if name == "" or id(optimizer) in used]
         groups = []
-        for name in names:
-            optimizer = self._optimizers[name]
+        for name, optimizer in self._optimizers.items():
             calls = [one for one in applied if one.optimizer is optimizer]
+            if name and not calls:
+                continue
             given = {id(v) for v in (*(v for one in calls for v in one.variables), *built_variables(optimizer))}
             indices = [i for i, variable in enumerate(self.trainable) if id(variable) in given]
             built = optimizer if name or self._scaling is None else self._scaling
@@ -194,13 +197,10 @@ class OwnTrainStep:
                 "loss scaling, or compile with auto_scale_loss=False"
             )
         self.groups = tuple(groups)
-
-    def check_read(self, variables: Iterable[keras.Variable]) -> None:
-        """Refuses, with a `ConfigError`, a step that reads variables of its optimizers which no worker has."""
-        known = [step_counter(group.optimizer) for group in self.groups]
-        known += [rate for group in self.groups if (rate := learning_rate_variable(group.optimizer)) is not None]
+        known = [step_counter(group.optimizer) for group in groups]
+        known += [rate for group in groups if (rate := learning_rate_variable(group.optimizer)) is not None]
         slots = {id(v) for optimizer in self._optimizers.values() for v in optimizer.variables} - set(map(id, known))
-        if unknown := sorted(v.name for v in variables if id(v) in slots):
+        if unknown := sorted(v.name for v in read if id(v) in slots):
             raise self.refusal(
                 f"uses {', '.join(unknown)} of its optimizers, which other tasks do not have; a step can read their "
                 "iterations and learning_rate"
