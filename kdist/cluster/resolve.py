@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import slurm
-from kdist.cluster.address_check import check_private
+from kdist.cluster.network.names import check_private
 from kdist.cluster.spec import CHIEF, EVALUATOR, ClusterShape, ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 

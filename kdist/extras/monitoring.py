@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.cluster.network.http_server import Health, HttpServer, health_server
+from kdist.cluster.network.http_server import HttpServer, health_of, health_server
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -227,8 +227,8 @@ class HealthCheck(Hook):
         self._progress_at = self._clock()
         self._step = step
 
-    def _health(self) -> Health:
+    def _health(self) -> Mapping[str, Any]:
         """Called by threads of the server."""
         step = self._step
         since = None if step is None else self._clock() - self._progress_at
-        return Health("chief", step is not None, step, since)
+        return health_of("chief", is_ready=step is not None, step=step, seconds_since_progress=since)

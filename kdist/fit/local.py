@@ -318,7 +318,7 @@ class LocalFit(Hook):
             seconds=time.monotonic() - started,
             examples=statistics.num_examples,
             metrics={"train": recorder.train_logs, "validation": recorder.validation_logs},
-            best=self._best.as_dict(),
+            best=self._best.by_name,
             gradients=statistics.gradients,
             restarts=session.restarts,
             extra_steps=statistics.extra_steps,

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from functools import cache
@@ -68,19 +69,13 @@ def git_state() -> dict[str, Any] | None:
 def _git(*arguments: str) -> str | None:
     """The output of Git; None without Git, without a commit, or if it takes too long."""
     # A repository may name a program as its monitor; and nothing is written to it.
-    command = ["git", "-c", "core.fsmonitor=false", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            timeout=_GIT_SECS,
-            check=True,
+    command, environment = ["git", "-c", "core.fsmonitor=false", *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.check_output(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, timeout=_GIT_SECS
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace").strip()
+        return output.decode(errors="replace").strip()
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -194,11 +189,10 @@ class Result:
 
 def content_of(file: bytes) -> dict[str, Any]:
     """The content of a record in JSON; empty if it cannot be read."""
-    try:
+    with suppress(ValueError, RecursionError):
         found = json.loads(file)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def record_in(file: bytes | None, place: object) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -153,34 +153,24 @@ class MetricWindow:
         return reduce(operator.add, (totals for _, _, totals in self._parts)) if self._parts else None
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best value of a metric so far, and its global step.
-
-    Attributes:
-        value: the last one without a known mode.
-        mode: `min` or `max`, the better values; None if it is not known.
-    """
-
-    value: float
-    step: int
-    mode: str | None
-
-
 class BestValues:
     """Keeps the best value of each metric.
 
     Args:
         earlier: the best values of the run that is resumed, as in `result.json`.
+
+    Attributes:
+        by_name: the best `value` of each metric, the global `step` of it, and the `mode`, `min` or `max`, as in
+            `result.json`. Without a known mode, which is then None, it is the last value.
     """
 
     def __init__(self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._model = model
-        self.by_name = {name: Best(**best) for name, best in (earlier or {}).items() if best["value"] is not None}
+        self.by_name = {name: dict(best) for name, best in (earlier or {}).items() if best["value"] is not None}
 
     def forget_after(self, step: int) -> None:
         """Forgets the values of steps after `step`, where the run is resumed: they will be repeated."""
-        self.by_name = {name: best for name, best in self.by_name.items() if best.step <= step}
+        self.by_name = {name: best for name, best in self.by_name.items() if best["step"] <= step}
 
     def add(self, step: int, logs: Mapping[str, Any]) -> None:
         """Adds the validation values of a step, by name; an array has no best value."""
@@ -188,11 +178,8 @@ class BestValues:
             if isinstance(value, np.ndarray):
                 continue
             mode, best = mode_of(self._model, name), self.by_name.get(name)
-            if best is None or mode is None or is_better(value, best.value, mode):
-                self.by_name[name] = Best(value, step, mode)
-
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        return {name: asdict(best) for name, best in self.by_name.items()}
+            if best is None or mode is None or is_better(value, best["value"], mode):
+                self.by_name[name] = {"value": value, "step": step, "mode": mode}
 
 
 def is_better(value: float, than: float, mode: str) -> bool:

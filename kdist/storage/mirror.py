@@ -211,7 +211,14 @@ class Mirror(Folder):
     def _empty_folder(self) -> None:
         """Sets files of an earlier run that did not arrive at the URL aside, and deletes the others."""
         if not (self.path / _ARRIVED).exists() and (unsent := self._unsent()):
-            self._move_aside(unsent)
+            places = (self.path.with_name(f"{self.path.name}-unsent-{number}") for number in itertools.count(1))
+            aside = next(path for path in places if not path.exists())
+            make_private(aside)
+            for path in unsent:
+                target = aside / path.relative_to(self.path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+            warn(f"{self}: files of an earlier run on this machine did not arrive there; they are in {aside}")
         for path in self._files():
             # Hydra has just written the config of this run.
             if not self._name_of(path).startswith(f"{_CONFIG}/"):
@@ -225,16 +232,6 @@ class Mirror(Folder):
         named = {self._name_of(path): path for path in self._files()}
         own = (name for name in named if not _is_passing(name) and not name.startswith(f"{_CONFIG}/"))
         return [named[name] for name in own if self._sizes.get(name) != named[name].stat().st_size]
-
-    def _move_aside(self, unsent: Sequence[Path]) -> None:
-        places = (self.path.with_name(f"{self.path.name}-unsent-{number}") for number in itertools.count(1))
-        aside = next(path for path in places if not path.exists())
-        make_private(aside)
-        for path in unsent:
-            target = aside / path.relative_to(self.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
-        warn(f"{self}: files of an earlier run on this machine did not arrive there; they are in {aside}")
 
     def _push(self, storage: ObjectStorage) -> None:
         with self._pushing:
@@ -261,16 +258,16 @@ class Mirror(Folder):
 
     def _keep_pushing(self) -> None:
         # One attempt each time: the next one follows.
-        storage, pause, has_warned = self.storage.without_retries(), self._interval_secs, False
+        storage, pause, has_failed = self.storage.without_retries(), self._interval_secs, False
         while not self._ended.wait(pause):
             began = time.monotonic()
             try:
                 self._push(storage)
-                has_warned = False
+                has_failed = False
             except (KdistError, OSError) as error:
-                if not has_warned:
+                if not has_failed:
                     warn(f"{error}; logs and summaries are uploaded later")
-                has_warned = True
+                has_failed = True
             pause = max(self._interval_secs, (time.monotonic() - began) / _BUSY_PART)
 
     def _files(self) -> list[Path]:

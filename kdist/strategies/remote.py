@@ -35,7 +35,7 @@ from kdist.cluster.network.sockets import held_ports
 from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram
 from kdist.cluster.processes.task_processes import fork_server, start_task
-from kdist.cluster.processes.watchdog import Stopped
+from kdist.cluster.processes.watchdog import stopped_longer_than
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
@@ -261,7 +261,7 @@ class Processes:
         self._children: list[Child] = []
         self._pipes: list[Connection] = []
         self._at_end = ExitStack()
-        self._stopped = Stopped()
+        self._stopped_since: dict[int, float] = {}
         self._lock = threading.Lock()
 
     @property
@@ -381,7 +381,7 @@ class Processes:
                 + self._children[0].log_tail()
             )
         pids = [child.pid for child in self._children]
-        for pid in self._stopped.longer_than(self._cluster.step_timeout, pids):
+        for pid in stopped_longer_than(self._cluster.step_timeout, pids, self._stopped_since):
             raise ClusterError(
                 f"{Task('worker', pids.index(pid))} has been stopped for {self._cluster.step_timeout:g} s "
                 "(cluster.step_timeout)"

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
@@ -99,34 +98,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing: a run's console is not for requests."""
 
 
-@dataclass(frozen=True)
-class Health:
-    """The state of a task.
+def health_of(
+    task: str, *, is_ready: bool, step: int | None = None, seconds_since_progress: float | None = None
+) -> dict[str, Any]:
+    """The health of a task, as its page says it.
 
-    Attributes:
+    Args:
         is_ready: whether it takes part in training.
         step: the newest global step that it knows; None before training.
         seconds_since_progress: since there was a new step; None before training.
     """
-
-    task: str
-    is_ready: bool
-    step: int | None = None
-    seconds_since_progress: float | None = None
-
-    def page(self, *, asks_ready: bool) -> Page:
-        since = self.seconds_since_progress
-        content = {
-            "task": self.task,
-            "ready": self.is_ready,
-            "step": self.step,
-            "seconds_since_progress": None if since is None else math.floor(since * 10) / 10,
-        }
-        return json.dumps(content) + "\n", "application/json", 503 if asks_ready and not self.is_ready else 200
+    since = None if seconds_since_progress is None else math.floor(seconds_since_progress * 10) / 10
+    return {"task": task, "ready": is_ready, "step": step, "seconds_since_progress": since}
 
 
-def health_server(port: int, health: Callable[[], Health], interface: str | None = None) -> HttpServer:
-    """Serves the `health` of a task, as `run.health_port` says; raises `ConfigError` if the port cannot be used.
+def health_server(port: int, health: Callable[[], Mapping[str, Any]], interface: str | None = None) -> HttpServer:
+    """Serves the `health_of` a task, as `run.health_port` says; raises `ConfigError` if the port cannot be used.
 
     `/healthz` answers with status 200 as long as the process can answer at all: kdist itself watches the time of a
     step. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
@@ -134,20 +121,27 @@ def health_server(port: int, health: Callable[[], Health], interface: str | None
     Args:
         interface: see `HttpServer`; None for `cluster.bind`.
     """
-    pages = {_ALIVE: lambda: health().page(asks_ready=False), _READY: lambda: health().page(asks_ready=True)}
+
+    def page(*, asks_ready: bool) -> Page:
+        found = health()
+        status = 503 if asks_ready and not found["ready"] else 200
+        return json.dumps(found) + "\n", "application/json", status
+
+    pages = {_ALIVE: lambda: page(asks_ready=False), _READY: lambda: page(asks_ready=True)}
     return HttpServer("run.health_port", ANY_HOST, port, pages, interface or sockets.bound_to())
 
 
-def health_of_task(membership: Membership, port: int, is_ready: Callable[[], bool]) -> Callable[[], Health]:
+def health_of_task(membership: Membership, port: int, is_ready: Callable[[], bool]) -> Callable[[], Mapping[str, Any]]:
     """Returns the health of a task that is not the chief, which it asks for the step at the same port."""
     host, _ = host_and_port(membership.spec.chief or membership.spec.worker[0])
 
-    def health() -> Health:
+    def health() -> Mapping[str, Any]:
         said: Mapping[str, Any] = {}
         with suppress(TimeoutError):
             # The system may look for the name of a chief that is away for longer than a probe waits.
             said = in_thread(lambda: _ask(host, port)).result(_CHIEF_SECS)
-        return Health(str(membership.task), is_ready(), said.get("step"), said.get("seconds_since_progress"))
+        since = said.get("seconds_since_progress")
+        return health_of(str(membership.task), is_ready=is_ready(), step=said.get("step"), seconds_since_progress=since)
 
     return health
 

@@ -11,8 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,9 @@ _PAUSE_SECS = 0.5
 # A lost SYN packet is sent again after one second.
 _PROBE_SECS = 2.0
 _MEET_POLL_SECS = 0.1
+
+#: Inodes of the sockets of present probes.
+in_use: set[int] = set()
 
 
 class State(enum.Enum):
@@ -65,39 +68,20 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> ProbeResult:
             continue
         with own:
             own.settimeout(max(0.01, deadline - time.monotonic()))
-            with _counted(own):
-                try:
-                    own.connect(socket_address)
+            in_use.add(inode := os.fstat(own.fileno()).st_ino)
+            try:
+                own.connect(socket_address)
+                return ProbeResult(State.LISTENING)
+            except ConnectionRefusedError:
+                why = ProbeResult(State.REFUSED, f"nothing listens at {address}")
+            except OSError:
+                # No route, or no response in time; it may have arrived while this process could not run.
+                with suppress(OSError):
+                    own.getpeername()
                     return ProbeResult(State.LISTENING)
-                except ConnectionRefusedError:
-                    why = ProbeResult(State.REFUSED, f"nothing listens at {address}")
-                except OSError:
-                    # No route, or no response in time; it may have arrived while this process could not run.
-                    if _is_connected(own):
-                        return ProbeResult(State.LISTENING)
+            finally:
+                in_use.discard(inode)
     return why
-
-
-#: Inodes of the sockets of present probes.
-in_use: set[int] = set()
-
-
-@contextmanager
-def _counted(own: socket.socket) -> Iterator[None]:
-    inode = os.fstat(own.fileno()).st_ino
-    in_use.add(inode)
-    try:
-        yield
-    finally:
-        in_use.discard(inode)
-
-
-def _is_connected(own: socket.socket) -> bool:
-    try:
-        own.getpeername()
-        return True
-    except OSError:
-        return False
 
 
 def accepts_connections(address: str, timeout: float = _PROBE_SECS) -> bool:
@@ -109,9 +93,8 @@ def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float
     """The error for the `missing` tasks at their addresses, with the results of their last probes."""
     names = ", ".join(f"{task} ({address})" for task, address in missing.items())
     tried = "; ".join(why[task] for task in missing if why.get(task))
-    return ClusterError(
-        f"{names} did not respond within {timeout:g} s (cluster.start_timeout)" + (f": {tried}" if tried else "")
-    )
+    end = f": {tried}" if tried else ""
+    return ClusterError(f"{names} did not respond within {timeout:g} s (cluster.start_timeout){end}")
 
 
 class SilenceTimer:

@@ -23,23 +23,23 @@ _CHECK_SECS = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
-class Stopped:
-    """Tracks how long processes of this machine have been stopped without a break; to call often."""
+def stopped_longer_than(secs: float, pids: Collection[int], since: dict[int, float]) -> list[int]:
+    """Returns the `pids` that have been stopped for more than `secs` seconds without a break; to call often.
 
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-
-    def longer_than(self, secs: float, pids: Collection[int]) -> list[int]:
-        """Returns the `pids` that have been stopped for more than `secs` seconds."""
-        now = time.monotonic()
-        # A process that is merely slowed down is seen running now and then.
-        self._since = {pid: self._since.get(pid, now) for pid in pids if _state(pid) == "T"}
-        return [pid for pid, since in self._since.items() if now - since > secs]
+    Args:
+        since: the time since when each process has been stopped, which this function keeps.
+    """
+    now = time.monotonic()
+    # A process that is merely slowed down is seen running now and then.
+    found = {pid: since.get(pid, now) for pid in pids if _state(pid) == "T"}
+    since.clear()
+    since.update(found)
+    return [pid for pid, began in found.items() if now - began > secs]
 
 
 def kill_stopped(limit_secs: float) -> None:
     """Kills a process when it has been stopped for that long without a break."""
-    stopped = Stopped()
+    since: dict[int, float] = {}
     pids: set[int] = set()
     while True:
         if select.select([0], [], [], _CHECK_SECS)[0]:
@@ -48,7 +48,7 @@ def kill_stopped(limit_secs: float) -> None:
                 return
             pids.update(int(line) for line in received.split())
         pids = {pid for pid in pids if _state(pid) is not None}
-        for pid in stopped.longer_than(limit_secs, pids):
+        for pid in stopped_longer_than(limit_secs, pids, since):
             # Reported first: the chief that finds the process dead also finds the reason.
             os.write(1, f"{pid}\n".encode())
             os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeTotals
 from helpers import toy_data
 
-from kdist.run.statistics import Best, BestValues, MetricWindow, is_better, mode_of
+from kdist.run.statistics import BestValues, MetricWindow, is_better, mode_of
 
 
 def fitted() -> keras.Model:
@@ -25,10 +25,10 @@ def test_each_metric_has_its_best_step() -> None:
     best.add(20, {"loss": 0.4, "accuracy": 0.6, "odd": 1.0})
     best.add(30, {"loss": math.nan, "accuracy": 0.9, "odd": 2.0})
     assert best.by_name == {
-        "loss": Best(0.4, 20, "min"),
-        "accuracy": Best(0.9, 30, "max"),
+        "loss": {"value": 0.4, "step": 20, "mode": "min"},
+        "accuracy": {"value": 0.9, "step": 30, "mode": "max"},
         # Of one that nobody can judge it is the last.
-        "odd": Best(2.0, 30, None),
+        "odd": {"value": 2.0, "step": 30, "mode": None},
     }
 
 
@@ -36,7 +36,7 @@ def test_a_resumed_run_keeps_those_of_the_steps_before() -> None:
     first = BestValues(fitted())
     first.add(10, {"loss": 0.2})
     first.add(30, {"loss": 0.1, "accuracy": 0.9})
-    resumed = BestValues(fitted(), first.as_dict())
+    resumed = BestValues(fitted(), first.by_name)
     resumed.forget_after(30)
     assert resumed.by_name == first.by_name
     # Step 30 will be done again.

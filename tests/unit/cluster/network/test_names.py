@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kdist.cluster.address_check import check_private, is_private
 from kdist.cluster.network import names as host_names
-from kdist.cluster.network.names import look_up
+from kdist.cluster.network.names import check_private, is_private, look_up
 from kdist.cluster.resolve import membership_of
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
