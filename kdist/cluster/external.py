@@ -31,12 +31,8 @@ _POLL_SECS = 0.2
 class ExternalCluster(Cluster):
     """Waits for the tasks of `spec`, and releases them at the end.
 
-    The chief's own server (that of worker 0, if the chief is worker 0 as well) is a child process.
-
-    Args:
-        log_dir: folder for the log of the chief's own server.
-        config: timeouts, the port of the chief's process, devices and the network interface.
-        fingerprint: of this process; None compares nothing.
+    The chief's own server (that of worker 0, if the chief is worker 0 as well) is a child process, whose log is in
+    `log_dir`. A `fingerprint` of None compares nothing.
     """
 
     def __init__(
@@ -98,7 +94,6 @@ class ExternalCluster(Cluster):
         self._all_there = True
 
     def _missing(self) -> set[Task]:
-        """The tasks that do not serve, or have not compared themselves with this process."""
         tasks, own = self.spec.addresses.keys(), self._own_task
         missing = tasks - self._probes.listening()
         if self._fingerprint is None:

@@ -94,11 +94,7 @@ class LocalCluster(Cluster):
             self._children[task] = self._launch(task)
 
     def wait(self) -> None:
-        """Waits until every task serves; starts all of them again if a port was taken in the meantime.
-
-        Raises:
-            ClusterError: names the task that died or did not respond, with the end of its log.
-        """
+        """Waits until every task serves; starts all of them again if a port was taken in the meantime."""
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._wait_until_ready()

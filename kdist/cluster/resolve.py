@@ -40,7 +40,7 @@ def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
 
 
 def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
-    """Finds the role of this process, if others start the tasks of its cluster; None if it starts them itself.
+    """The role of this process, if others start the tasks of its cluster; None if it starts them itself.
 
     Raises:
         ConfigError: an invalid address, job or index, an invalid TF_CONFIG, another number of tasks than the shape has,
@@ -111,7 +111,6 @@ def _of_tf_config(shape: ClusterShape, environment: Mapping[str, str], asked_by:
 
 
 def _is_alone(environment: Mapping[str, str]) -> bool:
-    """Tells whether TF_CONFIG describes one task, this process."""
     try:
         membership = membership_in_tf_config(environment.get("TF_CONFIG"), "cluster.started_by=auto")
     except ConfigError as error:
@@ -143,11 +142,7 @@ def common_seed(membership: Membership) -> int:
 
 
 def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:
-    """The membership in `text`, the value of TF_CONFIG; `asked_by` is the key that asks for it, and its value.
-
-    Raises:
-        ConfigError: it is not set, or not of its form.
-    """
+    """The membership in `text`, the value of TF_CONFIG; `asked_by` is the key that asks for it, and its value."""
     form = f"it must be {_TF_CONFIG_FORM}"
     if not text:
         raise ConfigError(f"{asked_by}: TF_CONFIG is not set; {form}")

@@ -60,11 +60,7 @@ def membership_in(shape: ClusterShape, environment: Mapping[str, str]) -> Member
 
 
 def nodes_of_tasks(environment: Mapping[str, str]) -> list[str]:
-    """The node of each task of the step, by rank.
-
-    Raises:
-        ConfigError: the variables do not say it, contradict each other, or name an unknown distribution.
-    """
+    """The node of each task of the step, by rank; raises `ConfigError` if the variables do not say it."""
     nodes = hosts_in(environment.get("SLURM_STEP_NODELIST", ""))
     counts = counts_in(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(nodes) != len(counts) or sum(counts) != num_tasks(environment):

@@ -44,11 +44,7 @@ EVALUATOR = Task("evaluator", 0)
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The number of tasks of each job. `num_ps == num_workers == 0` is one local process.
-
-    Attributes:
-        has_evaluator: whether another task evaluates checkpoints.
-    """
+    """The number of tasks of each job; an evaluator comes beside. `num_ps == num_workers == 0` is one local process."""
 
     num_ps: int = 0
     num_workers: int = 0
@@ -93,9 +89,7 @@ class ClusterShape:
 class ClusterSpec:
     """The addresses (`host:port`) of a cluster's tasks; a cluster spec in TensorFlow's words.
 
-    Attributes:
-        chief: of the chief, if it is a separate task; otherwise worker 0 is also the chief, or the process that
-            started the tasks.
+    Without a separate `chief`, worker 0 is also the chief, or the process that started the tasks.
     """
 
     ps: tuple[str, ...]
@@ -208,7 +202,7 @@ class Cluster(abc.ABC):
         """Undoes `disconnect`: the task has returned."""
 
     def restart(self, task: Task) -> bool:
-        """Restarts a task that has exited, at its address, and returns at once; False if others start the tasks."""
+        """Restarts an exited task at its address, and returns at once; False if others start the tasks."""
         return False
 
     @property

@@ -197,7 +197,6 @@ def done_line(
 
 
 def _duration(seconds: float) -> str:
-    """`5s`, `2m05s`, `1h04m`."""
     minutes, secs = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -94,7 +94,6 @@ class Checkpoints:
         return self.folder / f"{_DELTA}-{step}"
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, or delta."""
         steps = self.steps()
         return self._path_of(steps[-1]) if steps else None
 
@@ -172,7 +171,7 @@ class Checkpoints:
             ) from error
 
     def keep_only(self, step: int) -> None:
-        """Deletes every checkpoint but one."""
+        """Deletes every full checkpoint but one."""
         with suppress(OSError):
             for other in self._steps_of(_FULL):
                 if other != step:
@@ -180,10 +179,7 @@ class Checkpoints:
             self._write_state([step])
 
     def restore(self, values: Values, until: float = math.inf) -> Path | None:
-        """Reads the newest undamaged checkpoint completely, then its deltas; warns about each damaged one.
-
-        Args:
-            until: the last global step that counts.
+        """Reads the newest undamaged checkpoint, up to the step `until`, and its deltas; warns about damaged ones.
 
         Returns:
             The checkpoint, or the last delta; None if there is no checkpoint at all.
@@ -312,7 +308,6 @@ class Checkpoints:
         return None if state is None else state.decode()
 
     def _value(self, step: int, name: str) -> Any:
-        """A value of the checkpoint of a step; None if it has none of this name."""
         self._fetch(path := self._path_of(step))
         reader = open_checkpoint(path)
         return reader.get_tensor(name) if reader.has_tensor(name) else None
@@ -341,11 +336,7 @@ class Checkpoints:
     def set_aside(self, after: int | None = None) -> None:
         """Moves checkpoints and deltas to a folder beside this one: they no longer count, and nothing is lost.
 
-        Args:
-            after: the step from which training continues: only later ones are moved; None: all of them.
-
-        Raises:
-            CheckpointError: they cannot be moved.
+        Only those after the step `after` are moved, if it is not None; raises `CheckpointError` if that fails.
         """
         # The data first: without its index a checkpoint does not exist.
         later = [match[0] for match in self._matches() if after is None or int(match[3]) > after]
@@ -392,7 +383,6 @@ class Checkpoints:
         return self._run.names(self.folder.name)
 
     def _matches(self) -> Iterator[re.Match[str]]:
-        """The files of checkpoints and deltas."""
         return filter(None, map(CHECKPOINT_FILE.fullmatch, self._names()))
 
     def _fetch(self, path: Path) -> None:
@@ -417,11 +407,7 @@ class Checkpoints:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
     def _move_into_place(self, target: Path) -> None:
-        """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first.
-
-        Raises:
-            CheckpointError: it could not be uploaded; its files stay here.
-        """
+        """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
         unfinished, index = self._unfinished(target), Path(f"{target}{INDEX_SUFFIX}")
         new_index = Path(f"{unfinished}{INDEX_SUFFIX}")
         if index.exists() and not new_index.exists():
@@ -519,7 +505,6 @@ def check_all(path: Path) -> None:
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all values of a model in a checkpoint, by name."""
     shapes = open_checkpoint(path).get_variable_to_shape_map()
     return {name: tuple(shape) for name, shape in shapes.items() if name not in BESIDE}
 

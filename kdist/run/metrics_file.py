@@ -44,13 +44,7 @@ class Epoch(NamedTuple):
 
 
 class MetricsFile:
-    """Writes the file of one run; only its chief does.
-
-    If it cannot be written, that is one warning, and training continues.
-
-    Args:
-        folder: the run dir.
-    """
+    """Writes the file of one run, whose folder it gets. If that fails, it warns once, and training continues."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -80,11 +74,10 @@ class MetricsFile:
         return rows
 
     def append(self, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Writes a line; raises `ConfigError` if another chief has taken over the run dir.
+        """Writes a line with `values` of `COLUMNS`, and `metrics` by name, with `val_` before those of validation.
 
-        Args:
-            values: of `COLUMNS`, by name; None is the same as absent.
-            metrics: numbers or arrays by name, with `val_` before the names of validation.
+        Raises:
+            ConfigError: another chief has taken over the run dir.
         """
         check_not_taken_over(Folder(self.path.parent))
         row = dict(values)
@@ -124,10 +117,10 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def rows_in(content: bytes, place: object) -> list[Row]:
-    """The rows of a file with this content: numbers by column, and the kind.
+    """The rows of a file with this content: numbers by column, and the kind. Half a line at the end counts as absent.
 
     Raises:
-        ConfigError: it is damaged, other than by half a line at its end; the error names the `place`.
+        ConfigError: the file, `place`, is damaged.
     """
     whole = content[: content.rfind(b"\n") + 1]
     # A metric may have thousands of values.

@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _version(package: str) -> str:
-    """Python reads it from files."""
+    """Kept, since Python reads it from files."""
     try:
         return version(package)
     except PackageNotFoundError:

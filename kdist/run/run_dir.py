@@ -94,7 +94,6 @@ class RunDir:
 
     @property
     def path(self) -> Path:
-        """Its place on this machine."""
         return self.folder.path
 
     @property
@@ -191,11 +190,6 @@ class RunDir:
         return self.folder.modified("result.json")
 
     def read_result(self) -> dict[str, Any]:
-        """The content of `result.json`; empty if it is missing or unreadable.
-
-        Raises:
-            ConfigError: a newer version has written it.
-        """
         return record_in(self.folder.read("result.json"), f"{self}/result.json")
 
     def write_result(self, result: Result) -> None:

@@ -42,7 +42,6 @@ class SaveState:
     """Saves the present step, at once or in the background, and remembers the saved one.
 
     Args:
-        checkpoints: the checkpoints of the run.
         has_saved: called with the step and the path of each complete checkpoint, and whether it is a delta.
 
     Attributes:
@@ -83,8 +82,7 @@ class SaveState:
     def finish(self, *, keep: int | None, wait: bool = True) -> bool:
         """Completes the checkpoint that is being written, once it is; returns whether it is complete now.
 
-        Args:
-            keep: the number of full checkpoints to keep; None: all of them.
+        All full checkpoints are kept if `keep` is None.
         """
         if self._begun is None or not (wait or self._begun.written.done()):
             return False

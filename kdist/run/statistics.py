@@ -157,11 +157,11 @@ class BestValues:
     """Keeps the best value of each metric.
 
     Args:
-        earlier: the best values of the run that is resumed, as in `result.json`.
+        earlier: the best values of the run that is resumed.
 
     Attributes:
-        by_name: the best `value` of each metric, the global `step` of it, and the `mode`, `min` or `max`, as in
-            `result.json`. Without a known mode, which is then None, it is the last value.
+        by_name: the best `value` of each metric, its global `step`, and `mode`, `min` or `max`, as in `result.json`. If
+            the mode is not known, it is None, and the value is the last one.
     """
 
     def __init__(self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:

@@ -36,13 +36,10 @@ _numbers = itertools.count()
 
 
 class Summaries:
-    """Writers that open with their first value, so that no empty event file remains.
+    """Writers to the run's `tb` folder that open with their first value, so that no empty event file remains.
 
     They do not use TensorFlow: an op for each value would slow down training. If they cannot be written (a full disk),
     that is one warning, and training continues.
-
-    Args:
-        folder: the run's `tb` folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,10 +91,9 @@ class Summaries:
         began: float,
         ok: bool,
     ) -> None:
-        """Writes a row of the HParams tab, to `hparams`.
+        """Writes a row of the HParams tab, to `hparams`; rows of the same name are one.
 
         Args:
-            name: the name of the row; rows of the same name are one.
             hparams: the chosen values, by key.
             metrics: the final metrics, by tag.
             began: the time of the start, in seconds since the epoch.

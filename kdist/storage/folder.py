@@ -53,8 +53,7 @@ class Folder:
     def names(self, under: str = "", *, ends: Collection[str] = ()) -> set[str]:
         """The names of all files below a folder in this one, relative to it.
 
-        Args:
-            ends: names of files; what lies in folders beside one of them is not wanted, and may be left out.
+        What lies in folders beside a file whose name is in `ends` is not wanted, and may be left out.
         """
         found, top = set[str](), str(self.path / under)
         for folder, inner, names in os.walk(top):

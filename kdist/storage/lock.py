@@ -36,16 +36,13 @@ _POLL_SECS = 1.0
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that has a lock.
+    """The process that has a lock; None stands for what the system does not tell.
 
     Attributes:
-        pid, host: its number and its machine.
         started: its start in clock ticks since boot; a later process with the same number has another value.
         since: the time when it took the lock, for people to read.
         boot, namespace: the boot of its machine and the container in which its process id is valid.
         job, job_restarts: its Slurm job, and the number of times that the job had been requeued.
-
-    None stands for what the system does not tell.
     """
 
     pid: int
@@ -93,7 +90,6 @@ class RunLock:
     """While entered, this process is the only chief of a run dir, which is created if necessary.
 
     Args:
-        folder: the run dir.
         stale_secs: seconds without a heartbeat after which the lock of another machine counts as left behind.
 
     Raises:

@@ -114,8 +114,7 @@ class Mirror(Folder):
         """Uploads all files but checkpoints, as far as they have changed; deletes what was deleted.
 
         Raises:
-            KdistError: not everything could be uploaded.
-            ConfigError: another chief has taken over the run dir.
+            KdistError: not everything could be uploaded; a `ConfigError` if another chief has taken over the run dir.
         """
         try:
             self._push(self.storage)

@@ -31,16 +31,13 @@ Page = tuple[str, str, int]
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves pages in background threads until it is closed.
+    """Serves pages in background threads until it is closed; raises `ConfigError` if the address cannot be used.
 
     Args:
         key: the config key of the port, for messages.
         host: the address; `ANY_HOST` opens it to the network.
         pages: functions that make the page of each path; called by threads of the server.
         interface: see `kdist.cluster.network.sockets`; None listens at all of them.
-
-    Raises:
-        ConfigError: the address cannot be used.
     """
 
     daemon_threads = True
@@ -69,7 +66,6 @@ class HttpServer(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def close(self) -> None:
-        """Closes the port; called once."""
         self.shutdown()
         self.server_close()
 
@@ -101,10 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
 def health_of(
     task: str, *, is_ready: bool, step: int | None = None, seconds_since_progress: float | None = None
 ) -> dict[str, Any]:
-    """The health of a task, as its page says it.
+    """The content of the page of a task, which `is_ready` if it takes part in training.
 
     Args:
-        is_ready: whether it takes part in training.
         step: the newest global step that it knows; None before training.
         seconds_since_progress: since there was a new step; None before training.
     """
@@ -117,9 +112,6 @@ def health_server(port: int, health: Callable[[], Mapping[str, Any]], interface:
 
     `/healthz` answers with status 200 as long as the process can answer at all: kdist itself watches the time of a
     step. `/readyz` has status 503 until the task takes part in training. Both say the same, as JSON.
-
-    Args:
-        interface: see `HttpServer`; None for `cluster.bind`.
     """
 
     def page(*, asks_ready: bool) -> Page:

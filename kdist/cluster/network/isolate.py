@@ -38,15 +38,10 @@ def is_isolated() -> bool:
 
 
 def enter(mode: str) -> None:
-    """Moves this process, and its future children, to a private network namespace.
+    """Moves this process, and its future children, to a private network namespace; `mode` is `cluster.isolate`.
 
-    It does so on a machine without a network as well, where other processes share the loopback device.
-
-    Args:
-        mode: `cluster.isolate`: `never` does nothing; `auto` leaves it to `require` to say that it did not work.
-
-    Raises:
-        ConfigError: it did not work, and `must`.
+    It does so on a machine without a network as well, where other processes share the loopback device. If it does not
+    work, it raises `ConfigError` with `must`, and leaves it to `require` to say so with `auto`.
     """
     global _why_not, _has_entered  # noqa: PLW0603 - a process is in one namespace
     if mode == "never" or _has_entered:

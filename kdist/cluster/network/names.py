@@ -48,12 +48,7 @@ def plain(ip: str) -> str:
 
 
 def address_info(host: str, port: int, timeout: float = _LOOKUP_SECS) -> AddressInfo:
-    """Calls `socket.getaddrinfo` for TCP; waits at most `timeout` seconds.
-
-    Raises:
-        OSError: the name cannot be resolved, or not in time.
-        UnicodeError: it is no name.
-    """
+    """Calls `socket.getaddrinfo` for TCP; raises `OSError` after `timeout` seconds, `UnicodeError` if it is no name."""
     try:
         return _lookup(host, port).result(timeout)
     except TimeoutError:
@@ -94,14 +89,11 @@ def is_private(address: str) -> bool:
 def check_private(
     addresses: Mapping[Any, str], lookup: Callable[[frozenset[str]], Mapping[str, tuple[str, ...]]] = look_up
 ) -> None:
-    """Refuses tasks at public addresses, or at names that resolve to them; a name that is unknown here passes.
+    """Raises `ConfigError` for tasks at public addresses, or at names that resolve to them; unknown names pass.
 
     Args:
         addresses: `host:port` by task.
         lookup: returns the IP addresses of host names, without names that cannot be resolved.
-
-    Raises:
-        ConfigError: names the task and its address.
     """
     hosts = {task: host_and_port(address)[0] for task, address in addresses.items()}
     found = lookup(frozenset(host for host in hosts.values() if not is_ip(host)))

@@ -85,7 +85,6 @@ def probe(address: str, timeout: float = _PROBE_SECS) -> ProbeResult:
 
 
 def accepts_connections(address: str, timeout: float = _PROBE_SECS) -> bool:
-    """Tells whether a task listens at `address`, `host:port`."""
     return probe(address, timeout).state is State.LISTENING
 
 
@@ -98,13 +97,10 @@ def not_met(missing: Mapping[Task, str], why: Mapping[Task, str], timeout: float
 
 
 class SilenceTimer:
-    """Measures for how long a task has been silent, from its probes.
+    """Measures the silence of a task from its probes; after `patience` seconds of it, the task counts as lost.
 
     Time between probes in which this process did not run does not count: it was this process that was away. Time in
-    which the system tries to connect does.
-
-    Args:
-        patience: seconds of silence after which the task counts as lost.
+    which the system tries to connect does. `last` is the newest probe.
     """
 
     def __init__(self, patience: float) -> None:
@@ -119,12 +115,10 @@ class SilenceTimer:
 
     @property
     def secs_left(self) -> float:
-        """Seconds of silence until the task counts as lost."""
         return max(0.0, self._patience - self._secs)
 
     @property
     def state(self) -> State | None:
-        """The outcome of the newest probe; None before the first one."""
         return None if self.last is None else self.last.state
 
     @property
@@ -142,12 +136,7 @@ class SilenceTimer:
 
 
 class PortProbes:
-    """Probes tasks continuously, one thread per task, so that nothing waits for a silent one.
-
-    Args:
-        addresses: `host:port` by task.
-        patience: seconds of silence after which a task counts as lost.
-    """
+    """Probes tasks, `host:port` by task, continuously, one thread each, so that nothing waits for a silent one."""
 
     def __init__(
         self, addresses: Mapping[Task, str], patience: float, probe: Callable[[str, float], ProbeResult] = probe
@@ -167,7 +156,7 @@ class PortProbes:
         return {task for task, timer in self._timers.items() if timer.state is State.REFUSED}
 
     def silent(self) -> set[Task]:
-        """The tasks that do not respond at present."""
+        """The tasks that do not respond at present, and are not lost yet."""
         return {task for task, timer in self._timers.items() if timer.is_silent}
 
     def lost(self) -> dict[Task, str]:
@@ -198,9 +187,6 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
     """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
 
     A worker has joined when something listens at its address: the worker, in this function, or later its server.
-
-    Args:
-        workers: addresses of all workers; this one is that of `index`.
 
     Raises:
         ClusterError: names the workers that did not join within `timeout` seconds; or this worker's address is in use.

@@ -57,16 +57,11 @@ def bind_to(interface: str | None) -> None:
 
 
 def bound_to() -> str | None:
-    """The interface of `bind_to`."""
     return _interface
 
 
 def bind(own: socket.socket, interface: str | None) -> None:
-    """Binds one socket, also one that listens already; None leaves it open to all.
-
-    Raises:
-        ConfigError: the system does not permit it.
-    """
+    """Binds one socket, also one that listens; None leaves it open to all; raises `ConfigError` if not permitted."""
     if interface is None:
         return
     indices = [socket.if_nametoindex(name) for name in (interface, _LOOPBACK)]
@@ -90,12 +85,7 @@ def bind(own: socket.socket, interface: str | None) -> None:
 
 
 def bind_port(port: int) -> None:
-    """Binds every socket of this process at a port that TensorFlow has opened to the interface of this process.
-
-    Raises:
-        ConfigError: the system does not permit it.
-        ClusterError: no socket is there.
-    """
+    """Binds all sockets of this process at a port that TensorFlow has opened; raises `ClusterError` without one."""
     interface = _interface
     if interface is None:
         return

@@ -46,12 +46,7 @@ def chief_server(spec: ClusterSpec) -> tuple[str, Task]:
 
 
 class Chief:
-    """The chief, as seen by a server or worker.
-
-    Args:
-        who: the task of this process.
-        patience: seconds of silence after which the tasks of a lost chief have exited.
-    """
+    """The chief, as seen by the server or worker `who`; its tasks have exited after `patience` seconds of silence."""
 
     def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
         self._address, self._task = chief_server(spec)
@@ -189,7 +184,6 @@ class VersionCheck:
 
     @property
     def mismatches(self) -> dict[str, list[str]]:
-        """The differences of the tasks that have any, by their names."""
         return {task: found for task, found in dict(self._reported).items() if found}
 
     def _work(self) -> None:

@@ -84,7 +84,6 @@ class Child:
         return self._process.poll()
 
     def has_started(self) -> None:
-        """Ends its deadline."""
         self.deadline = math.inf
 
     @property
@@ -170,10 +169,7 @@ def end_with_parent(name: str = "") -> None:
 
     The kernel closes the pipe even after `kill -9` of the parent. A stopped process does not notice that; Linux kills
     it then. Schedulers send the signals that end a run to all of its processes at once: the parent saves what its
-    children hold, and then ends them.
-
-    Args:
-        name: of this process, which `top` shows on Linux; at most 15 bytes.
+    children hold, and then ends them. On Linux, `top` shows `name`; it has at most 15 bytes.
     """
 
     def set_handlers(handler: Any) -> None:
@@ -246,7 +242,6 @@ def end_children(children: Iterable[Child], timeout: float) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """`exit code 1`, or `signal 9, SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     names = [f", {number.name}" for number in signal.Signals if number == -code]

@@ -106,7 +106,6 @@ class ForkedTask:
         return self._server.process.pid if self.forked_pid is None else self.forked_pid
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
         self._server.update(0.0)
         return self.returncode
 
@@ -156,7 +155,6 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        """True while it can fork more tasks."""
         self.update(0.0)
         return self._socket.fileno() >= 0
 
@@ -245,7 +243,6 @@ class _Forks:
         os.set_blocking(self._wake, False)
 
     def run(self) -> None:
-        """Runs until the chief closes the socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
         poll = select.poll()
@@ -272,7 +269,6 @@ class _Forks:
         self._numbers[pid] = order.number
 
     def _become(self, order: _Order, descriptors: Sequence[int]) -> NoReturn:
-        """Turns a child into its task."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -168,7 +168,6 @@ def _server_of(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_
 
 
 def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:
-    """Starts the TensorFlow server of a task; returns it and its port."""
     import tensorflow as tf
 
     port = host_and_port(jobs[task.job][task.index])[1]

@@ -38,7 +38,6 @@ def stopped_longer_than(secs: float, pids: Collection[int], since: dict[int, flo
 
 
 def kill_stopped(limit_secs: float) -> None:
-    """Kills a process when it has been stopped for that long without a break."""
     since: dict[int, float] = {}
     pids: set[int] = set()
     while True:
