@@ -218,9 +218,9 @@ class Mirror(Folder):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
             warn(f"{self}: files of an earlier run on this machine did not arrive there; they are in {aside}")
-        for path in self._files():
+        for name, path in self._files().items():
             # Hydra has just written the config of this run.
-            if not self._name_of(path).startswith(f"{_CONFIG}/"):
+            if not name.startswith(f"{_CONFIG}/"):
                 path.unlink()
         for path in sorted(self.path.rglob("*/"), reverse=True):
             with suppress(OSError):
@@ -228,21 +228,21 @@ class Mirror(Folder):
 
     def _unsent(self) -> list[Path]:
         """The files of which nothing of the same size is at the URL; not Hydra's."""
-        named = {self._name_of(path): path for path in self._files()}
-        own = (name for name in named if not _is_passing(name) and not name.startswith(f"{_CONFIG}/"))
-        return [named[name] for name in own if self._sizes.get(name) != named[name].stat().st_size]
+        files = self._files()
+        own = (name for name in files if not _is_passing(name) and not name.startswith(f"{_CONFIG}/"))
+        return [files[name] for name in own if self._sizes.get(name) != files[name].stat().st_size]
 
     def _push(self, storage: ObjectStorage) -> None:
         with self._pushing:
             check_not_taken_over(storage)
             present = set()
-            for path in self._files():
-                if _is_passing(name := self._name_of(path)) or CHECKPOINT_FILE.fullmatch(path.name):
+            for name, path in self._files().items():
+                if _is_passing(name) or CHECKPOINT_FILE.fullmatch(path.name):
                     continue
                 try:
                     stamp = _stamp(path)
                     if self._sent.get(name) != stamp:
-                        storage.upload(path, name)
+                        storage.publish([name])
                         self._sent[name], self._sizes[name] = stamp, stamp[1]
                 except (FileNotFoundError, StorageError):
                     # It may have been deleted or renamed meanwhile.
@@ -269,11 +269,9 @@ class Mirror(Folder):
                 has_failed = True
             pause = max(self._interval_secs, (time.monotonic() - began) / _BUSY_PART)
 
-    def _files(self) -> list[Path]:
-        return [path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name != LOCK]
-
-    def _name_of(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix()
+    def _files(self) -> dict[str, Path]:
+        found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name != LOCK)
+        return {path.relative_to(self.path).as_posix(): path for path in found}
 
 
 def chief_folder(place: str, path: Path, timeout: float) -> Folder:

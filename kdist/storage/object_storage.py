@@ -114,12 +114,9 @@ class ObjectStorage(Folder):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(path or working_folder(url, key), url)
-        self.url = url
-        self.timeout = timeout
-        self._key = key
+        self.url, self.timeout, self._key = url, timeout, key
         self._protocol = url.partition("://")[0]
-        self._sleep = sleep
-        self._clock = clock
+        self._sleep, self._clock = sleep, clock
 
     def __truediv__(self, name: str) -> ObjectStorage:
         return ObjectStorage(f"{self.url}/{name}", self.timeout, self.path / name, key=self._key)
@@ -162,32 +159,20 @@ class ObjectStorage(Folder):
         start = len(self._connected[1])
         return {path[start:].lstrip("/"): int(info["size"]) for path, info in found.items()}
 
-    def upload(self, path: Path, name: str) -> None:
-        """Uploads a file. The object is complete or absent, or as it was before."""
-        target, renames = self._path(name), self._protocol in _WITH_RENAME
+    def publish(self, names: Sequence[str], instead_of: Sequence[str] = ()) -> None:
+        """As of any folder. Each object is complete or absent, or as it was before."""
+        renames = self._protocol in _WITH_RENAME
 
-        def put() -> None:
+        def put(name: str) -> None:
+            target = self._path(name)
             first = f"{target}{UNFINISHED_SUFFIX}" if renames else target
-            self._files.put_file(str(path), first)
+            self._files.put_file(str(self.path / name), first)
             if renames:
                 self._files.mv(first, target)
 
-        self._insist(put)
-
-    def download(self, name: str, path: Path) -> None:
-        """Downloads an object. The file is complete or absent."""
-
-        def get() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(path) as unfinished:
-                self._files.get_file(self._path(name), str(unfinished))
-
-        self._insist(get)
-
-    def publish(self, names: Sequence[str], instead_of: Sequence[str] = ()) -> None:
         self.delete(instead_of)
         for name in names:
-            self.upload(self.path / name, name)
+            self._insist(partial(put, name))
 
     def publish_after(self, written: Future[None], publish: Callable[[], None]) -> Future[None]:
         def wait_and_publish() -> None:
@@ -198,8 +183,15 @@ class ObjectStorage(Folder):
 
     def fetch(self, names: Sequence[str]) -> None:
         """As of any folder; raises `NotThereError` if a file is not there."""
+
+        def get(name: str) -> None:
+            path = self.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(path) as unfinished:
+                self._files.get_file(self._path(name), str(unfinished))
+
         for name in names:
-            self.download(name, self.path / name)
+            self._insist(partial(get, name))
 
     def discard_copies(self, under: str) -> None:
         shutil.rmtree(self.path / under, ignore_errors=True)

@@ -90,11 +90,12 @@ def test_a_large_object_arrives_as_it_is(tmp_path: Path) -> None:
     # It travels in several pieces.
     content = bytes(range(256)) * (1 << 18)
     (tmp_path / "large").write_bytes(content)
-    storage = ObjectStorage(URL, 1.0)
-    storage.upload(tmp_path / "large", "large")
-    storage.download("large", tmp_path / "again")
+    storage = ObjectStorage(URL, 1.0, tmp_path)
+    storage.publish(["large"])
+    (tmp_path / "large").unlink()
+    storage.fetch(["large"])
     assert storage.sizes() == {"large": len(content)}
-    assert (tmp_path / "again").read_bytes() == content
+    assert (tmp_path / "large").read_bytes() == content
 
 
 def test_a_bucket_that_is_missing_is_a_wrong_run_dir() -> None:

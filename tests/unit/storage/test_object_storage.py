@@ -193,11 +193,11 @@ def test_storage_that_fails_for_a_while_costs_one_warning(storage: type[FaultySt
         clock.now += seconds
 
     storage.fault = fault
-    (tmp_path / "file").write_text("content")
+    (tmp_path / "name").write_text("content")
     with pytest.warns(
         UserWarning, match=rf"{URL}: storage fails: ConnectionError: reset by peer; trying .* 60"
     ) as warned:
-        ObjectStorage(URL, 60, sleep=sleep, clock=clock).upload(tmp_path / "file", "name")
+        ObjectStorage(URL, 60, tmp_path, sleep=sleep, clock=clock).publish(["name"])
     assert len(warned) == 1
     assert 20 <= clock.now <= 25
     assert objects() == {"name": "content"}
