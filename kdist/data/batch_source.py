@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property, partial
 from types import GeneratorType
 from typing import Any
@@ -68,18 +68,7 @@ _OTHERS = ("grain", "kdist", "keras", "multiprocessing", "tensorflow", "torch")
 
 def has_sparse_matrix(*trees: Any) -> bool:
     """True if there is a sparse matrix of SciPy among arrays."""
-    return any(is_scipy_sparse(array) for tree in trees for array in _arrays_in(tree))
-
-
-def _arrays_in(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _arrays_in(item)
-    elif isinstance(tree, (list, tuple)) and len(tree) and not np.isscalar(tree[0]):
-        for item in tree:
-            yield from _arrays_in(item)
-    else:
-        yield tree
+    return any(map(is_scipy_sparse, tf.nest.flatten(trees)))
 
 
 class BatchSource:

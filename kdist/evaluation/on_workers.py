@@ -230,6 +230,18 @@ class _OnWorkers(abc.ABC):
         scope.state_mapping |= {id(variable): value for variable, value in zip(variables, values)}
 
 
+def _fold(dataset: tf.data.Dataset, step: Callable[..., Sequence[Any]], initial: Sequence[Any]) -> list[Any]:
+    """Traces a loop over a dataset: `step(batch, *state)` -> the next state; returns the last one."""
+    iterator = iter(dataset)
+
+    def body(optional: Any, *state: Any) -> Any:
+        return (iterator.get_next_as_optional(), *step(optional.get_value(), *state))
+
+    first = iterator.get_next_as_optional()
+    _, *last = tf.while_loop(lambda optional, *_: optional.has_value(), body, [first, *initial])
+    return last
+
+
 class MetricsOnWorkers(_OnWorkers):
     """Loss and metrics of a shard; returns the metric variables, flattened into one float64 vector."""
 
@@ -247,7 +259,6 @@ class MetricsOnWorkers(_OnWorkers):
 
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> tf.Tensor:
         metrics = metric_variables(self._model)
-        iterator = iter(dataset)
 
         def add(scope: keras.StatelessScope, batch: Any, totals: Sequence[tf.Tensor]) -> list[Any]:
             self._set(scope, metrics, totals)
@@ -256,13 +267,8 @@ class MetricsOnWorkers(_OnWorkers):
             update_metrics(self._model, x, y, y_pred, sample_weight, loss, batch_size_of((x,)))
             return [scope.get_current_value(metric) for metric in metrics]
 
-        def step(optional: Any, *totals: tf.Tensor) -> Any:
-            return (iterator.get_next_as_optional(), *run(add, [optional.get_value(), list(totals)]))
-
         initial = [tf.constant(value, v.dtype) for value, v in zip(self._reader.initial_values, metrics)]
-        _, *totals = tf.while_loop(
-            lambda optional, *_: optional.has_value(), step, [iterator.get_next_as_optional(), *initial]
-        )
+        totals = _fold(dataset, lambda batch, *totals: run(add, [batch, list(totals)]), initial)
         return tf.concat([tf.reshape(tf.cast(total, tf.float64), [-1]) for total in totals], 0)
 
 
@@ -284,20 +290,16 @@ class OutputsOnWorkers(_OnWorkers):
             return run(predict_on, [x])
 
         like = tf.function(predict, autograph=False).get_concrete_function(dataset.element_spec).structured_outputs
-        iterator = iter(dataset)
         arrays = [
             tf.TensorArray(spec.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=[None, *spec.shape[1:]])
             for spec in tf.nest.flatten(like)
         ]
 
-        def step(number: tf.Tensor, optional: Any, *written: tf.TensorArray) -> Any:
-            outputs = tf.nest.flatten(predict(optional.get_value()))
-            more = [array.write(number, output) for array, output in zip(written, outputs)]
-            return (number + 1, iterator.get_next_as_optional(), *more)
+        def step(batch: Any, number: tf.Tensor, *written: tf.TensorArray) -> Sequence[Any]:
+            outputs = tf.nest.flatten(predict(batch))
+            return [number + 1, *(array.write(number, output) for array, output in zip(written, outputs))]
 
-        _, _, *written = tf.while_loop(
-            lambda _, optional, *_arrays: optional.has_value(), step, [0, iterator.get_next_as_optional(), *arrays]
-        )
+        _, *written = _fold(dataset, step, [0, *arrays])
         return tf.nest.pack_sequence_as(like, [array.concat() for array in written])
 
 
