@@ -77,8 +77,8 @@ def load_trained_run(
     """Yields the run that a command names, and its config.
 
     Args:
-        given: what the command was given.
-        needs_data: whether the command cannot do without the data of the config.
+        given: the options of the command.
+        needs_data: the command cannot do without the data of the config.
         data: the data that a model is built for, if it needs some, with the preprocessing of the model; None: that
             which the run was trained on.
 
