@@ -81,7 +81,7 @@ class Column:
         """The arguments of a function for a worker that a share becomes; a large one is in a variable."""
         return [tf.TensorSpec([], tf.resource) if self.is_large(max_rows) else self._spec]
 
-    def received(self, arguments: Sequence[tf.Tensor]) -> ArrivedShare:
+    def arrived_share(self, arguments: Sequence[tf.Tensor]) -> ArrivedShare:
         """The share, from these arguments of such a function."""
         (rows,) = arguments
         if rows.dtype == tf.resource:
@@ -173,10 +173,10 @@ def as_array(values: Any) -> np.ndarray | Hdf5Rows:
     return values if isinstance(values, (np.memmap, Hdf5Rows)) else np.asarray(values)
 
 
-def received(columns: Sequence[Column], max_rows: int, arguments: Sequence[tf.Tensor]) -> list[ArrivedShare]:
+def arrived_shares(columns: Sequence[Column], max_rows: int, arguments: Sequence[tf.Tensor]) -> list[ArrivedShare]:
     """The shares of several columns, from the arguments of a function that takes all their specs."""
     remaining = iter(arguments)
-    return [column.received([next(remaining) for _ in column.specs(max_rows)]) for column in columns]
+    return [column.arrived_share([next(remaining) for _ in column.specs(max_rows)]) for column in columns]
 
 
 def without_copies(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -148,8 +148,8 @@ class FileColumn(Column):
         specs = super().specs(max_rows)
         return [*specs, self._file.mapped_spec, tf.TensorSpec([None], tf.int64)] if self.is_large(max_rows) else specs
 
-    def received(self, arguments: Sequence[tf.Tensor]) -> ArrivedShare:
-        sent = super().received(arguments[:1])
+    def arrived_share(self, arguments: Sequence[tf.Tensor]) -> ArrivedShare:
+        sent = super().arrived_share(arguments[:1])
         if len(arguments) == 1:
             return sent
         _, mapped, rows = arguments

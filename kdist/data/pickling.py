@@ -79,7 +79,7 @@ def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeTy
     return make(*arguments).replace(co_filename=filename)
 
 
-def pickled(program: Any) -> bytes:
+def dumps(program: Any) -> bytes:
     """The object as bytes.
 
     Raises:
@@ -97,12 +97,12 @@ def pickled(program: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpickled(packed: bytes) -> Any:
-    """Undoes `pickled`. Runs code: only for what this run's own processes sent."""
+def loads(packed: bytes) -> Any:
+    """Undoes `dumps`. Runs code: only for what this run's own processes sent."""
     return pickle.loads(packed)
 
 
-def packed_program(program: Any) -> bytes:
+def pack_program(program: Any) -> bytes:
     """The object as bytes, with the settings of Keras that the program has changed.
 
     Raises:
@@ -114,17 +114,17 @@ def packed_program(program: Any) -> bytes:
     for name, item in settings.objects.items():
         # One that cannot travel may not be needed; if it is, Keras says that it does not know it.
         with suppress(ConfigError):
-            objects[name] = pickled(item)
-    return pickle.dumps((pickled(replace(settings, objects={})), objects, pickled(program)))
+            objects[name] = dumps(item)
+    return pickle.dumps((dumps(replace(settings, objects={})), objects, dumps(program)))
 
 
-def unpacked_program(packed: bytes) -> Any:
-    """Undoes `packed_program`, and makes the settings those of this process. Runs code, as `unpickled`."""
+def unpack_program(packed: bytes) -> Any:
+    """Undoes `pack_program`, and makes the settings those of this process. Runs code, as `loads`."""
     settings, packed_objects, program = pickle.loads(packed)
     objects = {}
     for name, item in packed_objects.items():
         # Of a module that only the program knows how to import.
         with suppress(ImportError, AttributeError):
-            objects[name] = unpickled(item)
-    replace(unpickled(settings), objects=objects).set()
-    return unpickled(program)
+            objects[name] = loads(item)
+    replace(loads(settings), objects=objects).set()
+    return loads(program)

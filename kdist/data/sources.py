@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist._compat.keras_data import is_made_in_batches, is_scipy_sparse
 from kdist.data.base import DataContext, Readers, TrainingData, worker_dataset
 from kdist.data.batch_source import BatchSource, PyDatasetShares, has_sparse_matrix
-from kdist.data.columns import Hdf5Rows, WorkerArgument, as_array, received, without_copies
+from kdist.data.columns import Hdf5Rows, WorkerArgument, arrived_shares, as_array, without_copies
 from kdist.data.datasets import DatasetData, DatasetPasses, FunctionData
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
@@ -85,7 +85,7 @@ class ArrayData(TrainingData):
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         max_rows = self._max_rows(context.num_workers)
-        shares = received(self._columns, max_rows, arguments)
+        shares = arrived_shares(self._columns, max_rows, arguments)
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
         first_pass, place = first_batch // num_batches, first_batch % num_batches
@@ -160,7 +160,7 @@ def training_data(
         class_weight: class -> weight of its examples, time steps or pixels.
         seed: makes shuffling repeatable; random if None.
         readers: of the data.
-        preprocess: prepares each batch, see `preprocessed`.
+        preprocess: prepares each batch, see `preprocess_batches`.
 
     Raises:
         ConfigError: data that these workers cannot get, or an `x` of another type.
@@ -177,7 +177,7 @@ def training_data(
     if class_weight and (sample_weight is not None or tf.nest.is_nested(y)):
         raise ConfigError(f"class_weight: {_ONE_Y}")
     if preprocess is not None:
-        x, y, sample_weight = preprocessed(preprocess, x, y, sample_weight, batch_size), None, None
+        x, y, sample_weight = preprocess_batches(preprocess, x, y, sample_weight, batch_size), None, None
     if isinstance(x, SplitSource):
         if y is not None or sample_weight is not None or class_weight is not None:
             raise ConfigError(
@@ -349,7 +349,7 @@ def has_labels(x: Any) -> bool:
     return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
 
 
-def preprocessed(
+def preprocess_batches(
     preprocess: Callable[..., Any], x: Any, y: Any = None, sample_weight: Any = None, batch_size: int | None = None
 ) -> Any:
     """The data as a dataset of batches, or a function of one, each prepared by `preprocess(x, y, sample_weight)`.

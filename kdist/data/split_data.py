@@ -73,6 +73,6 @@ def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
     return raised_by_reader(error, UnreadableSplit)
 
 
-def naming(error: tf.errors.OpError, split: Split) -> tf.errors.OpError:
+def with_place(error: tf.errors.OpError, split: Split) -> tf.errors.OpError:
     """Adds the place in the data to an error."""
     return type(error)(None, None, f"{split.place}:\n{error.message}")

@@ -23,7 +23,7 @@ from kdist.cluster.processes.chief_board import chief_server
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.spec import EVALUATOR, Membership
 from kdist.console import lines
-from kdist.data.pickling import packed_program
+from kdist.data.pickling import pack_program
 from kdist.errors import ClusterError, ConfigError
 from kdist.evaluation.evaluate import ValidationArguments, evaluations
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -70,7 +70,7 @@ class Evaluator(Hook):
         self._last_step = -1
 
     def begin(self, session: Session) -> None:
-        self._packed = packed_program(self._request)
+        self._packed = pack_program(self._request)
 
     def after_create_session(self, session: Session) -> None:
         if self._process is None:

@@ -1,7 +1,7 @@
 """The evaluator's process: reads each new checkpoint, evaluates it, and reports the result.
 
 `python -m kdist.evaluation.evaluator_main '<options as JSON>'`; the option `request` is the descriptor of an open file
-packed by `kdist.data.pickling.packed_program`. It writes a line of JSON, `[step, logs]`, for each checkpoint to
+packed by `kdist.data.pickling.pack_program`. It writes a line of JSON, `[step, logs]`, for each checkpoint to
 standard output, and exits when its standard input closes.
 """
 
@@ -19,7 +19,7 @@ from kdist import forks
 from kdist._compat.imports import quick_import
 from kdist.cluster.processes.child import end_with_parent
 from kdist.cluster.spec import EVALUATOR
-from kdist.data.pickling import unpacked_program
+from kdist.data.pickling import unpack_program
 from kdist.errors import traceback_of
 
 _POLL_SECS = 0.5
@@ -55,7 +55,7 @@ def _evaluate(packed: bytes, folder: Path, after: int, said: Any) -> None:
     # The cores belong to the workers.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    for found in evaluations(**unpacked_program(packed), checkpoints=Checkpoints(folder), after=after):
+    for found in evaluations(**unpack_program(packed), checkpoints=Checkpoints(folder), after=after):
         if found is None:
             time.sleep(_POLL_SECS)
         else:

@@ -21,10 +21,10 @@ from kdist._compat.keras import call, global_seed, metrics_are_built
 from kdist._compat.tensorflow import function_for_tasks
 from kdist.data.base import call_with
 from kdist.data.batch_source import has_sparse_matrix
-from kdist.data.columns import WorkerArgument, received, without_copies
+from kdist.data.columns import WorkerArgument, arrived_shares, without_copies
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
-from kdist.data.sources import as_tuples, has_labels, preprocessed
+from kdist.data.sources import as_tuples, has_labels, preprocess_batches
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
@@ -72,7 +72,7 @@ def _shards_of_arrays(arrays: Any, batch_size: int, number: int) -> EvaluationSh
         return [column.share(slice(cuts[shard], cuts[shard + 1]), max_rows) for column in columns]
 
     def dataset(_: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
-        arrived = received(columns, max_rows, arguments)
+        arrived = arrived_shares(columns, max_rows, arguments)
         numbers = tf.data.Dataset.range(arrived[0].num_rows).batch(batch_size)
         batches = numbers.map(lambda chosen: tf.nest.pack_sequence_as(structure, [a.take(chosen) for a in arrived]))
         return without_copies(batches) if any(column.is_large(max_rows) for column in columns) else batches
@@ -113,7 +113,7 @@ def shards_for(
     """The shards of x, y and sample_weight as a model's own `evaluate` prepares them, if it has one."""
     if (preprocess := preprocessing_of(model)) is None:
         return shards_of(*data, batch_size, number)
-    return shards_of(preprocessed(preprocess, *data, batch_size), None, None, None, number)
+    return shards_of(preprocess_batches(preprocess, *data, batch_size), None, None, None, number)
 
 
 class NeedsWholeTable(Exception):

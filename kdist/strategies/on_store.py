@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kdist.cluster.spec import Task
 from kdist.data.base import iterator_over
-from kdist.data.split_data import naming, why_unreadable
+from kdist.data.split_data import why_unreadable, with_place
 from kdist.data.splits import Splits
 from kdist.dispatch.coordinator import Coordinator
 from kdist.dispatch.worker_threads import may_be_lost
@@ -321,7 +321,7 @@ class WorkerIterators:
                 if split is None or may_be_lost(error):
                     raise
                 if (reason := why_unreadable(error, split)) is None or not splits.skip(worker, reason):
-                    raise naming(error, split) from error
+                    raise with_place(error, split) from error
             else:
                 splits.advance(worker)
                 if splits.split_of(worker) is None:

@@ -39,7 +39,7 @@ from kdist.cluster.processes.watchdog import stopped_longer_than
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
-from kdist.data.pickling import packed_program, pickled, unpickled
+from kdist.data.pickling import dumps, loads, pack_program
 from kdist.errors import ClusterError, ConfigError
 from kdist.model.names import GLOBAL_STEP
 from kdist.model.state import read_from_model
@@ -204,7 +204,7 @@ class Remote(StoreStrategy):
         data = spec.data if spec.data.splits is None else BatchesElsewhere(spec.data)
         sent = replace(spec, model=cast(Any, None), source=None, data=data, stays_on_servers=bool)
         request = RemoteRequest(self._make, spec.source or spec.model, sent, read_from_model(spec.model))
-        return packed_program(request)
+        return pack_program(request)
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         assert self._processes is not None
@@ -335,7 +335,7 @@ class Processes:
         return self._call(self._pipes, name, arguments)
 
     def _call(self, pipes: Sequence[Connection], name: str, arguments: Sequence[Any]) -> Any:
-        message = pickled((name, arguments))
+        message = dumps((name, arguments))
         with self._lock:
             for pipe in pipes:
                 # It is closed if the worker has ended, which `_result` finds.
@@ -347,7 +347,7 @@ class Processes:
         try:
             while not self._pipes[0].poll(_POLL_SECS):
                 self._check()
-            is_error, content = unpickled(self._pipes[0].recv_bytes())
+            is_error, content = loads(self._pipes[0].recv_bytes())
         except BlockingIOError:
             secs = self._cluster.step_timeout
             raise ClusterError(
@@ -391,7 +391,7 @@ class Processes:
         """The error that a worker has sent before it ended; None if it has sent none."""
         with suppress(EOFError, OSError):
             while self._pipes[index].poll():
-                is_error, content = unpickled(self._pipes[index].recv_bytes())
+                is_error, content = loads(self._pipes[index].recv_bytes())
                 if is_error:
                     return cast(BaseException, content)
         return None

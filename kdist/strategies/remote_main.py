@@ -24,7 +24,7 @@ from kdist._compat.imports import quick_import
 from kdist.cluster.network import sockets
 from kdist.cluster.processes.child import end_with_parent
 from kdist.cluster.spec import ClusterSpec, Membership, Task
-from kdist.data.pickling import pickled, unpacked_program, unpickled
+from kdist.data.pickling import dumps, loads, unpack_program
 from kdist.errors import KdistError, TaskError, traceback_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - raised in the process with the session
         print(f"{log.now()} {task} failed\n{traceback_of(error)}", end="", file=sys.stderr)
         code = 1
-        pipe.send_bytes(pickled((True, error if isinstance(error, KdistError) else TaskError(str(task), error))))
+        pipe.send_bytes(dumps((True, error if isinstance(error, KdistError) else TaskError(str(task), error))))
     sys.stdout.flush()
     sys.stderr.flush()
     forks.end_daemons()
@@ -82,7 +82,7 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
         sockets.bind_to(options.bind)
         join(membership, options.start_timeout)
     op_libraries.load(options.op_libraries)
-    request: RemoteRequest = unpacked_program(packed)
+    request: RemoteRequest = unpack_program(packed)
     del packed
     spec = replace(request.spec, model=getattr(request.source, "model", request.source))
     strategy: Any = request.make(membership)
@@ -92,18 +92,18 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     strategy.start(spec)
     strategy.values.write({n: v for n, v in request.values.items() if n in strategy.values.shapes})
     shapes, by_rows = dict(strategy.values.shapes), strategy.values.by_rows
-    pipe.send_bytes(pickled((False, remote.RemoteFacts(strategy.num_replicas, shapes, by_rows))))
+    pipe.send_bytes(dumps((False, remote.RemoteFacts(strategy.num_replicas, shapes, by_rows))))
     del request
     served = _Served(strategy, spec.data)
     while True:
         try:
-            name, arguments = unpickled(pipe.recv_bytes())
+            name, arguments = loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            message = pickled((False, getattr(served, name)(*arguments)))
+            message = dumps((False, getattr(served, name)(*arguments)))
         except (KdistError, tf.errors.OpError, OSError) as error:
-            message = pickled((True, error))
+            message = dumps((True, error))
         pipe.send_bytes(message)
 
 
@@ -113,7 +113,7 @@ def commands(pipe: Connection) -> Iterator[tuple[int, int]]:
 
     while True:
         try:
-            name, arguments = unpickled(pipe.recv_bytes())
+            name, arguments = loads(pipe.recv_bytes())
         except EOFError:
             return
         yield (RUN, arguments[0]) if name == "run" else (SHARE, 0)

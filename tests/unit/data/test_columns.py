@@ -21,7 +21,7 @@ def received(column: Column, rows: Any, max_rows: int) -> np.ndarray:
     column.trace_transfer(max_rows)
 
     def read(*arguments: tf.Tensor) -> tf.Tensor:
-        share = column.received(arguments)
+        share = column.arrived_share(arguments)
         return share.take(tf.range(share.num_rows))
 
     traced = tf.function(read, autograph=False).get_concrete_function(*column.specs(max_rows))

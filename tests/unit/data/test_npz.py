@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist.data.file_column import file_of
-from kdist.data.pickling import pickled, unpickled
+from kdist.data.pickling import dumps, loads
 
 ARRAYS: dict[str, Any] = {
     "x": np.arange(3000, dtype=np.float32).reshape(100, 30),
@@ -45,9 +45,9 @@ def test_workers_can_find_them_in_the_file(tmp_path: Path) -> None:
 def test_other_processes_map_the_file_themselves(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **ARRAYS)
     x = kdist.load_npz(tmp_path / "data.npz")["x"]
-    packed = pickled({"part": x[10:90], "reversed": x[::-1]})
+    packed = dumps({"part": x[10:90], "reversed": x[::-1]})
     assert len(packed) < x.nbytes + 2000
-    found = unpickled(packed)
+    found = loads(packed)
     assert isinstance(found["part"], np.memmap)
     np.testing.assert_array_equal(found["part"], x[10:90])
     np.testing.assert_array_equal(found["reversed"], x[::-1])

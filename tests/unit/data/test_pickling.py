@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from kdist._compat.keras_state import ProgramSettings
-from kdist.data.pickling import packed_program, pickled, unpacked_program, unpickled
+from kdist.data.pickling import dumps, loads, pack_program, unpack_program
 from kdist.threads import in_thread
 
 SOURCE = """
@@ -34,7 +34,7 @@ def defined_in(source: str, filename: str, name: str) -> Any:
 
 def test_autograph_finds_the_source_of_a_function_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SOURCE)
-    travelled = unpickled(pickled(defined_in(SOURCE, str(tmp_path / "script.py"), "absolute")))
+    travelled = loads(dumps(defined_in(SOURCE, str(tmp_path / "script.py"), "absolute")))
     assert inspect.getsource(travelled) == SOURCE.lstrip("\n")
     assert int(next(iter(tf.data.Dataset.from_tensors(-3).map(travelled)))) == 3
 
@@ -42,9 +42,9 @@ def test_autograph_finds_the_source_of_a_function_of_a_script(tmp_path: Path) ->
 def test_a_cell_of_a_notebook_travels_with_its_source() -> None:
     name, lines = "<cell 7>", SOURCE.splitlines(keepends=True)
     linecache.cache[name] = len(SOURCE), None, lines, name
-    packed = pickled(defined_in(SOURCE, name, "absolute"))
+    packed = dumps(defined_in(SOURCE, name, "absolute"))
     del linecache.cache[name]
-    assert inspect.getsource(unpickled(packed)) == SOURCE.lstrip("\n")
+    assert inspect.getsource(loads(packed)) == SOURCE.lstrip("\n")
 
 
 def weighted(weight: float) -> Callable[[Any, Any], Any]:
@@ -72,7 +72,7 @@ def test_functions_of_a_model_arrive_wherever_they_stand() -> None:
     ]
     model.compile("sgd", weighted(4.0), metrics=metrics)
     x, y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
-    travelled = unpickled(pickled(model))
+    travelled = loads(dumps(model))
     np.testing.assert_array_equal(travelled.predict(x, verbose=0), np.full((4, 2), 24.0))
     expected = model.evaluate(x, y, verbose=0, return_dict=True)
     assert travelled.evaluate(x, y, verbose=0, return_dict=True) == expected
@@ -112,7 +112,7 @@ def test_settings_of_keras_travel_with_a_program() -> None:
     tf.config.experimental.enable_tensor_float_32_execution(False)
     registered = defined_in("class Twice:\n    def get_config(self):\n        return {}", "<script>", "Twice")
     keras.saving.register_keras_serializable("mine")(registered)
-    changed, packed = present(), packed_program("the program")
+    changed, packed = present(), pack_program("the program")
     assert not set(changed.items()) & set(before.items())
 
     keras.config.set_dtype_policy("float32")
@@ -124,7 +124,7 @@ def test_settings_of_keras_travel_with_a_program() -> None:
     del keras.saving.get_custom_objects()["mine>Twice"]
     assert present() == before
 
-    assert unpacked_program(packed) == "the program"
+    assert unpack_program(packed) == "the program"
     assert present() == changed
     assert keras.saving.get_registered_object("mine>Twice").__name__ == "Twice"
 

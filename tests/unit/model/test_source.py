@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data.pickling import pickled, unpickled
+from kdist.data.pickling import dumps, loads
 from kdist.errors import ConfigError
 from kdist.model.names import variable_names
 from kdist.model.source import ModelSource
@@ -20,7 +20,7 @@ from kdist.model.state import read_from_model
 
 def elsewhere(source: ModelSource) -> keras.Model:
     """The model of another process."""
-    return unpickled(pickled(source)).model
+    return loads(dumps(source)).model
 
 
 def built() -> keras.Model:

@@ -10,7 +10,7 @@ import pytest
 
 from kdist.cluster.processes.child import Child
 from kdist.config.schema import ClusterConfig
-from kdist.data.pickling import pickled, unpickled
+from kdist.data.pickling import dumps, loads
 from kdist.errors import ClusterError, ConfigError
 from kdist.strategies.multi_worker_mirrored import RUN, SHARE
 from kdist.strategies.remote import Processes, limit_waits
@@ -38,7 +38,7 @@ def ended(folder: Path, *codes: int, left: dict[int, BaseException]) -> Processe
     for index, code in enumerate(codes):
         here, there = Pipe()
         if index in left:
-            there.send_bytes(pickled((True, left[index])))
+            there.send_bytes(dumps((True, left[index])))
         there.close()
         processes._children.append(Child(partial(Ended, code), log := folder / f"worker-{index}.log"))
         log.write_text(f"the last of {index}\n")
@@ -94,12 +94,12 @@ def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_
         processes._pipes.append(here)
     (_, of_chief), (_, of_other) = ends
     for answer in range(4):
-        of_chief.send_bytes(pickled((False, answer)))
+        of_chief.send_bytes(dumps((False, answer)))
     assert processes.call_all("run", 4, None) == 0
     assert processes.call("of_values", "write", {}) == 1
     assert processes.call_all("share") == 2
     assert processes.call_all("run", 1, None) == 3
-    told = [unpickled(of_chief.recv_bytes()) for _ in range(4)]
+    told = [loads(of_chief.recv_bytes()) for _ in range(4)]
     assert [name for name, _ in told] == ["run", "of_values", "share", "run"]
     for here, _ in ends:
         here.close()
