@@ -463,20 +463,11 @@ class Trainer:
         """
         listed, shown = checked(callbacks), _shown(verbose)
         is_split = on_workers and steps is None and not any(acts_on_any(c, TEST_BATCH_EVENTS) for c in listed)
-        logs = None
+        data, logs = (x, y, sample_weight), None
         if is_split and (workers := self._workers()) is not None:
-            logs = workers.evaluate(self.model, x, y, sample_weight, batch_size, listed)
+            logs = workers.evaluate(self.model, data, batch_size, listed)
         if logs is None:
-            logs = evaluate(
-                self.model,
-                x,
-                y,
-                batch_size=batch_size,
-                verbose=shown,
-                sample_weight=sample_weight,
-                steps=steps,
-                callbacks=listed,
-            )
+            logs = evaluate(self.model, data, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
         return logs if return_dict else in_order(self.model, logs)
 
     def predict(

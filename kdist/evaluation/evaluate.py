@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import numpy as np
@@ -67,18 +67,21 @@ def evaluations(
             yield newest, validator.of_values(values)
 
 
+#: x, y and sample_weight.
+Data: TypeAlias = tuple[Any, Any, Any]
+
+
 def evaluate(
     model: keras.Model,
-    x: object,
-    y: object = None,
+    data: Data,
     *,
     batch_size: int | None = None,
     verbose: int | str = 0,
-    sample_weight: object = None,
     steps: int | None = None,
     callbacks: object = None,
 ) -> Logs:
-    """Evaluates as `keras.Model.evaluate`, loss first; `x` may also be a dataset function."""
+    """Evaluates as `keras.Model.evaluate`, loss first; x may also be a dataset function."""
+    x, y, sample_weight = data
     x = read_locally(x, batch_size)
     if not overrides_of(model, "evaluate"):
         x, y, sample_weight = map(arrays_for_keras, (x, y, sample_weight))
@@ -129,18 +132,12 @@ class WorkerPool:
     training: Callable[[Strategy], None] | None = None
 
     def evaluate(
-        self,
-        model: keras.Model,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        self, model: keras.Model, data: Data, batch_size: int | None, callbacks: Sequence[keras.callbacks.Callback] = ()
     ) -> Logs | None:
         """Does the same as `evaluate`; None if the workers cannot. Callbacks see the begin and the end."""
         if not can_evaluate(model) or not self._can_give(model):
             return None
-        shards = shards_for(model, (x, y, sample_weight), batch_size, self.num_workers)
+        shards = shards_for(model, data, batch_size, self.num_workers)
         if shards is None:
             return None
         evaluation = MetricsOnWorkers(model, shards)
@@ -210,16 +207,13 @@ class ValidationArguments:
     with_ema: bool = False
 
     @property
-    def parts(self) -> tuple[Any, Any, Any]:
+    def parts(self) -> Data:
         """The data as x, y and sample_weight."""
         return (self.data, None, None) if has_labels(self.data) else keras.utils.unpack_x_y_sample_weight(self.data)
 
     def training_data(self, preprocess: Callable[..., Any] | None) -> TrainingData:
         """The same data as training data: a model is built for its batches."""
-        x, y, sample_weight = self.parts
-        return training_data(
-            x, y, sample_weight, batch_size=self.batch_size, shuffle=False, seed=0, preprocess=preprocess
-        )
+        return training_data(*self.parts, batch_size=self.batch_size, shuffle=False, seed=0, preprocess=preprocess)
 
 
 class Validator:
@@ -294,16 +288,8 @@ class Validator:
         arguments = self._arguments
         if arguments.data is None:
             return {}
-        x, y, sample_weight = arguments.parts
-        return evaluate(
-            self._model,
-            x,
-            y,
-            batch_size=arguments.batch_size,
-            sample_weight=sample_weight,
-            steps=arguments.steps,
-            callbacks=callbacks,
-        )
+        batch_size, steps = arguments.batch_size, arguments.steps
+        return evaluate(self._model, arguments.parts, batch_size=batch_size, steps=steps, callbacks=callbacks)
 
     def _finish_model(self) -> None:
         if self._arguments.with_ema:

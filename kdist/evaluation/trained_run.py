@@ -130,14 +130,13 @@ class TrainedRun:
         """Loss and metrics, computed by the workers if the cluster has some and they can."""
         if not metrics_are_built(self.model):
             self._prepare(self.model)
-        parts, batch_size = arguments.parts, arguments.batch_size
+        data, batch_size = arguments.parts, arguments.batch_size
         if (pool := self._pool()) is not None:
-            logs = pool.evaluate(self.model, *parts, batch_size)
+            logs = pool.evaluate(self.model, data, batch_size)
             if logs is not None:
                 return logs
             warn("the workers cannot evaluate this model or data; this process does")
-        x, y, sample_weight = parts
-        return evaluate(self.load(), x, y, batch_size=batch_size, sample_weight=sample_weight)
+        return evaluate(self.load(), data, batch_size=batch_size)
 
     def predict(self, x: Any, batch_size: int | None) -> Any:
         """Predicts as `keras.Model.predict`, on the workers if the cluster has some and they can."""
