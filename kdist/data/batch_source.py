@@ -74,6 +74,9 @@ def has_sparse_matrix(*trees: Any) -> bool:
 class BatchSource:
     """Batches that this process makes, pass after pass.
 
+    Whatever makes them raises `ConfigError` if Keras does not take such batches, or one is not like the first ones, and
+    `TaskError` if the user's code failed.
+
     Args:
         x, y, sample_weight, batch_size, shuffle: as for `keras.Model.fit`.
         seed: of the order of the batches of a `PyDataset`.
@@ -128,12 +131,7 @@ class BatchSource:
 
     @cached_property
     def element_spec(self) -> Any:
-        """Of a batch.
-
-        Raises:
-            ConfigError: Keras does not take such batches.
-            TaskError: the user's code failed.
-        """
+        """The specs of a batch."""
         # A part without a value, an optional input, is None.
         return tf.nest.map_structure(
             lambda spec: tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec,
@@ -159,10 +157,6 @@ class BatchSource:
 
         Args:
             first: the number of the first wanted batch. Earlier ones are not made, or have no tensors.
-
-        Raises:
-            ConfigError: a batch is not like the first ones.
-            TaskError: the user's code failed.
         """
         number = begin = 0
         if self._in_order is not None:
@@ -186,7 +180,7 @@ class BatchSource:
         self._batches.stop()
 
     def tensors(self, number: int, batch: Any) -> list[tf.Tensor]:
-        """The tensors that the parts of a batch consist of; raises `ConfigError` if it is not like the first ones."""
+        """The tensors that the parts of a batch consist of."""
         batch = _without_none(_with_tuples(batch))
         try:
             tf.nest.assert_same_structure(self.element_spec, batch, expand_composites=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,25 +20,22 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-def require_pyarrow() -> None:
-    """Imports pyarrow.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+def require_pyarrow() -> Any:
+    """Returns pyarrow, with its module `parquet`; raises `ConfigError` if it is not installed."""
     try:
-        import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"Parquet files need pyarrow: pip install 'kdist[parquet]' ({error})") from error
+    return pyarrow
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """Raises errors of files as `UnreadableSplit`."""
+def _reading() -> Iterator[Any]:
+    """Yields `pyarrow.parquet`, whose errors become `UnreadableSplit`."""
     import pyarrow.parquet
 
     try:
-        yield
+        yield pyarrow.parquet
     except (OSError, pyarrow.ArrowException) as error:
         raise UnreadableSplit(" ".join(str(error).split())[:300]) from error
 
@@ -49,10 +46,8 @@ def types_in(path: Path) -> dict[str, str]:
     Raises:
         UnreadableSplit: the file is missing, or no Parquet file.
     """
-    import pyarrow.parquet
-
-    with _reading():
-        schema = pyarrow.parquet.read_schema(path)
+    with _reading() as parquet:
+        schema = parquet.read_schema(path)
     return {field.name: str(field.type) for field in schema}
 
 
@@ -102,10 +97,8 @@ def groups(path: bytes, num_read: np.ndarray) -> np.ndarray:
     Raises:
         UnreadableSplit: the file is missing, or no Parquet file.
     """
-    import pyarrow.parquet
-
-    with _reading():
-        metadata = pyarrow.parquet.read_metadata(path.decode())
+    with _reading() as parquet:
+        metadata = parquet.read_metadata(path.decode())
     left_out, found = int(num_read), []
     for group in range(metadata.num_row_groups):
         num_rows = metadata.row_group(group).num_rows
@@ -126,10 +119,8 @@ def rows(path: bytes, group: np.ndarray, names: np.ndarray) -> list[np.ndarray]:
         UnreadableSplit: they cannot be read.
         ValueError: a value is missing where only floating point has a number for that, or a type changed.
     """
-    import pyarrow.parquet
-
     number, left_out = map(int, group)
-    with _reading(), pyarrow.parquet.ParquetFile(path.decode()) as file:
+    with _reading() as parquet, parquet.ParquetFile(path.decode()) as file:
         table = file.read_row_group(number, [name.decode() for name in names])
     return [_array(path.decode(), name.decode(), table.column(name.decode()))[left_out:] for name in names]
 

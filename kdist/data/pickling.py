@@ -103,11 +103,7 @@ def loads(packed: bytes) -> Any:
 
 
 def pack_program(program: Any) -> bytes:
-    """The object as bytes, with the settings of Keras that the program has changed.
-
-    Raises:
-        ConfigError: something in it cannot be sent to another process.
-    """
+    """The object as bytes, with the settings of Keras that the program has changed; raises as `dumps`."""
     from kdist._compat.keras_state import ProgramSettings
 
     settings, objects = ProgramSettings.here(), {}

@@ -185,8 +185,7 @@ def training_data(
             )
         return SplitData(x, batch_size or 32)
     if has_labels(x):
-        if y is not None or sample_weight is not None:
-            raise ValueError("with data that is no array, y and sample_weight are part of its elements")
+        _check_no_labels(y, sample_weight)
         is_function = is_dataset_function(x)
         data = _data_of_function(x, batch_size, readers) if is_function else _data_of_batches(x, shuffle, seed, readers)
     elif has_sparse_matrix(x, y, sample_weight):
@@ -281,11 +280,7 @@ _ONE_Y = "needs labels in a single y, and no sample_weight beside it; give sampl
 
 
 def _weights_by_class(class_weight: Mapping[float, float]) -> Callable[..., Any]:
-    """Returns a function that adds a sample weight by class to a batch, as for Keras's `class_weight`.
-
-    Raises:
-        ConfigError: `class_weight` does not map numbers to numbers.
-    """
+    """Returns a function that adds a sample weight by class to a batch, as for Keras's `class_weight`."""
     # Labels are rounded to whole numbers: another key has no examples.
     try:
         given = {int(key): float(weight) for key, weight in class_weight.items() if int(key) == key}
@@ -339,6 +334,11 @@ def _check_is_arrays(x: Any) -> None:
         )
 
 
+def _check_no_labels(y: Any, sample_weight: Any) -> None:
+    if y is not None or sample_weight is not None:
+        raise ValueError("with data that is no array, y and sample_weight are part of its elements")
+
+
 def is_dataset_function(x: Any) -> bool:
     """True if `x` is a function that makes a dataset, and not data that happens to be callable."""
     return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
@@ -371,8 +371,8 @@ def preprocess_batches(
             )
         arrays = keras.utils.pack_x_y_sample_weight(*map(_lists_as_arrays, (x, y, sample_weight)))
         x = tf.data.Dataset.from_tensor_slices(arrays_for_keras(arrays)).batch(batch_size or 32)
-    elif y is not None or sample_weight is not None:
-        raise ValueError("with data that is no array, y and sample_weight are part of its elements")
+    else:
+        _check_no_labels(y, sample_weight)
     return x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
 

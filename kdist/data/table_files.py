@@ -77,9 +77,7 @@ def _parsed(column: Sequence[str]) -> np.ndarray:
 
 
 def _read_parquet(path: Path) -> dict[str, np.ndarray]:
-    require_pyarrow()
-    import pyarrow.parquet
-
+    pyarrow = require_pyarrow()
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
@@ -119,8 +117,7 @@ def _text(value: Any) -> str:
 
 
 def _write_parquet(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    require_pyarrow()
-    import pyarrow.parquet
+    pyarrow = require_pyarrow()
 
     def column(array: np.ndarray) -> Any:
         rows = array.reshape(len(array), -1)
