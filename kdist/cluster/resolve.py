@@ -42,9 +42,7 @@ def with_given(config: ClusterConfig, **given: Any) -> ClusterConfig:
 def membership_of(config: ClusterConfig, environment: Mapping[str, str]) -> Membership | None:
     """The role of this process, if others start the tasks of its cluster; None if it starts them itself.
 
-    Raises:
-        ConfigError: an invalid address, job or index, an invalid TF_CONFIG, another number of tasks than the shape has,
-            or a public address.
+    Raises `ConfigError` for what is wrong in the config or TF_CONFIG, and for public addresses.
     """
     membership = _described(config, environment)
     if membership is not None:
@@ -175,11 +173,7 @@ def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:
 def membership_at(
     addresses: Mapping[str, Sequence[str]], job: Any, index: Any, keys: tuple[str, str, str]
 ) -> Membership:
-    """The membership of task `index` of `job` in the cluster at `addresses`, `host:port` by job.
-
-    Raises:
-        ConfigError: names the part of the description that is wrong, by `keys`.
-    """
+    """The membership of task `index` of `job` in the cluster at `addresses`, `host:port` by job; errors name `keys`."""
     cluster_key, job_key, index_key = keys
     if job not in ROLES:
         raise ConfigError(f"{job_key}={job}: there is no such job; a task is one of {', '.join(ROLES)}")

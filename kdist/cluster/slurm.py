@@ -29,11 +29,7 @@ def num_tasks(environment: Mapping[str, str]) -> int:
 
 
 def membership_in(shape: ClusterShape, environment: Mapping[str, str]) -> Membership:
-    """Finds the role of this process among the tasks of its step.
-
-    Raises:
-        ConfigError: the step has another number of tasks than `shape`, or does not say on which node each of them is.
-    """
+    """The role of this process in its step; raises `ConfigError` if the step has other tasks, or does not say where."""
     if not (found := num_tasks(environment)):
         raise ConfigError("cluster.started_by=slurm: SLURM_STEP_NUM_TASKS is not set; start this command by srun")
     needed = len(shape.tasks) + shape.has_evaluator

@@ -117,10 +117,10 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def rows_in(content: bytes, place: object) -> list[Row]:
-    """The rows of a file with this content: numbers by column, and the kind. Half a line at the end counts as absent.
+    """The rows of the file `place`: numbers by column, and the kind; half a line at the end is none.
 
     Raises:
-        ConfigError: the file, `place`, is damaged.
+        ConfigError: it is damaged.
     """
     whole = content[: content.rfind(b"\n") + 1]
     # A metric may have thousands of values.

@@ -39,7 +39,6 @@ class Origin:
         config: the config; None if there is none but the arguments of a `Trainer`.
         overrides: `key=value`, of the command line.
         git: `commit` and `dirty` (None if unknown) of the working directory; None outside of a repository.
-        host: the name of the machine.
         started: the time of the start; ISO 8601, UTC.
     """
 
@@ -106,8 +105,7 @@ class Gradients:
     """The fate of the gradients of this run.
 
     Attributes:
-        applied: the number of applied gradients; each is one global step.
-        dropped: the number of computed gradients that were not applied.
+        applied, dropped: the numbers of gradients; each applied one is a global step.
         staleness_mean, staleness_max: over the applied ones: how many others were applied between the pull of the
             parameters and the push of the gradient.
         by_worker: the fate of each worker's gradients, by its name (`worker:0`); empty without servers.

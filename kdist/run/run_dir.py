@@ -75,11 +75,9 @@ class RunDir:
 
     @contextmanager
     def open_for(self, reader: str) -> Iterator[RunDir]:
-        """Yields the run dir for a process that is not its chief. At a URL, every use of it may raise `StorageError`.
+        """Yields the run dir for another process than its chief. At a URL, every use of it may raise `StorageError`.
 
-        Raises:
-            ConfigError: it is on object storage that refuses or cannot be reached, or a process on this machine has the
-                same name as `reader`.
+        Raises `ConfigError` if the storage fails, or a process on this machine has the same name as `reader`.
         """
         with (self._given or self.folder).open_for(reader) as folder:
             yield RunDir(folder, self._name)
@@ -169,8 +167,7 @@ class RunDir:
         """Writes `model.keras`, which plain Keras can read; warns if the model cannot be saved in that format.
 
         Raises:
-            KdistError: the file cannot be written.
-            ConfigError: another chief has taken over the run dir; so does `write_result`.
+            KdistError: the file cannot be written; a `ConfigError` if another chief has taken over the run dir.
         """
         check_not_taken_over(Folder(self.path))
         try:

@@ -80,10 +80,7 @@ class SaveState:
         self._begun = replace(begun, written=written)
 
     def finish(self, *, keep: int | None, wait: bool = True) -> bool:
-        """Completes the checkpoint that is being written, once it is; returns whether it is complete now.
-
-        All full checkpoints are kept if `keep` is None.
-        """
+        """Completes the checkpoint that is being written, once it is; returns whether it did. `keep`: None keeps all."""
         if self._begun is None or not (wait or self._begun.written.done()):
             return False
         begun, self._begun = self._begun, None

@@ -31,8 +31,7 @@ class RunValues:
     Attributes:
         global_step: updates applied after it.
         num_steps: updates that it added.
-        seconds: its duration.
-        warming_up: True if functions were traced during the run, so that `seconds` says nothing about speed.
+        warming_up: True if functions were traced during the run, so that its `seconds` say nothing about speed.
         steps: the reports of its steps, in the order in which they finished.
     """
 
@@ -112,11 +111,8 @@ class RunStatistics:
 class MetricWindow:
     """The metrics of the newest steps, summed in parts, of which the oldest is dropped as a whole.
 
-    The window covers at most `size` examples and, once there were so many, at least 95 % of them less one step.
-    A step with more examples than that is a window of its own.
-
-    Args:
-        size: examples; at least 1.
+    The window covers at most `size` examples, at least 1, and, once there were so many, at least 95 % of them less one
+    step. A step with more examples than that is a window of its own.
     """
 
     def __init__(self, size: int) -> None:

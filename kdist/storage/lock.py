@@ -89,8 +89,7 @@ class LockOwner:
 class RunLock:
     """While entered, this process is the only chief of a run dir, which is created if necessary.
 
-    Args:
-        stale_secs: seconds without a heartbeat after which the lock of another machine counts as left behind.
+    A lock of another machine counts as left behind after `stale_secs` without a heartbeat.
 
     Raises:
         ConfigError: on entering: another process is its chief, or it is not writable.

@@ -113,8 +113,7 @@ class Mirror(Folder):
     def push(self) -> None:
         """Uploads all files but checkpoints, as far as they have changed; deletes what was deleted.
 
-        Raises:
-            KdistError: not everything could be uploaded; a `ConfigError` if another chief has taken over the run dir.
+        Raises `KdistError` if that fails, also the `ConfigError` of another chief that has taken over the run dir.
         """
         try:
             self._push(self.storage)
@@ -156,8 +155,7 @@ class Mirror(Folder):
     def move(self, under: str, to: str, names: Sequence[str] | None = None) -> None:
         """As of any folder. Objects are copied with indices last, and deleted with indices first.
 
-        Raises:
-            StorageError: not all were moved; all are still at one place, or at both.
+        If it raises `StorageError`, not all were moved; all are still at one place, or at both.
         """
         check_not_taken_over(self.storage)
         there = [name for name in sorted(self.names(under)) if f"{under}/{name}" in self._sizes]

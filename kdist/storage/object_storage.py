@@ -65,11 +65,7 @@ def is_url(location: object) -> bool:
 
 
 def check_url(url: str, key: str = "run.dir") -> str:
-    """The URL without a slash at its end.
-
-    Raises:
-        ConfigError: the protocol is unknown, there is no bucket, or a part of it may be secret; names its `key`.
-    """
+    """The URL without a slash at its end; raises `ConfigError` if it is not allowed, or may hold a secret."""
     protocol, _, rest = url.partition("://")
     if re.search(r"[@?#]", url) or ":" in rest.partition("/")[0]:
         raise ConfigError(
@@ -282,11 +278,7 @@ class ObjectStorage(Folder):
 
 
 def folder_at(place: str | Path, timeout: float, key: str = "run.dir") -> Folder:
-    """The folder at a path or a URL.
-
-    Args:
-        timeout: seconds for which object storage may fail.
-        key: the config key of a URL, named in errors.
+    """The folder at a path or a URL, whose storage may fail for `timeout` seconds; `key` is that of the config.
 
     Raises:
         ConfigError: the URL is not allowed, or the storage fails or refuses.

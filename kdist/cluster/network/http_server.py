@@ -97,12 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
 def health_of(
     task: str, *, is_ready: bool, step: int | None = None, seconds_since_progress: float | None = None
 ) -> dict[str, Any]:
-    """The content of the page of a task, which `is_ready` if it takes part in training.
-
-    Args:
-        step: the newest global step that it knows; None before training.
-        seconds_since_progress: since there was a new step; None before training.
-    """
+    """The content of the page of a task: the newest step that it knows, if any, and the seconds since it is known."""
     since = None if seconds_since_progress is None else math.floor(seconds_since_progress * 10) / 10
     return {"task": task, "ready": is_ready, "step": step, "seconds_since_progress": since}
 

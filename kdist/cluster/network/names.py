@@ -89,12 +89,7 @@ def is_private(address: str) -> bool:
 def check_private(
     addresses: Mapping[Any, str], lookup: Callable[[frozenset[str]], Mapping[str, tuple[str, ...]]] = look_up
 ) -> None:
-    """Raises `ConfigError` for tasks at public addresses, or at names that resolve to them; unknown names pass.
-
-    Args:
-        addresses: `host:port` by task.
-        lookup: returns the IP addresses of host names, without names that cannot be resolved.
-    """
+    """Raises `ConfigError` for tasks at public addresses, or at names that resolve to them; unknown names pass."""
     hosts = {task: host_and_port(address)[0] for task, address in addresses.items()}
     found = lookup(frozenset(host for host in hosts.values() if not is_ip(host)))
     for task, host in hosts.items():

@@ -197,12 +197,7 @@ class VersionCheck:
 
 
 def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, will_resume: bool) -> set[str]:
-    """Tells waiting tasks that the chief has finished; returns those of `tasks` that do not acknowledge in time.
-
-    Args:
-        timeout: seconds that they have.
-        will_resume: whether the chief was told to stop before the end of the run.
-    """
+    """Tells waiting tasks that the chief has finished; returns those that do not acknowledge in `timeout` seconds."""
     missing = {str(task) for task in tasks}
 
     def tell() -> None:

@@ -130,9 +130,7 @@ def start_child(
     before it ignores them wait until it does.
 
     Args:
-        log: gets its standard error; None if it shares this process's.
-        prints_to_log: whether its standard output goes there, too.
-        start_timeout: see `Child`.
+        log: gets its standard error, and its output if it `prints_to_log`; None if it shares this process's.
         **options: of `subprocess.Popen`.
     """
 

@@ -163,8 +163,10 @@ class ForkServer:
         common, environment = self._environment, program.environment
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
         own |= dict.fromkeys(common.keys() - environment.keys())
-        number, passed = next(self._numbers), list(program.pass_fds)
-        order = _Order(number, program.module, program.options, own, _working_directory(), passed)
+        number, passed, folder = next(self._numbers), list(program.pass_fds), None
+        with suppress(FileNotFoundError):
+            folder = os.getcwd()
+        order = _Order(number, program.module, program.options, own, folder, passed)
         child_in, our_in = os.pipe()
         our_out, child_out = os.pipe()
         task = ForkedTask(self, our_in, our_out)
@@ -183,13 +185,24 @@ class ForkServer:
         """Reads the reports, waiting at most `timeout` seconds for more."""
         with self._lock:
             while self._can_read(timeout):
-                try:
-                    self._take(self._socket.recv(_MAX_MESSAGE))
-                except ConnectionResetError:  # It ended with orders unread.
+                report = b""
+                with suppress(ConnectionResetError):  # It ended with orders unread.
+                    report = self._socket.recv(_MAX_MESSAGE)
+                if not report:
                     self._socket.close()
+                    break
+                what, number, value = report.decode().split()
+                if what == "pid":
+                    self._tasks[int(number)].forked_pid = int(value)
+                else:
+                    self._tasks.pop(int(number)).returncode = int(value)
                 timeout = 0.0
-            if self._socket.fileno() < 0:
-                self._end_tasks()
+            if self._tasks and self._socket.fileno() < 0:
+                # Without a report the exit code of a task is not known, but it has exited: tasks exit with the process.
+                code = self.process.wait(KILLED_SECS)
+                for task in self._tasks.values():
+                    task.returncode = code or -9
+                self._tasks.clear()
 
     def close(self) -> None:
         """Stops the process, and with it the remaining tasks."""
@@ -206,30 +219,6 @@ class ForkServer:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(1000 * timeout))
-
-    def _take(self, report: bytes) -> None:
-        if not report:
-            self._socket.close()
-            return
-        what, number, value = report.decode().split()
-        if what == "pid":
-            self._tasks[int(number)].forked_pid = int(value)
-        else:
-            self._tasks.pop(int(number)).returncode = int(value)
-
-    def _end_tasks(self) -> None:
-        """Without a report the exit code of a task is not known, but it has exited: tasks exit with the process."""
-        if self._tasks:
-            code = self.process.wait(KILLED_SECS)
-            for task in self._tasks.values():
-                task.returncode = code or -9
-            self._tasks.clear()
-
-
-def _working_directory() -> str | None:
-    with suppress(FileNotFoundError):
-        return os.getcwd()
-    return None
 
 
 class _Forks:
