@@ -150,13 +150,13 @@ class LocalCluster(Cluster):
 
     def lost_tasks(self) -> dict[Task, str]:
         ended = {task: child for task, child in self._children.items() if child.poll() is not None}
-        lost = {task: f"died ({child.how_it_ended()})" for task, child in ended.items()}
-        if lost and self._guard is not None and _can_read(self._guard.stdout):
+        if ended and self._guard is not None and _can_read(self._guard.stdout):
             self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
-        for task in lost:
-            if self._children[task].pid in self._were_stopped:
-                lost[task] = f"was stopped for {self._guard_secs:g} s and killed"
-        return lost
+        killed = f"was stopped for {self._guard_secs:g} s and killed"
+        return {
+            task: killed if child.pid in self._were_stopped else f"died ({child.how_it_ended()})"
+            for task, child in ended.items()
+        }
 
     def _watch_over(self, tasks: Sequence[Task]) -> None:
         """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.processes.watchdog`."""

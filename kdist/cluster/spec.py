@@ -89,7 +89,7 @@ class ClusterShape:
 class ClusterSpec:
     """The addresses (`host:port`) of a cluster's tasks; a cluster spec in TensorFlow's words.
 
-    Without a separate `chief`, worker 0 is also the chief, or the process that started the tasks.
+    Without a separate `chief`, worker 0 or the process that started the tasks is the chief as well.
     """
 
     ps: tuple[str, ...]

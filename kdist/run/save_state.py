@@ -80,7 +80,7 @@ class SaveState:
         self._begun = replace(begun, written=written)
 
     def finish(self, *, keep: int | None, wait: bool = True) -> bool:
-        """Completes the checkpoint that is being written, once it is; returns whether it did. `keep`: None keeps all."""
+        """Completes a begun checkpoint once it is written; returns whether it has. If `keep` is None, all are kept."""
         if self._begun is None or not (wait or self._begun.written.done()):
             return False
         begun, self._begun = self._begun, None

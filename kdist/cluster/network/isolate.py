@@ -8,6 +8,7 @@ threads. See unshare(2), network_namespaces(7) and user_namespaces(7).
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import socket
 import struct
@@ -157,7 +158,5 @@ def _flags(interface: str) -> int:
 
 
 def _ask_kernel(request: int, argument: bytes) -> bytes:
-    import fcntl
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         return fcntl.ioctl(control, request, argument)
