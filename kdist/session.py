@@ -20,7 +20,7 @@ from kdist.console import lines
 from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
 from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, RunContext, RunValues
-from kdist.log import warn
+from kdist.log import say, warn
 from kdist.model.names import LEARNING_RATE
 from kdist.run.save_state import SaveState
 from kdist.run.statistics import RunStatistics
@@ -77,7 +77,7 @@ class TrainSession:
         resume: str | None = RunConfig.resume,
         max_restarts: int = TrainConfig.max_restarts,
         may_restart_tasks: bool = True,
-        print_line: Callable[[str], None] = lines.print_line,
+        print_line: Callable[[str], None] = say,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if resume is not None and resume not in RESUME_MODES:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist import log
 from kdist.log import Line
 from kdist.version import __version__
 
@@ -23,14 +22,6 @@ ENDLESS_LINE = "steps     no end is given: training ends by a hook, a callback, 
 ARRIVING_LINE = "steps     no end is given: training ends with the data, by a hook, a callback, a signal or Ctrl-C"
 #: The same, with data of unknown length.
 PASSES_LINE = "steps     the length of the data is not known: an epoch ends where the data does"
-
-
-def print_line(line: str) -> None:
-    log.say(line)
-
-
-def print_nothing(line: str) -> None:
-    """Replaces `print_line` if nothing should be printed."""
 
 
 def start_line(name: str, strategy: str, cluster: str) -> Line:

@@ -12,7 +12,7 @@ from kdist.fit.request import Fit, FitOutcome
 from kdist.hooks import StopAtStep
 from kdist.hooks.epochs import fill
 from kdist.hooks.keras_callbacks import RATE_ONLY
-from kdist.log import warn
+from kdist.log import say, warn
 from kdist.model.state import finalize_ema, names_here, parameter_names, write_to_model
 from kdist.run.metrics_file import epochs_of, read_rows
 from kdist.run.result import Result
@@ -33,7 +33,7 @@ def _without_epochs(fit: Fit) -> FitOutcome:
     if not fit.place.is_chief:
         return FitOutcome(Result(), fit.resume, history)
     if not fit.is_quiet:
-        lines.print_line(lines.no_epoch_line(step, train.epochs or 0, fit.data.initial_epoch))
+        say(lines.no_epoch_line(step, train.epochs or 0, fit.data.initial_epoch))
     callbacks = keras.callbacks.CallbackList([history, *fit.data.callbacks], model=model, epochs=train.epochs)
     callbacks.on_train_begin()
     callbacks.on_train_end()
@@ -66,7 +66,7 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
         if not step or not _is_last(fit, result, first_step, step) or not _gives_values(fit, step):
             return None
     if not fit.is_quiet:
-        lines.print_line(lines.reached_line(step, str(files)))
+        say(lines.reached_line(step, str(files)))
     left = fit if fit.resume is not None and fit.keeps_model_on_servers else None
     return FitOutcome(
         Result.of(result),

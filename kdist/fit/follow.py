@@ -7,7 +7,6 @@ from typing import Any
 from kdist import log
 from kdist.cluster.processes.server import serve_until_done
 from kdist.cluster.spec import Membership, Task
-from kdist.console import lines
 from kdist.errors import ChiefStoppedError, ConfigError
 from kdist.evaluation.evaluator import evaluate_until_done
 from kdist.fit import signals
@@ -44,7 +43,7 @@ def _take_part(fit: Fit, membership: Membership) -> None:
                 fit.files,
                 membership,
                 start_timeout=cluster.start_timeout,
-                print_line=lines.print_nothing if fit.is_quiet else lines.print_line,
+                print_line=(lambda _: None) if fit.is_quiet else log.say,
             )
         elif membership.runs_program:
             stop.begin_to_serve()
@@ -55,7 +54,7 @@ def _take_part(fit: Fit, membership: Membership) -> None:
 
 def _run_as_worker(fit: Fit, task: Task) -> None:
     """Trains as one of the all-reduce workers."""
-    lines.print_line(f"kdist {__version__} | {task} of {fit.place.shape} | {fit.strategy_name}")
+    log.say(f"kdist {__version__} | {task} of {fit.place.shape} | {fit.strategy_name}")
     fit.check_alike()
     strategy: Any = fit.make_strategy()
     data = fit.training_data
@@ -65,7 +64,7 @@ def _run_as_worker(fit: Fit, task: Task) -> None:
     model = fit.source.model
     write_to_model(model, strategy.values.read())
     finalize_ema(model)
-    lines.print_line(f"done  | {task} | the chief has finished")
+    log.say(f"done  | {task} | the chief has finished")
 
 
 def not_the_chief(membership: Membership) -> ConfigError:

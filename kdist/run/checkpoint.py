@@ -26,16 +26,7 @@ import tensorflow as tf
 
 from kdist.errors import CheckpointError, NonFiniteError, reason
 from kdist.log import warn
-from kdist.model.names import (
-    BESIDE,
-    CHANGED_IDS,
-    DATA_STATE,
-    EPOCHS_BEGIN,
-    EVICTED,
-    FOLLOWS,
-    SEED,
-    dynamic_names,
-)
+from kdist.model.names import BESIDE, CHANGED_IDS, DATA_STATE, EPOCHS_BEGIN, EVICTED, FOLLOWS, SEED, dynamic_names
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 from kdist.storage.folder import Folder

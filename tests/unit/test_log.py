@@ -61,7 +61,7 @@ def test_every_line_of_a_run_is_an_object(run_dir: Path, capfd: pytest.CaptureFi
     assert [each["values"]["epoch"] for each in found if each["event"] == "epoch"] == [1, 2]
     logged = objects((run_dir / "logs" / "chief-0.log").read_text())
     assert [each | {"time": None} for each in logged] == [each | {"time": None} for each in found]
-    lines.print_line("text again")
+    log.say("text again")
     assert capfd.readouterr().out == "text again\n"
 
 
@@ -158,7 +158,7 @@ def test_other_formats_are_refused(run_dir: Path) -> None:
 def test_a_log_that_cannot_be_written_does_not_disturb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").write_text("a file in the place of the folder")
     with log.file_log(tmp_path / "logs" / "chief-0.log"):
-        lines.print_line("training goes on")
+        log.say("training goes on")
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("training goes on\n", "")
 
