@@ -60,7 +60,7 @@ class TrainSession:
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over and sets
             older checkpoints aside. None continues from the model as it is, and sets checkpoints of later steps aside.
         max_restarts: how often training resumes after a failure of the cluster.
-        may_restart_tasks: whether it also resumes after failures that did not leave the tasks running.
+        may_restart_tasks: true if it also resumes after failures that did not leave the tasks running.
         print_line: prints lines about saving and loading.
         clock: returns seconds; replaced in tests.
     """
@@ -106,7 +106,7 @@ class TrainSession:
         self._run_length = RunLength()
         self._went_on_since: float | None = None
         self._num_runs = 0
-        #: Whether a caller further out recovers from a failure of the cluster.
+        #: True if a caller further out recovers from a failure of the cluster.
         self._is_recovering = False
 
     def __enter__(self) -> TrainSession:
@@ -203,11 +203,11 @@ class TrainSession:
         self._saves.write(self.strategy.values, keep=keep, full_every=full_every)
 
     def begin_save(self, *, full_every: int = 1) -> None:
-        """As `save`, but the checkpoint is written while training continues; `finish_save` has to follow."""
+        """As `save`, but the checkpoint is written while training continues; `finish_save` must follow."""
         self._saves.begin(self.strategy.values, full_every=full_every)
 
     def finish_save(self, *, keep: int, wait: bool = True) -> bool:
-        """Completes the checkpoint that is being written; returns whether there was one, and it is complete now."""
+        """Completes the checkpoint that is being written; returns true if there was one, and it is complete now."""
         return self._saves.finish(keep=keep, wait=wait)
 
     def restore_values(self, others: Checkpoints) -> None:
@@ -396,7 +396,7 @@ class TrainSession:
             return False
         step = self.strategy.values.global_step()
         self._saves.note_restore(step)
-        # Those that were damaged would count as newer than what is saved from now on.
+        # Damaged ones would count as newer than the saves from now on.
         self.checkpoints.set_aside(after=step)
         self.print_line(lines.resume_line(step, self.last_step, path))
         return True

@@ -14,8 +14,8 @@ from kdist._compat.keras_state import as_in_this_thread
 
 T = TypeVar("T")
 
-#: Where each thread that has nothing to do takes its next call from. They are kept: TensorFlow never frees what it
-#: remembers for a thread, some 400 bytes, and a step may be such a call.
+#: The queues of idle threads, from which each takes its next call. Threads are kept: TensorFlow never frees its record
+#: of a thread, some 400 bytes, and a step may be such a call.
 _idle: deque[queue.SimpleQueue[Callable[[], None]]] = deque()
 # The threads are not forked along.
 os.register_at_fork(after_in_child=_idle.clear)

@@ -84,7 +84,7 @@ class Trainer:
             `wire_dtype` (with servers), `devices` (`mirrored`). See `kdist.config.schema.StrategyConfig`.
 
     Other Args:
-        lock_run_dir: whether to keep other chiefs out of the run dir; false if the caller does.
+        lock_run_dir: keeps other chiefs out of the run dir; false if the caller does.
         membership: the role of this process in a cluster whose tasks were started one by one; None: that of `cluster`.
         origin: the origin of the run for `result.json`; None: these arguments, and this process.
 
@@ -325,14 +325,6 @@ class Trainer:
         """Trains as `fit` does, but takes every argument except `data` from the config of the command line."""
         return self._run(self._fit_of(**data))
 
-    def _run(self, fit: Fit) -> keras.callbacks.History:
-        with self._place.reserved(), self._one_chief(fit) as seeded:
-            outcome = self._outcome_of(seeded)
-        self._take(outcome)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.history
-
     @contextmanager
     def session(self, x: Any, y: Any = None, **arguments: Any) -> Iterator[TrainSession]:
         """Starts a session for your own training loop; `fit` is this with a loop of two lines.
@@ -349,12 +341,10 @@ class Trainer:
             and `result.json`. In a task that is not the chief, a session that has ended: the task has taken part until
             the chief had finished, as after `fit`.
         """
-        fit = self._fit_of(x, y, **arguments)
-        with self._place.reserved(), self._one_chief(fit) as fit:
-            membership = self._place.membership
-            if membership is not None and not membership.is_chief:
+        with self._place.reserved(), self._one_chief(self._fit_of(x, y, **arguments)) as fit:
+            if (follower := self._place.follower) is not None:
                 self._take(self._outcome_of(fit))
-                ended: Any = EndedSession(membership.task)
+                ended: Any = EndedSession(follower.task)
                 yield ended
                 return
             self._source.withhold()
@@ -364,76 +354,6 @@ class Trainer:
                     yield session
             finally:
                 self._take(local.outcome())
-
-    @contextmanager
-    def _one_chief(self, fit: Fit) -> Iterator[Fit]:
-        """Keeps other chiefs out of the run dir, and adopts the seed of the run that is resumed."""
-        if not self._place.is_chief:
-            yield fit.within_limits()
-            return
-        with (
-            log.in_format(self._config.run.log_format),
-            self.files.lock if self._lock_run_dir else nullcontext(),
-            log.file_log(self.files.logs / "chief-0.log"),
-            children_end_here(),
-        ):
-            if self._follows_run and self._resume in ("auto", "must"):
-                stored = self.files.checkpoints().seed()
-                self.seed = self.seed if stored is None else stored
-            yield fit.with_seed(self.seed).within_limits()
-
-    def _fit_of(self, x: Any = None, y: Any = None, *, validation_split: float = 0.0, **arguments: Any) -> Fit:
-        """The fit with these arguments of `fit`."""
-        if validation_split:
-            parts, validation_data = split_validation(x, y, arguments.get("sample_weight"), validation_split)
-            x, y, arguments["sample_weight"] = parts
-            arguments["validation_data"] = validation_data
-        arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
-        return Fit.of(
-            self._config,
-            {"x": x, "y": y, **arguments},
-            self._place,
-            source=self._source,
-            files=self.files,
-            hooks=self.hooks,
-            resume=self._resume,
-            hparams=self.hparams,
-            origin=self._origin or Origin.here_and_now(),
-            num_fits=self._num_fits,
-        )
-
-    def _outcome_of(self, fit: Fit) -> FitOutcome:
-        self._source.withhold()
-        membership = self._place.membership
-        if membership is not None and not membership.is_chief:
-            return finished_outcome(fit) or follow_chief(fit, membership)
-        return finished_outcome(fit) or run_here(fit)
-
-    def _take(self, outcome: FitOutcome) -> None:
-        self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers
-        self._num_fits += outcome.resume is None
-        membership = self._place.membership
-        if self._left_on_servers is not None:
-            self._source.withhold(USE_VALUES, self._left_on_servers.model_is_elsewhere)
-        elif membership is not None and not membership.is_chief:
-            # All-reduce workers have the trained values as well.
-            methods = WRITE_VALUES if membership.runs_program else USE_VALUES
-            self._source.withhold(methods, partial(not_the_chief, membership))
-
-    def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
-        """Shows which server would hold each variable; starts nothing.
-
-        The arguments are as in `fit`; the model is built for the shapes of the data.
-
-        Raises:
-            ConfigError: the cluster has no parameter servers.
-        """
-        fit = self._fit_of(x, y, batch_size=batch_size)
-        plan = fit.plan()
-        if self.is_chief:
-            with self._one_chief(fit):
-                self.files.write_plan(plan)
-        return plan
 
     def evaluate(
         self,
@@ -491,6 +411,83 @@ class Trainer:
             if outputs is not None:
                 return outputs
         return predict(self.model, x, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
+
+    def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
+        """Shows which server would hold each variable; starts nothing.
+
+        The arguments are as in `fit`; the model is built for the shapes of the data.
+
+        Raises:
+            ConfigError: the cluster has no parameter servers.
+        """
+        fit = self._fit_of(x, y, batch_size=batch_size)
+        plan = fit.plan()
+        if self.is_chief:
+            with self._one_chief(fit):
+                self.files.write_plan(plan)
+        return plan
+
+    def _fit_of(self, x: Any = None, y: Any = None, *, validation_split: float = 0.0, **arguments: Any) -> Fit:
+        """The fit with these arguments of `fit`."""
+        if validation_split:
+            parts, validation_data = split_validation(x, y, arguments.get("sample_weight"), validation_split)
+            x, y, arguments["sample_weight"] = parts
+            arguments["validation_data"] = validation_data
+        arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
+        return Fit.of(
+            self._config,
+            {"x": x, "y": y, **arguments},
+            self._place,
+            source=self._source,
+            files=self.files,
+            hooks=self.hooks,
+            resume=self._resume,
+            hparams=self.hparams,
+            origin=self._origin or Origin.here_and_now(),
+            num_fits=self._num_fits,
+        )
+
+    def _run(self, fit: Fit) -> keras.callbacks.History:
+        with self._place.reserved(), self._one_chief(fit) as seeded:
+            outcome = self._outcome_of(seeded)
+        self._take(outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.history
+
+    @contextmanager
+    def _one_chief(self, fit: Fit) -> Iterator[Fit]:
+        """Keeps other chiefs out of the run dir, and adopts the seed of the run that is resumed."""
+        if not self._place.is_chief:
+            yield fit.within_limits()
+            return
+        with (
+            log.in_format(self._config.run.log_format),
+            self.files.lock if self._lock_run_dir else nullcontext(),
+            log.file_log(self.files.logs / "chief-0.log"),
+            children_end_here(),
+        ):
+            if self._follows_run and self._resume in ("auto", "must"):
+                stored = self.files.checkpoints().seed()
+                self.seed = self.seed if stored is None else stored
+            yield fit.with_seed(self.seed).within_limits()
+
+    def _outcome_of(self, fit: Fit) -> FitOutcome:
+        self._source.withhold()
+        if (finished := finished_outcome(fit)) is not None:
+            return finished
+        follower = self._place.follower
+        return run_here(fit) if follower is None else follow_chief(fit, follower)
+
+    def _take(self, outcome: FitOutcome) -> None:
+        self.result, self._resume, self._left_on_servers = outcome.result, outcome.resume, outcome.left_on_servers
+        self._num_fits += outcome.resume is None
+        if self._left_on_servers is not None:
+            self._source.withhold(USE_VALUES, self._left_on_servers.model_is_elsewhere)
+        elif (follower := self._place.follower) is not None:
+            # All-reduce workers have the trained values as well.
+            methods = WRITE_VALUES if follower.runs_program else USE_VALUES
+            self._source.withhold(methods, partial(not_the_chief, follower))
 
     def _workers(self) -> WorkerPool | None:
         """The workers that can be started for an evaluation; None without parameter servers."""

@@ -104,7 +104,7 @@ def run_job(
 
     Args:
         trial_dir: the run dir, if this is a trial of a sweep.
-        end_of_sweep: when its fork server ends, if this is a trial in the process of the sweep.
+        end_of_sweep: ends its fork server, if this is a trial in the process of the sweep.
     """
     checked, membership = check_job(config, parsed)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -161,7 +161,7 @@ def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_c
         config: checked by `check_targets`.
         run_dir: the run dir, locked by the caller if it is the chief; None in a process that needs none.
         origin: the origin of the run, for its result.
-        is_chief: whether this process writes the result of the run.
+        is_chief: true if this process writes the result of the run.
     """
     with imports.quick_import():
         import keras

@@ -74,7 +74,7 @@ def described_keys() -> list[tuple[str, str, str]]:
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The error for a key that does not exist, with the existing key that is most similar, or what else to do."""
+    """The error for a key that does not exist, with the most similar key, or a way to find one."""
     known = [known for known, _, _ in _walk(Config)]
     known += [f"hooks.{name}.{argument}" for name, hook in _default_hooks().items() for argument in hook]
     if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):

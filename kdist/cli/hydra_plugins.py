@@ -89,7 +89,7 @@ def write_record(run_dir: Path, config: DictConfig) -> None:
 
 
 def has_own_run_dir(config: DictConfig) -> bool:
-    """Tells if the run dir is the default: that of the present second, and not of a Slurm job."""
+    """True if the run dir is the default, named by the present second, and not by a Slurm job."""
     written: Any = OmegaConf.to_container(config, resolve=False)
     return written.get("run", {}).get("dir") == RunConfig.dir and _folder_of_job(config) is None
 

@@ -1,4 +1,4 @@
-"""From a checked config to what a trainer is given: the model, the data, hooks and callbacks."""
+"""Makes the arguments of a trainer from a checked config: the model, the data, hooks and callbacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_targets(config: Config) -> None:
     """Imports the targets of the config, if they are trusted, and checks their arguments; calls nothing.
 
     Raises:
-        ConfigError: names the key, the target and what is wrong.
+        ConfigError: names the key, the target and the mistake.
     """
     called = targets.called_nodes(vars(config))
     others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
@@ -46,7 +46,7 @@ def parts_of(config: Config, *groups: str) -> list[Any]:
 
 
 def build_model(config: Config) -> keras.Model:
-    """The model of the config, compiled as by its function, except for what the config overrides.
+    """The model of the config, compiled as by its function, with the changes of the config.
 
     Raises:
         ConfigError: an unknown optimizer, loss, metric or argument.

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from numbers import Integral
 from pathlib import Path
@@ -28,7 +28,7 @@ def check_whole_number(key: str, value: object, at_least: int = 1, *, required: 
 
 
 def check_port(key: str, value: int | None) -> None:
-    """Refuses numbers that are not those of a port; None means none."""
+    """Refuses numbers that are not a port; None means none."""
     if value is not None and not 0 < value < 2**16:
         raise ConfigError(f"{key}={value}: must be a port, from 1 to 65535")
 
@@ -92,12 +92,6 @@ def number_or_auto(key: str, value: int | str, at_least: int) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(f"{key}={value}: must be at least {at_least}, or auto")
     return value
-
-
-def check_one_given(values: Mapping[str, object]) -> None:
-    """Refuses several values, by their keys, of which only one can count."""
-    if len(given := [f"{key}={value}" for key, value in values.items() if value is not None]) > 1:
-        raise ConfigError(f"{' and '.join(given)}: give one, set the other to null")
 
 
 _VARIABLE = "KERAS_BACKEND"

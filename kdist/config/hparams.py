@@ -32,7 +32,7 @@ def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequ
 
 
 def of_run(strategy: str, cluster: str, learning_rate: float, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters with what is known when the run begins: nothing is `auto` any more.
+    """The hyperparameters of a run that begins, with the values that `auto` stands for.
 
     Args:
         strategy, cluster: as resolved.
@@ -49,7 +49,7 @@ def by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def is_of_training(key: str) -> bool:
-    """Tells if a key may affect what is trained; that of `run.dir`, for example, does not."""
+    """True if a key may affect the trained values; `run.dir`, for example, does not."""
     return key == SEED or not key.startswith(("run.", "hydra.", "sweep."))
 
 

@@ -32,7 +32,7 @@ _LOG_FILE = re.compile(rf"\$\{{hydra[.:]runtime\.output_dir\}}/(\$\{{hydra[.:]jo
 
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuses what Hydra would do for a file, but not for its user.
+    """Refuses anything that Hydra would do for a file against the will of its user.
 
     Launchers, sweepers and callbacks are those of installed plugins, or callbacks of trusted packages; logs are files
     in the run dir; variables of the environment, which may name libraries to load, and text for launchers and sweepers,
@@ -82,11 +82,11 @@ def check_searchpath(searchpath: Any, overrides: Sequence[str]) -> None:
 
 
 def _check_plugin(key: str, node: Any, own: Any, known: Mapping[str, Any], given: Sequence[str]) -> None:
-    """Refuses what differs from the node that a plugin has registered, but numbers and what the command line says.
+    """Refuses differences from the node that a plugin has registered, except numbers and keys of the command line.
 
     Args:
-        own: what the plugin has registered at this place.
-        known: what plugins have registered, by their targets.
+        own: the node of the plugin at this place.
+        known: the nodes of all plugins, by their targets.
     """
     if any(key == name or key.startswith(f"{name}.") for name in given):
         parts = [part for _, part in targets.nodes_in(key, node) if isinstance(part, Mapping) and "_target_" in part]
@@ -125,7 +125,7 @@ def _refuse_interpolation(key: str, node: Any) -> None:
 
 
 def _check_logging(key: str, config: Any) -> None:
-    """Refuses what is no plain logging to the console or to a file in the run dir."""
+    """Refuses all but plain logging to the console or to a file in the run dir."""
     for part, value in (config or {}).items():
         place = f"{key}.{part}"
         if part == "root":

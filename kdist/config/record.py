@@ -26,7 +26,7 @@ def read_record(path: Path) -> DictConfig:
     """The config in a YAML file of a run dir, as it was written.
 
     Raises:
-        ConfigError: it is not what a run writes: no config, or one that could use up this machine.
+        ConfigError: no run writes this: no config, or one that could use up this machine.
         OSError, yaml.YAMLError: it cannot be read.
     """
     if path.stat().st_size > _MAX_BYTES:

@@ -11,7 +11,7 @@ _GRACE_SECS_OF_JOBS = 20.0
 
 
 def grace_secs_of(given: float | None, environment: Mapping[str, str]) -> float:
-    """`run.grace_secs` if it is given; otherwise what is usual for a process in this environment."""
+    """`run.grace_secs` if it is given; otherwise the usual time of a process in this environment."""
     if given is not None:
         return given
     is_job = "SLURM_JOB_ID" in environment or "KUBERNETES_SERVICE_HOST" in environment
@@ -25,7 +25,7 @@ def folder_of_step(environment: Mapping[str, str], *, is_joined: bool) -> str | 
     in an interactive job, where one command follows the other, and for what a batch script runs without `srun`.
 
     Args:
-        is_joined: whether this process is one of the tasks of a run; otherwise it is the whole run.
+        is_joined: true if this process is one of the tasks of a run, false if it is the whole run.
     """
     job, step, count = (environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "STEP_NUM_TASKS"))
     if not (job.isdecimal() and step.isdecimal() and count.isdecimal()) or is_joined != (int(count) > 1):

@@ -424,7 +424,9 @@ class Config:
 
     def check(self) -> None:
         """Refuses two ends, and nodes that name nothing to call; a program has arguments in their place."""
-        checks.check_one_given({"train.steps": self.train.steps, "train.epochs": self.train.epochs})
+        steps, epochs = self.train.steps, self.train.epochs
+        if steps is not None and epochs is not None:
+            raise ConfigError(f"train.steps={steps} and train.epochs={epochs}: give one, set the other to null")
         for key, node in targets.called_nodes(vars(self)).items():
             checks.check_target(key, node)
 

@@ -111,7 +111,7 @@ def check(key: str, node: Any, packages: Sequence[str] = ()) -> None:
 
 
 def nodes_in(key: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Every node in the one at `key`, with its key: first itself, then those of its values."""
+    """Every node in the one at `key`, with its key; a node comes before its values."""
     yield key, node
     if isinstance(node, Mapping):
         for name, value in node.items():

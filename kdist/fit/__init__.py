@@ -1,1 +1,1 @@
-"""The room of a fit: its request, and the process that runs it, which is this one or a task that others started."""
+"""The room of a fit: its request, and the process that runs it: this one, or a task that was started separately."""

@@ -50,7 +50,7 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
     """
     train, files = fit.config.train, fit.files
     if fit.place.membership is not None or fit.resume == "never":
-        # Tasks that others started wait for the chief to come.
+        # Separately started tasks wait for the chief to come.
         return None
     result = files.read_result()
     if result.get("status") != "done":
@@ -77,7 +77,7 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
 
 
 def _is_last(fit: Fit, result: dict[str, Any], first_step: int, step: int) -> bool:
-    """True if a run that began at one step, and is resumed at another one, would end there."""
+    """True if a run that began at `first_step` would end at `step`, where it is resumed."""
     train = fit.config.train
     ends = [hook.last_step for hook in fit.hooks if isinstance(hook, StopAtStep) and not hook.follows_fit]
     if any(end is not None and step >= end for end in ends):

@@ -17,7 +17,7 @@ from kdist.version import __version__
 
 
 def follow_chief(fit: Fit, membership: Membership) -> FitOutcome:
-    """Does what the chief asks of this task, until the chief has finished.
+    """Serves the chief as this task, until the chief has finished.
 
     An error is raised as it is: it ends a process that has nothing else to do.
     """

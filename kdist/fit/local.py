@@ -121,7 +121,7 @@ class LocalFit(Hook):
         self._print_end(session, time.monotonic() - started)
 
     def end(self, session: Session) -> None:
-        """Gives the model the trained values; those that it cannot take are in a checkpoint."""
+        """Gives the model the trained values; a model that is too large has them in a checkpoint."""
         if self._stays_on_servers():
             if not any(isinstance(hook, CheckpointSaver) for hook in self._hooks):
                 session.save(keep=1)
@@ -143,7 +143,7 @@ class LocalFit(Hook):
     def _finish_model(self, session: TrainSession) -> None:
         """Writes `model.keras`."""
         if main_optimizer(self._model).use_ema:
-            # As Keras does at the end of fit: the model gets the averages, and they are what is reported.
+            # As Keras does at the end of fit: the model gets the averages, and they are reported.
             finalize_ema(self._model)
             self._recorder.validation_logs = self._validate.evaluate()
             self._best.add(session.global_step, self._recorder.validation_logs)
@@ -211,7 +211,7 @@ class LocalFit(Hook):
             last_step=last_step,
             resume=fit.resume,
             max_restarts=fit.config.train.max_restarts,
-            # Tasks that others started are theirs to restart.
+            # Separately started tasks are restarted by those who started them.
             may_restart_tasks=fit.place.membership is None,
             print_line=(lambda _: None) if fit.is_quiet else say,
         )
@@ -270,7 +270,7 @@ class LocalFit(Hook):
             session.print_line(known if data.passes is None else lines.PASSES_LINE)
 
     def _print_members(self, session: TrainSession) -> None:
-        """Shows where tasks are that others have started, now that all of them have come."""
+        """Prints the places of separately started tasks, now that all of them have come."""
         membership = self._fit.place.membership
         if membership is not None:
             for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
@@ -326,7 +326,7 @@ class LocalFit(Hook):
         )
         fit.files.write_result(self._result)
         if fit.hparams:
-            # The session's: what it could not write was reported once.
+            # The session's: a failure to write was reported once.
             summaries, metrics = session.summaries, final_metrics(self._result)
             began = time.time() - self._result.seconds
             # Trials of different sweeps have the same numbers. TensorBoard shows the first letters only.

@@ -91,9 +91,14 @@ class Place:
         return place
 
     @property
+    def follower(self) -> Membership | None:
+        """The role of a task that follows a chief; None in the process that runs the training loop."""
+        return None if self.membership is None or self.membership.is_chief else self.membership
+
+    @property
     def is_chief(self) -> bool:
         """True if this process runs the training loop."""
-        return self.membership is None or self.membership.is_chief
+        return self.follower is None
 
     def reserved(self) -> AbstractContextManager[None]:
         """Reserves this process's connection for a fit or a session that needs it.
@@ -146,7 +151,7 @@ class Fit:
         config: of the run, with the arguments of this fit.
         source: the model, or the function that builds it.
         data: the data, callbacks and other arguments without a key in the config.
-        hooks: those of the trainer, defaults included.
+        hooks: the hooks of the trainer, defaults included.
         place: the place of this process in the cluster.
         files: the run dir.
         resume: `auto`, `never` or `must`; None continues from the model as it is.
@@ -168,7 +173,7 @@ class Fit:
 
     @classmethod
     def of(cls, config: Config, arguments: Mapping[str, Any], place: Place, **others: Any) -> Fit:
-        """The fit with these arguments of `Trainer.fit`; one that is not given, and has a key, is that of the config.
+        """The fit with these arguments of `Trainer.fit`; the config has the others that have a key.
 
         Raises:
             ConfigError: a value is not allowed.
@@ -228,7 +233,7 @@ class Fit:
 
     @cached_property
     def fingerprint(self) -> TaskFingerprint | None:
-        """The properties that the tasks need alike, if others have started them; None compares nothing."""
+        """The properties that separately started tasks must have in common; None compares nothing."""
         membership = self.place.membership
         return None if membership is None else TaskFingerprint.of(membership.spec, self.record)
 
@@ -277,7 +282,7 @@ class Fit:
             check_same(membership, fingerprint, self.config.cluster.start_timeout)
 
     def result(self, error: BaseException | None = None, **found: Any) -> Result:
-        """The result of the fit: what is known before it runs, and what was `found`, by the names of `Result`."""
+        """The result of the fit: the values known before it runs, and those `found`, by the names of `Result`."""
         return Result(
             strategy=self.strategy_name,
             cluster=str(self.place.shape),
@@ -387,7 +392,7 @@ class Fit:
         )
 
     def _check_takes_splits(self, *, arrive: bool) -> None:
-        """Refuses what needs to know ahead whether there is a batch: with data that may end nobody does."""
+        """Refuses options that need to know ahead if there is another batch: with data that may end nobody does."""
         name = self.strategy_name
         what = "data that keeps arriving" if arrive else "data of one process, or of unknown length,"
         if name in registry.ALL_REDUCE and arrive:
@@ -423,7 +428,7 @@ class Fit:
         readers = batches_per_step if all_reduce else max(1, self.place.shape.num_workers)
         ends_with_data = self.config.train.steps is None and readers == batches_per_step == 1
         if steps_per_epoch is not None and not ends_with_data:
-            # The steps of a pass are not those of Keras, which the number is made for.
+            # A pass has other steps than in Keras, for which the number is made.
             return EpochLengths.of(steps_per_epoch, None, self.model_step)
         batches = data.batches_per_pass(readers)
         steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
@@ -438,7 +443,7 @@ class Fit:
         return int(step_counter(main_optimizer(self.source.model)))
 
     def first_epoch(self, first_step: int) -> int:
-        """The number of the epoch that begins at `first_step`, that of the model, or began there in the resumed run."""
+        """The number of the epoch that begins at `first_step` of the model, or began there in the resumed run."""
         if self.resume in ("auto", "must") and (checkpoints := self.files.checkpoints()).newest() is not None:
             return checkpoints.first_epoch(first_step)
         return self.data.initial_epoch

@@ -54,7 +54,7 @@ class _Arrivals:
         self._last_at = 0.0
 
     def add(self, number: int) -> bool:
-        """Records a signal; returns whether it ends the process at once."""
+        """Records a signal; returns true if it ends the process at once."""
         is_same = self.first is not None and time.monotonic() - self._last_at <= SAME_SIGNAL_SECS
         # SIGUSR1 ahead of a time limit and SIGTERM at the limit are one request to stop.
         was_ahead = self._last not in (None, signal.SIGTERM, signal.SIGINT) and number == signal.SIGTERM

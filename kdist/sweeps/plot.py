@@ -95,7 +95,7 @@ def _draw_line(series: Group, key: str, column: str, axes: Axes) -> None:
 
 
 def _draw_points(series: Group, key: str, column: str, places: dict[object, float], axes: Axes) -> None:
-    """Means of categories with a bar of a standard deviation to each side, and what they are the means of."""
+    """Means of categories with a bar of a standard deviation to each side, and their single values as points."""
     found = [(g, s) for g in group_by(series.rows, [key]) if (s := g.spread(column)) is not None]
     means = [spread.mean for _, spread in found]
     deviations = [spread.deviation or 0.0 for _, spread in found]
