@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,7 +194,7 @@ class Trainer:
         if seed is None and membership is not None and membership.runs_program:
             self.seed = common_seed(membership)
             self._follows_run = False
-        self._config = replace(config, run=replace(config.run, seed=self.seed))
+        self._config = config.with_values(run={"seed": self.seed})
         self._source = ModelSource(build_model, self.strategy_name, on_servers=self._place.shape.num_ps > 0)
         # None continues from the model as it is.
         self._resume: str | None = config.run.resume

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,11 +186,9 @@ def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_c
     started = time.time()
     trainer = None
     try:
-        strategy, train = strategy_of(config), config.train
-        if train.epochs is None:
-            train = replace(train, epochs=1)
+        strategy = strategy_of(config)
         trainer = Trainer.of_config(
-            replace(config, train=train),
+            config if config.train.epochs is not None else config.with_values(train={"epochs": 1}),
             partial(build_model, config),
             custom=None if isinstance(strategy, str) else strategy,
             run_dir=run_dir,

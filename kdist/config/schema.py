@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 from kdist.config import checks, targets
@@ -422,6 +422,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     """Where to write, and how to start."""
 
+    def with_values(self, **groups: dict[str, Any]) -> Config:
+        """The same config with other values, by group and key: `with_values(run={"seed": 3})`."""
+        return replace(self, **{name: replace(getattr(self, name), **values) for name, values in groups.items()})
+
     def check(self) -> None:
         """Refuses two ends, and nodes that name nothing to call; a program has arguments in their place."""
         steps, epochs = self.train.steps, self.train.epochs
@@ -466,7 +470,7 @@ def strategy_config(name: str, options: dict[str, Any], custom: type | None = No
     Raises:
         ConfigError: there is no such option, or a value is not allowed.
     """
-    known = {item.name for item in fields(StrategyConfig)} - {"name", "_target_"}
+    known = [item.name for item in fields(StrategyConfig) if item.name not in ("name", "_target_")]
     for option in options:
         if option not in known:
             raise ConfigError(f"Trainer({option}=...): there is no such argument; strategies take {', '.join(known)}")

@@ -68,12 +68,8 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
     if not fit.is_quiet:
         say(lines.reached_line(step, str(files)))
     left = fit if fit.resume is not None and fit.keeps_model_on_servers else None
-    return FitOutcome(
-        Result.of(result),
-        None if left is None else "auto",
-        _history(fit, first_step, step),
-        left_on_servers=left,
-    )
+    resume = None if left is None else "auto"
+    return FitOutcome(Result.of(result), resume, _history(fit, first_step, step), left_on_servers=left)
 
 
 def _is_last(fit: Fit, result: dict[str, Any], first_step: int, step: int) -> bool:

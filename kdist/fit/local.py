@@ -153,8 +153,7 @@ class LocalFit(Hook):
         fit, train, model = self._fit, self._fit.config.train, self._model
         data, make_strategy = self._data_and_strategy()
         lengths = fit.epoch_lengths(data)
-        checkpoints = fit.files.checkpoints()
-        resumes = fit.resume in ("auto", "must") and checkpoints.newest() is not None
+        resumes = fit.resumes
         # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
         first_step = fit.model_step
         first_epoch = fit.first_epoch(first_step)
@@ -206,7 +205,7 @@ class LocalFit(Hook):
             make_strategy,
             replace(spec, stays_on_servers=self._stays_on_servers),
             [metrics, *hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
-            checkpoints=checkpoints,
+            checkpoints=fit.files.checkpoints(),
             summaries=fit.files.summaries(),
             last_step=last_step,
             resume=fit.resume,

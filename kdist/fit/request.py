@@ -47,14 +47,7 @@ from kdist.strategies.prepared_training import prepare
 
 #: The arguments of `fit` that are keys of the config, by their group.
 _IN_CONFIG = {
-    "train": (
-        "batch_size",
-        "steps",
-        "epochs",
-        "steps_per_epoch",
-        "validation_every_steps",
-        "validate_with_ema",
-    ),
+    "train": ("batch_size", "steps", "epochs", "steps_per_epoch", "validation_every_steps", "validate_with_ema"),
     "run": ("verbose",),
 }
 
@@ -183,16 +176,11 @@ class Fit:
         if unknown := [name for name in given if name not in known]:
             raise TypeError(f"{unknown[0]}: fit and session have no such argument")
         groups = {group: {n: given.pop(n) for n in names if n in given} for group, names in _IN_CONFIG.items()}
-        config = replace(
-            config,
-            train=replace(config.train, **groups["train"]),
-            run=replace(config.run, **groups["run"]),
-        )
-        return cls(config, data=FitData(**given), place=place, **others)
+        return cls(config.with_values(**groups), data=FitData(**given), place=place, **others)
 
     def with_seed(self, seed: int) -> Fit:
         """The same fit with another seed."""
-        return replace(self, config=replace(self.config, run=replace(self.config.run, seed=seed)))
+        return replace(self, config=self.config.with_values(run={"seed": seed}))
 
     def within_limits(self) -> Fit:
         """The same fit, limited by `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
@@ -201,7 +189,7 @@ class Fit:
         lower = {n: limit for n, limit in limits.items() if limit and (given[n] is None or given[n] > limit)}
         for name, limit in lower.items():
             warn(f"{name}={given[name]}: limited to {limit} by keras.config.set_max_{name}")
-        return replace(self, config=replace(self.config, train=replace(self.config.train, **lower)))
+        return replace(self, config=self.config.with_values(train=lower))
 
     @cached_property
     def record(self) -> Mapping[str, Any]:
@@ -444,9 +432,12 @@ class Fit:
 
     def first_epoch(self, first_step: int) -> int:
         """The number of the epoch that begins at `first_step` of the model, or began there in the resumed run."""
-        if self.resume in ("auto", "must") and (checkpoints := self.files.checkpoints()).newest() is not None:
-            return checkpoints.first_epoch(first_step)
-        return self.data.initial_epoch
+        return self.files.checkpoints().first_epoch(first_step) if self.resumes else self.data.initial_epoch
+
+    @property
+    def resumes(self) -> bool:
+        """True if the fit continues from a checkpoint of its run dir."""
+        return self.resume in ("auto", "must") and self.files.checkpoints().newest() is not None
 
     def training_spec(
         self,

@@ -6,7 +6,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from kdist.cli.help import _walk
-from kdist.config.schema import OPTIONS_OF, ClusterConfig, Config, StrategyConfig, foreign_options, options_of
+from kdist.config.schema import (
+    OPTIONS_OF,
+    ClusterConfig,
+    Config,
+    StrategyConfig,
+    foreign_options,
+    options_of,
+    strategy_config,
+)
 from kdist.errors import ConfigError
 
 KEYS = """\
@@ -126,3 +134,10 @@ def test_options_of_other_strategies_are_named() -> None:
 def test_a_value_out_of_range_is_refused_by_its_key(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"cluster\.{next(iter(options))}="):
         ClusterConfig(**options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_refused_with_all_options_in_the_order_of_the_schema() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Trainer\(speed=\.\.\.\): .* take placement, partition_min_bytes, wire_dtype, "
+    ):
+        strategy_config("parameter_server", {"speed": 2})
