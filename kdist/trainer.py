@@ -381,10 +381,9 @@ class Trainer:
                 With `steps`, or callbacks that act on batches, this process evaluates.
         """
         listed, shown = checked(callbacks), _shown(verbose)
-        is_split = on_workers and steps is None and not any(acts_on_any(c, TEST_BATCH_EVENTS) for c in listed)
-        data, logs = (x, y, sample_weight), None
-        if is_split and (workers := self._workers()) is not None:
-            logs = workers.evaluate(self.model, data, batch_size, listed)
+        workers = self._workers(listed, TEST_BATCH_EVENTS) if on_workers and steps is None else None
+        data = (x, y, sample_weight)
+        logs = None if workers is None else workers.evaluate(self.model, data, batch_size, listed)
         if logs is None:
             logs = evaluate(self.model, data, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
         return logs if return_dict else in_order(self.model, logs)
@@ -404,12 +403,11 @@ class Trainer:
         The arguments are as in Keras and in `evaluate`; `on_workers` is for arrays.
         """
         listed, shown = checked(callbacks), _shown(verbose)
-        is_split = on_workers and steps is None and not any(acts_on_any(c, PREDICT_BATCH_EVENTS) for c in listed)
-        if is_split and (workers := self._workers()) is not None:
-            outputs = workers.predict(self.model, x, batch_size, listed)
-            if outputs is not None:
-                return outputs
-        return predict(self.model, x, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
+        workers = self._workers(listed, PREDICT_BATCH_EVENTS) if on_workers and steps is None else None
+        outputs = None if workers is None else workers.predict(self.model, x, batch_size, listed)
+        if outputs is None:
+            outputs = predict(self.model, x, batch_size=batch_size, verbose=shown, steps=steps, callbacks=listed)
+        return outputs
 
     def plan(self, x: Any, y: Any = None, batch_size: int | None = None) -> PlacementPlan:
         """Shows which server would hold each variable; starts nothing.
@@ -488,10 +486,12 @@ class Trainer:
             methods = WRITE_VALUES if follower.runs_program else USE_VALUES
             self._source.withhold(methods, partial(not_the_chief, follower))
 
-    def _workers(self) -> WorkerPool | None:
-        """The workers that can be started for an evaluation; None without parameter servers."""
+    def _workers(self, callbacks: Sequence[keras.callbacks.Callback], batch_events: Sequence[str]) -> WorkerPool | None:
+        """The workers to start for an evaluation in parts; None without servers, or if callbacks act on batches."""
         place, left, config = self._place, self._left_on_servers, self._config
         if not place.shape.num_ps or place.membership is not None:
+            return None
+        if any(acts_on_any(callback, batch_events) for callback in callbacks):
             return None
         make, training = partial(place.make_strategy, config), None if left is None else left.bring_back
         grace_secs = grace_secs_of(config.run.grace_secs, os.environ)

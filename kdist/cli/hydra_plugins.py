@@ -70,12 +70,10 @@ def register() -> None:
     ConfigStore.instance().store(name="kdist_schema", node=Config)
     if not OmegaConf.has_resolver("kdist.run_name"):
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
-        OmegaConf.register_new_resolver("kdist.run_folder", _run_folder)
-        OmegaConf.register_new_resolver("kdist.working_folder", _working_folder)
-
-
-def _working_folder(run_dir: str) -> str:
-    return str(working_folder(run_dir) if is_url(run_dir) else Path(run_dir))
+        OmegaConf.register_new_resolver("kdist.run_folder", lambda now, *, _root_: _folder_of_job(_root_) or now)
+        OmegaConf.register_new_resolver(
+            "kdist.working_folder", lambda run_dir: str(working_folder(run_dir) if is_url(run_dir) else Path(run_dir))
+        )
 
 
 def write_record(run_dir: Path, config: DictConfig) -> None:
@@ -98,10 +96,6 @@ def _folder_of_job(config: DictConfig) -> str | None:
     cluster = config.cluster
     is_joined = cluster.shape != "local" and cluster.started_by != "kdist" and num_tasks(os.environ) != 1
     return folder_of_step(os.environ, is_joined=is_joined)
-
-
-def _run_folder(now: str, *, _root_: DictConfig) -> str:
-    return _folder_of_job(_root_) or now
 
 
 def _run_name(*, _root_: DictConfig) -> str:

@@ -93,10 +93,15 @@ def _at(node: Any, place: tuple[str, ...]) -> Any:
     return node
 
 
-def plain_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are plain values, or lists and dicts of them; others are left out."""
-    found: dict[str, Any] = _plain(arguments)
-    return found
+def plain_values(value: Any) -> Any:
+    """The value, in which only plain values, and lists and dicts of them, are left."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_values(item) for key, item in value.items() if _is_plain(item)}
+    return [plain_values(item) for item in value if _is_plain(item)] if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, list, tuple, Mapping))
 
 
 def record_of(config: DictConfig) -> dict[str, Any]:
@@ -104,16 +109,6 @@ def record_of(config: DictConfig) -> dict[str, Any]:
     with _note_environment() as uses:
         found: dict[str, Any] = _resolved(config, OmegaConf.to_container(config, resolve=False), uses)
         return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if _is_plain(item)}
-    return [_plain(item) for item in value if _is_plain(item)] if isinstance(value, (list, tuple)) else value
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, list, tuple, Mapping))
 
 
 def _resolved(node: Any, written: Any, uses: list[str]) -> Any:

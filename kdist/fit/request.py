@@ -101,9 +101,9 @@ class Place:
         """
         return connection.reserved() if self.shape.num_ps and self.is_chief else nullcontext()
 
-    def make_strategy(self, config: Config) -> Strategy:
-        """A new strategy, not started."""
-        return registry.create(config, self.shape, self.membership, self.custom)
+    def make_strategy(self, config: Config, fingerprint: TaskFingerprint | None = None) -> Strategy:
+        """A new strategy, not started; its tasks compare `fingerprint`."""
+        return registry.create(config, self.shape, self.membership, self.custom, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,7 @@ class Fit:
 
     def make_strategy(self) -> Strategy:
         """A new strategy, not started."""
-        place = self.place
-        return registry.create(self.config, place.shape, place.membership, place.custom, self.fingerprint)
+        return self.place.make_strategy(self.config, self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> TaskFingerprint | None:
