@@ -248,7 +248,6 @@ class DynamicEmbedding(PooledLookup):
 
 
 def _options(kind: type[T], name: str, given: T | Mapping[str, Any] | None) -> T | None:
-    """Options as they are given, or from their attributes."""
     if given is None or isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):

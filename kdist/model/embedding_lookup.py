@@ -54,8 +54,7 @@ def group_tables(
     Args:
         layers: by the index of their table.
         row_wise: tables whose optimizer updates looked-up rows only; any other is a group by itself.
-        updates: of the step.
-        with_gradient: tables that get a gradient; those without one are not updated at all.
+        with_gradient: tables that get a gradient; others are not updated at all.
     """
     alike: dict[Hashable, dict[int, keras.layers.Layer]] = defaultdict(dict)
     for index, layer in layers.items():
@@ -181,7 +180,7 @@ class RowLookups:
 
     @property
     def rows(self) -> list[list[tf.Tensor]]:
-        """The rows that arrive, by round and lookup; gradients are computed with respect to them."""
+        """The rows that arrive, by round and lookup."""
         return [[lookup.rows for lookup in of_round] for of_round in self.rounds]
 
     def _lookup_of(self, layer: keras.layers.Layer) -> Callable[..., Any]:

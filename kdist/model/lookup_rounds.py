@@ -136,11 +136,7 @@ class LookupRounds:
     def _arrive(
         self, of_round: _Round, wanted: Sequence[tf.Tensor], source: RowSource
     ) -> tuple[dict[int, _Arrived], list[tf.Tensor]]:
-        """Fetches the rows of a round: of each group those that arrive, and the rows of each lookup.
-
-        Args:
-            wanted: the ids of each lookup.
-        """
+        """Fetches the rows of a round for the ids of each lookup: those of each group, and those of each lookup."""
         arrived: dict[int, _Arrived] = {}
         rows_of: dict[int, RowRequest] = {}
         sizes: dict[int, tf.Tensor] = {}

@@ -36,7 +36,7 @@ _ROUNDING = 2e-5
 class Term(Enum):
     """The growth of a loss, or of a term of it, with the batch."""
 
-    #: None: it depends on parameters only.
+    #: No growth: it depends on parameters only.
     CONSTANT = "constant"
     #: A mean over the examples; their number is the weight of a replica's gradient.
     MEAN = "mean"

@@ -119,7 +119,6 @@ def _shaped(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
 
 
 def _size_of(item: tf.TensorSpec) -> int | None:
-    """The number of values of a row; None if it is not known."""
     return item.shape.num_elements()
 
 

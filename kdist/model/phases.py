@@ -50,7 +50,7 @@ class PhaseOfTensor:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The part of a graph that one phase computes: names of tensors that go in and come out, and the function."""
+    """The part of a graph that one phase computes: names of its inputs and outputs, and the function."""
 
     inputs: list[str]
     outputs: list[str]

@@ -260,7 +260,7 @@ class ReplicaStep:
         return None if isinstance(num_examples, int) else tf.cast(num_examples, tf.float32)
 
     def _find_loss_counts(self) -> list[LossCount]:
-        """The losses that a replica counts otherwise than Keras, see `_weight_of_count`."""
+        """The losses that a replica counts otherwise than Keras; see `_weight_of_count`."""
         terms, means = self._terms or LossTerms(), self.returned.means
         counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
         if self.own is not None:
@@ -292,11 +292,7 @@ class ReplicaStep:
         return self._run_own if self.own is not None else partial(self._run, layers=layers)
 
     def _is_traced_right(self, exchanges: Sequence[str]) -> bool:
-        """False if the findings of a trace require another one.
-
-        Raises:
-            ConfigError: the step cannot be trained at all.
-        """
+        """False if the findings of a trace require another one; raises `ConfigError` if the step cannot be trained."""
         scaling, is_built = loss_scaling(self.model), True
         check_assigned(self.model, self._traced.scope.written)
         if self._num_replicas > 1:
@@ -427,7 +423,6 @@ class ReplicaStep:
         return record_reductions(self.model, terms.compiled_factors, terms.added_factors, own_count)
 
     def _run_own(self, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
-        """The model's own `train_step`."""
         model, own, scaling = self.model, self.own, loss_scaling(self.model)
         assert own is not None
         with scope, record_reductions(model) as reductions:
@@ -512,7 +507,6 @@ def _divisors(reductions: Sequence[Reduction]) -> list[tf.Tensor]:
 
 
 def _weight_of_count(term: Term, num_examples: tf.Tensor | int, divisor: tf.Tensor | None) -> Any:
-    """The weight with which a replica counts a loss."""
     if term is Term.SUM:
         return 1
     return divisor if term is Term.OWN_MEAN else num_examples

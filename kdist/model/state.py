@@ -90,8 +90,8 @@ def read_from_model(model: keras.Model, names: Collection[str] | None = None) ->
     """The values of a model and its optimizer, by their names in a checkpoint; only `names` if they are given."""
     named = {name: variable.numpy for name, variable in _named_variables(model).items()}
     for name, layer in _dynamic_layers(model).items():
-        named |= {dynamic_names(name, ["ids"])["ids"]: lambda of=layer: of.ids}
-        named |= {dynamic_names(name, ["vectors"])["vectors"]: lambda of=layer: of.rows}
+        ids, vectors = dynamic_names(name, ["ids", "vectors"]).values()
+        named |= {ids: lambda of=layer: of.ids, vectors: lambda of=layer: of.rows}
     return {name: read() for name, read in named.items() if names is None or name in names}
 
 
@@ -102,9 +102,8 @@ def write_to_model(model: keras.Model, values: Mapping[str, np.ndarray]) -> None
         if name in values:
             variable.assign(values[name])
     for name, layer in _dynamic_layers(model).items():
-        ids, vectors = dynamic_names(name, ["ids", "vectors"]).values()
+        ids, vectors, averages = dynamic_names(name, ["ids", "vectors", AVERAGE]).values()
         if ids in values and vectors in values:
-            averages = dynamic_names(name, [AVERAGE])[AVERAGE]
             layer.set_rows(values[ids], values[vectors], values.get(averages))
     if GLOBAL_STEP in values:
         # Keras's optimizers do not count a step whose gradients have overflowed.

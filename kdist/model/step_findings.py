@@ -36,7 +36,11 @@ def is_increment(old: tf.Tensor, new: Any) -> bool:
     """
     if not tf.is_symbolic_tensor(new) or not new.dtype.is_floating:
         return False
-    return _Dependence(old).is_increment(new)
+    dependence = _Dependence(old)
+    if not dependence.of(new):
+        return False
+    factor = dependence.factor(new)
+    return dependence.is_sum(new) if factor is None else 0 < factor <= 1
 
 
 class _Dependence:
@@ -53,16 +57,10 @@ class _Dependence:
                 self._users.add(operation)
                 found.extend(user for output in operation.outputs for user in output.consumers())
 
-    def is_increment(self, new: tf.Tensor) -> bool:
-        if not self._depends(new):
-            return False
-        factor = self._factor(new)
-        return self._is_sum(new) if factor is None else 0 < factor <= 1
-
-    def _depends(self, tensor: tf.Tensor) -> bool:
+    def of(self, tensor: tf.Tensor) -> bool:
         return tensor is self._old or tensor.op in self._users
 
-    def _is_sum(self, tensor: tf.Tensor) -> bool:
+    def is_sum(self, tensor: tf.Tensor) -> bool:
         """True if the old value itself is one of the summands, whatever the others are."""
         while tensor is not self._old and tensor.op.type in _UNCHANGED:
             tensor = tensor.op.inputs[0]
@@ -71,11 +69,11 @@ class _Dependence:
         if tensor.op.type not in _SUMS:
             return False
         summands = tensor.op.inputs[:1] if tensor.op.type == "Sub" else tensor.op.inputs
-        return any(self._depends(summand) and self._is_sum(summand) for summand in summands)
+        return any(self.of(summand) and self.is_sum(summand) for summand in summands)
 
-    def _factor(self, tensor: tf.Tensor) -> float | None:
+    def factor(self, tensor: tf.Tensor) -> float | None:
         """The factor of the old value in a linear function of it; None if it is none, or the factor is not constant."""
-        if tensor is self._old or not self._depends(tensor):
+        if tensor is self._old or not self.of(tensor):
             return float(tensor is self._old)
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
         # The factors by which the operation multiplies its inputs.
@@ -90,8 +88,8 @@ class _Dependence:
             signs[0] = 1 / divisor if divisor else divisor
         total = 0.0
         for sign, part in zip(signs, inputs):
-            if self._depends(part):
-                factor = self._factor(part)
+            if self.of(part):
+                factor = self.factor(part)
                 if sign is None or factor is None:
                     return None
                 total += sign * factor
@@ -99,7 +97,7 @@ class _Dependence:
 
     def _constant(self, tensor: tf.Tensor) -> float | None:
         """The number that all elements of a tensor are, if it is known."""
-        value = None if self._depends(tensor) else tf.get_static_value(tensor)
+        value = None if self.of(tensor) else tf.get_static_value(tensor)
         return None if value is None or not value.size or (value != value.flat[0]).any() else float(value.flat[0])
 
 
@@ -210,15 +208,16 @@ class StepFindings:
         """Finds the variables at the end of a trace in `scope`."""
         chosen, others = choose_variables(model, trainable, read_beside(model, scope.variables))
         state = [v for v in others if not is_seed(v)]
-        replaced = set[int]()
-        for i, variable in enumerate(state):
+
+        def is_replaced(variable: keras.Variable) -> bool:
             old, new = scope.inputs.get((id(variable), 0)), scope.new_value(variable)
-            adds = new is None or (old is not None and is_increment(old, new))
-            if not adds or not tf.as_dtype(variable.dtype).is_floating:
-                replaced.add(i)
+            is_added = new is None or (old is not None and is_increment(old, new))
+            return not is_added or not tf.as_dtype(variable.dtype).is_floating
+
+        replaced = frozenset(i for i, variable in enumerate(state) if is_replaced(variable))
         seeds = [*(v for v in others if is_seed(v)), global_seed()]
         worker_state = [variable for layer in stateful_layers(model) for variable in layer_states(layer)]
-        return StepFindings(lookups, returned, chosen, state, seeds, worker_state, frozenset(replaced))
+        return StepFindings(lookups, returned, chosen, state, seeds, worker_state, replaced)
 
     def changed(self, model: keras.Model, scope: TracedScope) -> tuple[list[Any], list[Any]]:
         """The outputs `state` and `metrics`."""

@@ -102,11 +102,7 @@ class OwnTrainStep:
         return flat(logs)
 
     def gradients(self, scale: tf.Tensor | None) -> list[list[Any]]:
-        """For each update of the traced step a gradient for each of `trainable`, or None.
-
-        Args:
-            scale: the scale of the loss, if it is dynamic.
-        """
+        """For each update of the trace a gradient for each of `trainable`, or None; `scale` is the one of the loss."""
         of_updates = []
         for one in self._applied:
             given = dict(zip(map(id, one.variables), unscaled(one.optimizer, one.gradients, scale)))
@@ -120,7 +116,6 @@ class OwnTrainStep:
 
     @contextmanager
     def _recording(self, scope: TracedScope) -> Iterator[None]:
-        """In this context, the model's optimizers record their calls."""
         graph = tf.compat.v1.get_default_graph()
         called = [(optimizer, optimizer) for optimizer in self._optimizers.values()]
         if self._scaling is not None:
@@ -217,9 +212,8 @@ def optimizer_reads(groups: Sequence[OptimizerGroup], scaling: Any, read: Mappin
     """The step counters and learning rates that a step reads, and the scale of its loss.
 
     Args:
-        groups: its optimizers.
         scaling: the optimizer that scales the loss by a dynamic factor; None without one.
-        read: the variables that it reads, by `id`.
+        read: the variables that the step reads, by `id`.
     """
     found = []
     for g, group in enumerate(groups):
