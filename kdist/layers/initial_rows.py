@@ -167,22 +167,22 @@ class RowInitializer:
 
 def _uniform(seeds: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
     """Numbers in (0, 1), float32 `[n, dim]`."""
-    starts = mixed(tf.bitwise.bitwise_xor(mixed(seeds), ids))
+    starts = mix_bits(tf.bitwise.bitwise_xor(mix_bits(seeds), ids))
     columns = np.arange(1, dim + 1, dtype=np.uint64) * np.array(_INCREMENT).astype(np.uint64)
-    bits = _shifted(mixed(starts[:, tf.newaxis] + columns.astype(np.int64)), tf.int64.size * 8 - _RANDOM_BITS)
+    bits = _shift_right(mix_bits(starts[:, tf.newaxis] + columns.astype(np.int64)), tf.int64.size * 8 - _RANDOM_BITS)
     # In the middle of an interval, so that neither end is drawn; float32 holds it exactly.
     return (tf.cast(bits, tf.float32) + 0.5) / 2**_RANDOM_BITS
 
 
-def mixed(numbers: tf.Tensor) -> tf.Tensor:
+def mix_bits(numbers: tf.Tensor) -> tf.Tensor:
     """int64 numbers whose bits all depend on all bits of the given ones, one to one: the finalizer of SplitMix64."""
     numbers = numbers + _INCREMENT
     for factor, shift in zip(_FACTORS, (30, 27)):
-        numbers = tf.bitwise.bitwise_xor(numbers, _shifted(numbers, shift)) * factor
-    return tf.bitwise.bitwise_xor(numbers, _shifted(numbers, 31))
+        numbers = tf.bitwise.bitwise_xor(numbers, _shift_right(numbers, shift)) * factor
+    return tf.bitwise.bitwise_xor(numbers, _shift_right(numbers, 31))
 
 
-def _shifted(numbers: tf.Tensor, bits: int) -> tf.Tensor:
+def _shift_right(numbers: tf.Tensor, bits: int) -> tf.Tensor:
     """Shifts to the right, filling with zeros: TensorFlow fills int64 with the sign."""
     shifted = tf.bitwise.right_shift(numbers, tf.constant(bits, tf.int64))
     return tf.bitwise.bitwise_and(shifted, tf.constant((1 << (64 - bits)) - 1, tf.int64))

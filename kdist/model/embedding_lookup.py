@@ -66,7 +66,7 @@ def group_tables(
             key = (table.dtype, tuple(table.shape[1:]), own, decayed_by, index in with_gradient)
             if isinstance(layer, DynamicEmbedding):
                 has_bound = layer.eviction is not None and layer.eviction.max_rows is not None
-                # Nobody knows afterwards which rows were whose.
+                # A group does not know the table of a row.
                 is_alone = has_bound or any(optimizer.clipnorm for optimizer in updates.optimizers_of(index))
                 own_index = index if is_alone else None
                 key = (*key, layer.row_initializer.kind, layer.admission, layer.eviction, own_index)
@@ -152,7 +152,7 @@ class RowLookups:
 
     Args:
         layers: built, or built when they are called.
-        tape: watches the rows; None if nobody asks for their gradients.
+        tape: watches the rows; None if their gradients are not needed.
 
     Attributes:
         rounds: the lookups of each.

@@ -14,7 +14,7 @@ from kdist.model.names import is_seed
 
 
 class SeededScope(keras.StatelessScope):
-    """A stateless scope that gives a state to seed generators which no layer has, as those of metrics and losses.
+    """A stateless scope that gives a state to seed generators outside of layers, as in metrics and losses.
 
     Their states follow from that of the global generator, if the scope has one: otherwise a step would read, on another
     task, a variable of this process.

@@ -128,7 +128,7 @@ class LookupRounds:
             found = running.send(rows)
 
         def gradients(of_rows: Any) -> dict[int, tf.IndexedSlices]:
-            # What depends on no gradient is not needed.
+            # Tensors that depend on no gradient are not needed.
             return self._gradients(of_rows, all_rows, arrived)
 
         return found, gradients
@@ -178,7 +178,7 @@ class LookupRounds:
                 for table, part in _by_table(self._groups[g], tables, found[g], tf.concat(present, 0)).items():
                     parts.setdefault(table, []).append(part)
         row_wise = {table for group in self._groups if group.is_row_wise for table in group.tables}
-        return {table: _joined(of_table, table in row_wise) for table, of_table in parts.items()}
+        return {table: _join_parts(of_table, table in row_wise) for table, of_table in parts.items()}
 
 
 def _by_table(
@@ -195,7 +195,7 @@ def _by_table(
     return {table: tf.IndexedSlices(*of_table) for table, *of_table in zip(tables, *split)}
 
 
-def _joined(parts: list[tf.IndexedSlices], is_row_wise: bool) -> tf.IndexedSlices:
+def _join_parts(parts: list[tf.IndexedSlices], is_row_wise: bool) -> tf.IndexedSlices:
     if len(parts) == 1:
         return parts[0]
     slices = tf.IndexedSlices(tf.concat([p.values for p in parts], 0), tf.concat([p.indices for p in parts], 0))

@@ -1,8 +1,8 @@
 """Joins the losses of synchronous replicas to one: the kind of each term tells how it grows with the batch.
 
-The loss of all examples of a step is the mean of the replicas' losses, weighted by what each was divided by: by the
-number of examples, or with masks and `reduction="mean_with_sample_weight"` by something else. Losses that are sums add
-up. Regularizers are the same on every replica.
+The loss of all examples of a step is the mean of the replicas' losses, weighted by their divisors: the number of
+examples, or with masks and `reduction="mean_with_sample_weight"` something else. Losses that are sums add up.
+Regularizers are the same on every replica.
 
 The kind of a term is known for the losses of Keras. That of a function, of `add_loss` or of a model's own `train_step`
 is found by a try on made-up data: on a batch, and on the same batch several times over.
@@ -133,7 +133,7 @@ def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) 
     added = tuple(Term.UNKNOWN if _depends(loss, inputs) else Term.CONSTANT for loss in model.losses)
     if not has_own_compute_loss(model) and len(reductions) == num_compiled_losses(model):
         return LossTerms(compiled, added)
-    # Only the model knows what it makes of its parts.
+    # Only the model knows how it joins its parts.
     own = tuple(term for term in compiled if term is Term.OWN_MEAN)
     return LossTerms(own or (Term.UNKNOWN,), is_whole=True)
 
@@ -162,7 +162,7 @@ def is_of_none(spec: tf.TypeSpec) -> bool:
     return spec == tf.type_spec_from_value(None)
 
 
-def made_up(batch_spec: Any, seed: int) -> Any:
+def make_batch(batch_spec: Any, seed: int) -> Any:
     """A small batch of random numbers; an optional input that is None stays None."""
     rng = np.random.default_rng(seed)
 
@@ -197,7 +197,7 @@ def of_any_size(batch_spec: Any) -> Any:
     return tf.nest.map_structure(open_first, batch_spec)
 
 
-def repeated(batch: Any) -> Any:
+def repeat(batch: Any) -> Any:
     """A batch that has each example `REPEATS` times."""
 
     def of_part(part: Any) -> Any:
@@ -223,12 +223,12 @@ def kinds_of(
             root of a mean does not, nor a loss that compares the examples.
     """
     try:
-        batch = made_up(batch_spec, 1)
-        found = _compared(values, batch)
+        batch = make_batch(batch_spec, 1)
+        found = _compare(values, batch)
         draws = any(_differ(once, again) for once, again, _ in found)
         if draws:
-            # Of more examples, what is drawn matters less.
-            found = _compared(values, repeated(batch))
+            # With more examples, random draws matter less.
+            found = _compare(values, repeat(batch))
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises of data that nobody promised to it
         warn(
             f"model {model.name}: its loss could not be tried on made-up data and counts as a mean over the examples; "
@@ -249,14 +249,14 @@ def kinds_of(
     return kinds
 
 
-def _compared(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[tuple[Any, ...]]:
+def _compare(values: Callable[[Any, int], Sequence[Any]], batch: Any) -> list[tuple[Any, ...]]:
     """Each value of a batch, of the same again, and of the same repeated."""
-    of_batches = [values(some, draw) for draw, some in enumerate((batch, batch, repeated(batch)))]
+    of_batches = [values(some, draw) for draw, some in enumerate((batch, batch, repeat(batch)))]
     return list(zip(*([np.array(v, np.float64) for v in of_batch] for of_batch in of_batches), strict=True))
 
 
 def _comes_of_parts(of_batch: tuple[np.ndarray, ...], kind: Term, of_halves: Sequence[Any]) -> bool:
-    """True if a value of a batch, as of `_compared`, consists of terms of single examples."""
+    """True if a value of a batch, as of `_compare`, consists of terms of single examples."""
     once, _, often = of_batch
     parts = [np.array(value, np.float64) for value in of_halves]
     if any(part.shape != once.shape for part in parts) or often.shape != once.shape:
@@ -290,7 +290,7 @@ def _differ(some: np.ndarray, others: np.ndarray, tolerance: float = _TOLERANCE)
 
 
 def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray) -> Term:
-    """The growth of a value or a gradient, from `_compared`."""
+    """The growth of a value or a gradient, from `_compare`."""
     if once.shape != often.shape:
         # Values that are not reduced: their gradient is that of the sum.
         once, again, often = (np.sum(values) for values in (once, again, often))

@@ -21,7 +21,7 @@ from kdist._compat.keras import call, global_seed, loss_tracker, metrics_are_bui
 from kdist.errors import ConfigError
 from kdist.model.forward import SeededScope
 from kdist.model.logs import Logs, as_logs
-from kdist.model.loss_weights import made_up
+from kdist.model.loss_weights import make_batch
 
 RULES = ("sum", "mean", "max", "min", "product", "last")
 #: Other names of some, in Keras; "none" stands in metrics written before Keras 3.3.
@@ -104,7 +104,7 @@ def check_metrics(model: keras.Model, batch_spec: Any) -> None:
 def _adds_up(metric: keras.metrics.Metric, model: keras.Model, batch_spec: Any) -> bool:
     batches = []
     for seed in (1, 2):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(made_up(batch_spec, seed))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(make_batch(batch_spec, seed))
         with keras.StatelessScope():
             batches.append((x, y, call(model, x, training=False), sample_weight))
     nothing, one, other, both = (_count(metric, model, some) for some in ([], batches[:1], batches[1:], batches))
@@ -131,7 +131,7 @@ def _count(metric: keras.metrics.Metric, model: keras.Model, batches: Sequence[t
 
 
 def _flat(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
-    """The single metrics; Keras keeps those that a model was compiled with in one."""
+    """The single metrics; Keras keeps all that a model was compiled with in one."""
     flat = []
     for metric in metrics:
         parts = getattr(metric, "metrics", None)

@@ -89,40 +89,40 @@ def _array_for(
         names = ["x"] if "x" in columns else list(columns) if len(columns) == 1 else []
     if not names:
         raise ConfigError(
-            f"{place}: has no column {item.name}, which the model takes as {_described(item)}; it has {_list(columns)}"
+            f"{place}: has no column {item.name}, which the model takes as {_describe(item)}; it has {_list(columns)}"
         )
     used.update(names)
-    arrays = [_typed(columns[name], item, f"{place}: column {name}") for name in names]
-    array = _shaped(arrays[0] if len(arrays) == 1 else np.stack(arrays, 1), item, f"{place}: column {names[0]}")
+    arrays = [_convert(columns[name], item, f"{place}: column {name}") for name in names]
+    array = _reshape(arrays[0] if len(arrays) == 1 else np.stack(arrays, 1), item, f"{place}: column {names[0]}")
     # Keras takes no strings from NumPy.
     return tf.constant(array) if item.dtype == tf.string else array
 
 
-def _typed(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
+def _convert(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
     is_text = array.dtype.kind not in _NUMBERS
     if is_text != (item.dtype == tf.string):
         kind = "text" if is_text else str(array.dtype)
-        raise ConfigError(f"{what}: has {kind}, and the model takes {_described(item)}")
+        raise ConfigError(f"{what}: has {kind}, and the model takes {_describe(item)}")
     if item.dtype.is_integer and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
-        raise ConfigError(f"{what}: has numbers that are not whole, and the model takes {_described(item)}")
+        raise ConfigError(f"{what}: has numbers that are not whole, and the model takes {_describe(item)}")
     return array if is_text else array.astype(item.dtype.as_numpy_dtype)
 
 
-def _shaped(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
+def _reshape(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
     shape = array.shape[1:]
     if len(shape) == len(item.shape) and all(wanted in (None, size) for size, wanted in zip(shape, item.shape)):
         return array
     # Columns of single values have no shape of their own.
     if len(shape) <= 1 and prod(shape) == _size_of(item):
         return array.reshape(len(array), *item.shape)
-    raise ConfigError(f"{what}: has rows of shape {shape}, and the model takes {_described(item)}")
+    raise ConfigError(f"{what}: has rows of shape {shape}, and the model takes {_describe(item)}")
 
 
 def _size_of(item: tf.TensorSpec) -> int | None:
     return item.shape.num_elements()
 
 
-def _described(item: tf.TensorSpec) -> str:
+def _describe(item: tf.TensorSpec) -> str:
     return f"{item.dtype.name} {tuple(item.shape)}"
 
 

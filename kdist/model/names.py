@@ -59,10 +59,10 @@ def variable_names(model: keras.Model, variables: Sequence[keras.Variable]) -> l
 
 
 def dynamic_names(vectors: str, columns: Sequence[str]) -> dict[str, str]:
-    """The names of the columns of a dynamic table, by those that a server gives them.
+    """The names of the columns of a dynamic table in checkpoints, by their names on a server.
 
     Args:
-        vectors: that of the variable which stands for its vectors: `dynamic_embedding/embeddings`.
+        vectors: the name of the variable that stands for its vectors: `dynamic_embedding/embeddings`.
         columns: `vectors`, `ids`, `counts`, `last_steps`, and the others are slots.
 
     Returns:

@@ -122,12 +122,12 @@ def optimizer_state(
     return state
 
 
-def unscaled(
+def unscale(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Gradient | None],
     scale: tf.Tensor | None = None,
 ) -> list[Any]:
-    """The gradients of the loss, from those of the loss times `scale`, or else of `optimizer.scale_loss(loss)`."""
+    """Divides gradients by the scale of the loss: `scale`, or else the factor of `optimizer.scale_loss`."""
     factor = optimizer.loss_scale_factor if scale is None else scale
     if factor is None:
         return list(gradients)

@@ -1,7 +1,7 @@
-"""A step in phases: its graph, cut where it needs values that depend on what it has computed before.
+"""A step in phases: its graph, cut where it needs values that depend on its own results.
 
 A GAN's step updates the discriminator, and then the generator against the updated discriminator. Traced as one
-function, the new values are inputs that nobody can give at the beginning. Cut at them, the step returns the first
+function, the new values are inputs that are not known at the beginning. Cut at them, the step returns the first
 gradients, and goes on when they have been applied. A step that looks up rows of tables is cut where they arrive, see
 `kdist.model.lookup_rounds`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-#: The phase of what needs nothing but constants: each phase has its own copy.
+#: The phase of an operation that needs constants only: each phase has its own copy.
 _CONSTANT = -1
 
 

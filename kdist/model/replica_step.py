@@ -55,7 +55,7 @@ from kdist.model.loss_weights import (
 )
 from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import can_update_rows, overflow_of, unscaled
+from kdist.model.optimizer import can_update_rows, overflow_of, unscale
 from kdist.model.phases import Phases
 from kdist.model.source import overrides_of
 from kdist.model.state import WorkerState, remember_groups
@@ -339,7 +339,7 @@ class ReplicaStep:
             return True
         found = self._found
         if self.own is not None:
-            kinds = self._tried()
+            kinds = self._try_terms()
             terms = tuple(kinds[: len(self.own.updated)])
             sums = {n for n, kind in zip(found.returned.names or (), kinds[len(terms) :]) if kind is Term.SUM}
             self.returned = replace(found.returned, sums=frozenset(sums))
@@ -348,11 +348,11 @@ class ReplicaStep:
                 terms = (Term.OWN_MEAN if found.num_divisors == len(self.own.updated) == 1 else Term.UNKNOWN,)
             self._terms = self._of_replica(LossTerms(terms, is_whole=True))
             return True
-        self._terms = self._of_replica(found.terms.known(self._tried() if Term.UNKNOWN in found.terms.all else ()))
+        self._terms = self._of_replica(found.terms.known(self._try_terms() if Term.UNKNOWN in found.terms.all else ()))
         factors = *self._terms.compiled_factors, *self._terms.added_factors
         return self._terms == found.assumed and all(factor == 1 for factor in factors)
 
-    def _tried(self) -> list[Term]:
+    def _try_terms(self) -> list[Term]:
         """Tries the terms of the loss; of a model's own step, its updates and returned values."""
         spec = of_any_size(self.batch_spec)
         is_so = spec == self.batch_spec and not self._layers
@@ -363,9 +363,9 @@ class ReplicaStep:
                 traced.append(TracedStep(self._step([]), spec, self.model))
             return traced[0](batch, trial_values(traced[0].scope.variables.values(), draw)).tried
 
-        return kinds_of(values, self.batch_spec, self.model, self._parts_tried())
+        return kinds_of(values, self.batch_spec, self.model, self._parts_to_try())
 
-    def _parts_tried(self) -> Sequence[int]:
+    def _parts_to_try(self) -> Sequence[int]:
         """The indices of values of a try that must follow from those of parts of a batch.
 
         With statistics of the batch, as in normalization, none do; of numbers of low precision it cannot be told.
@@ -488,8 +488,8 @@ class ReplicaStep:
         scale = None if scaling is None else scope.value_of(scaling.dynamic_scale)
         overflow = overflow_of([*gradients, *tf.nest.flatten(of_rows)], scale)
         optimizer = main_optimizer(model)
-        gradients = unscaled(optimizer, gradients, scale)
-        of_rows = [unscaled(optimizer, of_round, scale) for of_round in of_rows]
+        gradients = unscale(optimizer, gradients, scale)
+        of_rows = [unscale(optimizer, of_round, scale) for of_round in of_rows]
         # A model may leave a metric out in training. The loss is always reported.
         names = dict.fromkeys(["loss", *logs])
         returned = ReturnedValues({name: keras.metrics.Mean(name=name) for name in others}, list(names))

@@ -48,7 +48,7 @@ class _Dependence:
 
     def __init__(self, old: tf.Tensor) -> None:
         self._old = old
-        #: All operations that use it, or what was made of it.
+        #: All operations that use it, directly or not.
         self._users: set[tf.Operation] = set()
         found = old.consumers()
         while found:
@@ -111,7 +111,7 @@ def check_assigned(model: keras.Model, assigned: Mapping[int, keras.Variable]) -
 
 
 def read_beside(model: keras.Model, read: Mapping[int, keras.Variable]) -> list[keras.Variable]:
-    """The variables that a step reads beside those of the model and its optimizers: of a loss, a metric, a regularizer.
+    """The variables that a step reads beside the model's and its optimizers': of a loss, a metric, a regularizer.
 
     A callback may assign them, so they belong to the state of the training.
     """

@@ -54,11 +54,11 @@ class TracedScope(SeededScope):
         self.written: dict[int, keras.Variable] = {}
         self.inputs: dict[tuple[int, int], tf.Tensor] = {}
         self._num_updates = Counter[int]()
-        #: How often step counters were advanced before they were read.
+        #: The number of times that step counters were advanced before they were read.
         self._num_steps = Counter[int]()
         #: The values of trainable variables after their last updates, by `id`: gradients are for these.
         self._roots: dict[int, tf.Tensor] = {}
-        #: What has been assigned to trainable variables since: new values, and those before.
+        #: Assignments to trainable variables since: new values, and those before.
         self._assigned: dict[int, tuple[Any, Any]] = {}
 
     def get_current_value(self, variable: keras.Variable) -> Any:
@@ -147,7 +147,7 @@ class TracedStep:
     Args:
         step: batch, scope -> nested tensors, computed in the scope, which it enters itself; its findings.
         batch_spec: nested type specs of a batch.
-        model: whose step it is.
+        model: the owner of the step.
         jit_compile: True if XLA compiles it.
 
     Attributes:

@@ -32,11 +32,11 @@ from kdist._compat.tensorflow import rename_legacy_functions
 from kdist.errors import ConfigError
 from kdist.model.logs import flat
 from kdist.model.loss_weights import Term
-from kdist.model.optimizer import unscaled
+from kdist.model.optimizer import unscale
 from kdist.model.phases import PhaseOfTensor, Phases, ancestors
 from kdist.model.phases import flat as flat_tensors
 from kdist.model.traced_step import TracedScope, TracedStep
-from kdist.model.updates import OptimizerGroup, StepUpdates, Update, first_iteration
+from kdist.model.updates import OptimizerGroup, StepUpdates, Update
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class OwnTrainStep:
         """For each update of the trace a gradient for each of `trainable`, or None; `scale` is the one of the loss."""
         of_updates = []
         for one in self._applied:
-            given = dict(zip(map(id, one.variables), unscaled(one.optimizer, one.gradients, scale)))
+            given = dict(zip(map(id, one.variables), unscale(one.optimizer, one.gradients, scale)))
             of_updates.append([given.get(id(variable)) for variable in self.trainable])
         return of_updates
 
@@ -182,7 +182,7 @@ class OwnTrainStep:
             built = optimizer if name or self._scaling is None else self._scaling
             if not built.built:
                 built.build([self.trainable[i] for i in indices])
-            first = first_iteration(optimizer, len(calls), step) if name else 0
+            first = int(step_counter(optimizer).numpy()) - len(calls) * step if name else 0
             groups.append(OptimizerGroup(optimizer, tuple(indices), name, len(calls), first))
         by_id = {id(group.optimizer): i for i, group in enumerate(groups)}
         self.order = [by_id[id(one.optimizer)] for one in applied]

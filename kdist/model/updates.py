@@ -46,7 +46,7 @@ class ReplicaOutput:
         return None if isinstance(self.num_examples, int) else tf.cast(self.num_examples, tf.float32)
 
 
-def scaled(gradient: Any, factor: tf.Tensor | None) -> Any:
+def scale(gradient: Any, factor: tf.Tensor | None) -> Any:
     """A gradient times a factor; if either is None, the gradient as it is."""
     if gradient is None or factor is None:
         return gradient
@@ -96,7 +96,7 @@ class Update:
     Attributes:
         group: its index in `StepUpdates.groups`.
         variables: indices of the variables that it has a gradient for.
-        phase: the phase of the step at whose end it is applied.
+        phase: it is applied at the end of this phase of the step.
         number: of calls of the same optimizer before it in its step.
     """
 
@@ -110,8 +110,8 @@ class Update:
 class StepUpdates:
     """The updates of one step.
 
-    A step that reads what it has updated runs in phases: after each, its updates are applied, and what the next ones
-    read of it is pulled again.
+    A step that reads a variable after updating it runs in phases: after each, its updates are applied, and the next
+    phases pull the variables that they read again.
 
     Attributes:
         groups: the optimizers; the first is the one that the model was compiled with.
@@ -137,7 +137,8 @@ class StepUpdates:
         groups = [OptimizerGroup(optimizer, tuple(range(len(variables))) if not parts else ())]
         step = int(step_counter(optimizer).numpy())
         for i, (part, indices) in enumerate(parts):
-            groups.append(OptimizerGroup(part, indices, f"optimizers_{i}", 1, first_iteration(part, 1, step)))
+            first = int(step_counter(part).numpy()) - step
+            groups.append(OptimizerGroup(part, indices, f"optimizers_{i}", first_iteration=first))
         updates = tuple(Update(g, frozenset(group.variables)) for g, group in enumerate(groups) if group.variables)
         return StepUpdates(tuple(groups), updates, loss=loss)
 
@@ -158,7 +159,7 @@ class StepUpdates:
         return all(map(is_elementwise, self.optimizers_of(variable)))
 
     def merge(self, gradients: Sequence[Sequence[Any]], phase: int) -> list[Any]:
-        """The gradients of a phase, one per variable or None, from those of each update."""
+        """Joins the gradients of the updates of a phase: one per variable, or None."""
         merged = [None] * len(gradients[0])
         for update, of_update in zip(self.updates, gradients):
             if update.phase == phase:
@@ -179,8 +180,3 @@ class StepUpdates:
             own = {i: gradients[i] for i in sorted(update.variables) if gradients[i] is not None}
             clipped |= clip_gradients(self.groups[update.group].optimizer, own)
         return list(clipped.values())
-
-
-def first_iteration(optimizer: keras.optimizers.Optimizer, updates_per_step: int, step: int) -> int:
-    """`OptimizerGroup.first_iteration` of an optimizer, as it is at global step `step`."""
-    return int(step_counter(optimizer).numpy()) - updates_per_step * step

@@ -16,7 +16,7 @@ import tensorflow as tf
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.loss_weights import Term
 from kdist.model.optimizer import Gradient, clip_gradients
-from kdist.model.updates import ReplicaOutput, scaled
+from kdist.model.updates import ReplicaOutput, scale
 from kdist.parameters.placement.messages import (
     Assigned,
     BlockUpdates,
@@ -121,8 +121,8 @@ def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Bl
     gradients, state = _arriving(store.wire, output.weight), _arriving(store.wire, output.state_weight)
     if output.weight is not None and store.updates.loss is Term.MEAN:
         state = gradients
-    changes = store.updates_of(replace(output, gradients=[scaled(g, gradients) for g in output.gradients]), pulled)
-    changes |= {key: scaled(changes[key], state) for key in changes if _is_mean_of_state(store, key, changes[key])}
+    changes = store.updates_of(replace(output, gradients=[scale(g, gradients) for g in output.gradients]), pulled)
+    changes |= {key: scale(changes[key], state) for key in changes if _is_mean_of_state(store, key, changes[key])}
     for server in range(len(store.devices)):
         if gradients is not None:
             changes[Weight(server)] = gradients
@@ -173,9 +173,9 @@ def _unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -
                 if isinstance(key, Overflow) or store.blocks[_block(key)].server != server:
                     continue
                 if _is_mean_of_state(store, key, change):
-                    changes[key] = scaled(change, of_state)
+                    changes[key] = scale(change, of_state)
                 elif isinstance(key, int) and store.blocks[key].is_parameter:
-                    changes[key] = scaled(change, factors.get(False))
+                    changes[key] = scale(change, factors.get(False))
     return changes
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import tensorflow as tf
 
 from kdist.layers.dynamic_embedding import Eviction
-from kdist.layers.initial_rows import mixed
+from kdist.layers.initial_rows import mix_bits
 
 #: The bins of ages, and the share of `max_rows` that stays when the oldest rows go.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
@@ -79,7 +79,7 @@ class CountMinSketch:
         Returns:
             How often each was counted, int32 `[n]`.
         """
-        hashes = [tf.bitwise.bitwise_and(mixed(keys + row), self.width - 1) for row in range(self.depth)]
+        hashes = [tf.bitwise.bitwise_and(mix_bits(keys + row), self.width - 1) for row in range(self.depth)]
         places = tf.stack([of_row + row * self.width for row, of_row in enumerate(hashes)])
         counts = self._counters.sparse_read(places) + 1
         with tf.control_dependencies([counts]):

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist._compat.keras import set_value
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.layers import Admission, Eviction
-from kdist.layers.initial_rows import mixed
+from kdist.layers.initial_rows import mix_bits
 from kdist.model.embedding_lookup import TableGroup
 from kdist.model.names import AVERAGE
 from kdist.parameters.tables.admission import CountMinSketch, age_of_oldest, excess_rows, rows_to_evict
@@ -292,7 +292,7 @@ class DynamicTable:
             is_new = tf.scatter_nd(new[:, tf.newaxis], seen >= admission.min_count, tf.shape(is_new, tf.int64))
         if admission.probability < 1:
             drawn = tf.bitwise.bitwise_and(
-                mixed(tf.bitwise.bitwise_xor(keys, mixed(step))), tf.constant((1 << 40) - 1, tf.int64)
+                mix_bits(tf.bitwise.bitwise_xor(keys, mix_bits(step))), tf.constant((1 << 40) - 1, tf.int64)
             )
             is_new &= tf.cast(drawn, tf.float64) < admission.probability * (1 << 40)
         return is_new
@@ -451,7 +451,7 @@ def key_shifts(group: TableGroup) -> np.ndarray:
 
 def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
     """The number of the server that has a key, int32 `[n]`."""
-    bits = tf.bitwise.bitwise_and(mixed(keys), tf.constant((1 << 40) - 1, tf.int64))
+    bits = tf.bitwise.bitwise_and(mix_bits(keys), tf.constant((1 << 40) - 1, tf.int64))
     return tf.cast(bits % num_servers, tf.int32)
 
 

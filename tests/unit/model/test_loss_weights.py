@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import kdist
-from kdist.model.loss_weights import REPEATS, Term, made_up, repeated
+from kdist.model.loss_weights import REPEATS, Term, make_batch, repeat
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -194,7 +194,7 @@ def test_a_loss_that_takes_no_made_up_data_counts_as_a_mean_with_a_warning(run_d
 
 
 def test_made_up_strings_are_strings() -> None:
-    batch = made_up(tf.TensorSpec([None, 2], tf.string), 1)
+    batch = make_batch(tf.TensorSpec([None, 2], tf.string), 1)
     assert set(batch.numpy().ravel()) <= {b"0", b"1"}
 
 
@@ -231,6 +231,6 @@ def test_other_losses_make_no_warning(loss: Any, layer: Callable[[], layers.Laye
 
 @pytest.mark.parametrize("spec", [tf.RaggedTensorSpec([None, None], tf.int64), tf.SparseTensorSpec([None, 3])])
 def test_made_up_data_is_of_the_kind_of_the_data(spec: tf.TypeSpec) -> None:
-    batch = made_up({"x": spec}, 1)
+    batch = make_batch({"x": spec}, 1)
     assert spec.is_compatible_with(batch["x"])
-    assert repeated(batch)["x"].shape[0] == REPEATS * batch["x"].shape[0]
+    assert repeat(batch)["x"].shape[0] == REPEATS * batch["x"].shape[0]
