@@ -225,8 +225,8 @@ def kinds_of(
     try:
         batch = make_batch(batch_spec, 1)
         found = _compare(values, batch)
-        draws = any(_differ(once, again) for once, again, _ in found)
-        if draws:
+        draws = [_differ(once, again) for once, again, _ in found]
+        if any(draws):
             # With more examples, random draws matter less.
             found = _compare(values, repeat(batch))
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises of data that nobody promised to it
@@ -235,8 +235,8 @@ def kinds_of(
             f"if it is a sum, synchronous replicas divide it by their number ({reason(error).splitlines()[0]})"
         )
         return []
-    kinds = [_kind(*of_value) for of_value in found]
-    halves = _of_halves(values, batch) if parts and not draws else []
+    kinds = [_kind(*of_value, draws=of_draws) for of_value, of_draws in zip(found, draws)]
+    halves = _of_halves(values, batch) if parts and not any(draws) else []
     together = [i for i in parts if halves and not _comes_of_parts(found[i], kinds[i], [of[i] for of in halves])]
     if together:
         warn(
@@ -289,8 +289,8 @@ def _differ(some: np.ndarray, others: np.ndarray, tolerance: float = _TOLERANCE)
     return bool(np.linalg.norm(some - others) > tolerance * max(float(np.linalg.norm(others)), 1e-12))
 
 
-def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray) -> Term:
-    """The growth of a value or a gradient, from `_compare`."""
+def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray, *, draws: bool) -> Term:
+    """The growth of a value or a gradient, from `_compare`; it may be drawn even if two draws agree by chance."""
     if once.shape != often.shape:
         # Values that are not reduced: their gradient is that of the sum.
         once, again, often = (np.sum(values) for values in (once, again, often))
@@ -299,7 +299,7 @@ def _kind(once: np.ndarray, again: np.ndarray, often: np.ndarray) -> Term:
     if not _differ(often, REPEATS * once):
         return Term.SUM
     growth = float(np.vdot(once, often)) / max(float(np.vdot(once, once)), 1e-24)
-    if _differ(again, once):
+    if draws or _differ(again, once):
         return Term.SUM if growth > REPEATS**0.5 else Term.MEAN
     # A loss that compares the examples of a batch is a mean as well, of another kind.
     return Term.MEAN if growth < REPEATS**0.25 else Term.UNKNOWN

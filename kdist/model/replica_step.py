@@ -314,21 +314,18 @@ class ReplicaStep:
             return True
         looked_up = {id(layer) for layer in self._layers}
         inputs, hidden = self._traced.scope.inputs, self._found.lookups.hidden
-        is_right = True
         for layer in layers.values():
             key, table = id(layer), inputs.get((id(table_of(layer)), 0))
             if key in looked_up and (key in hidden or (table is not None and table.consumers())):
                 self._why_whole[key] = hidden.get(key, "another use of it in the model")
-                is_right = False
-            # It may have been made by the step.
-            is_right &= key in looked_up or key in self._why_whole or why_needed_whole(layer) is not None
         self.tables = {index: layer for index, layer in layers.items() if id(layer) in looked_up}
         self.whole_tables = {
             index: self._why_whole.get(id(layer)) or why_needed_whole(layer) or ""
             for index, layer in layers.items()
             if index not in self.tables
         }
-        return is_right
+        # The step has made a layer that has no reason.
+        return all(self.whole_tables.values()) and not looked_up & self._why_whole.keys()
 
     def _are_terms_right(self) -> bool:
         """Sets the terms of the losses of synchronous replicas; False if the trace has assumed others."""

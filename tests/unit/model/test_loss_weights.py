@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import kdist
-from kdist.model.loss_weights import REPEATS, Term, make_batch, repeat
+from kdist.model.loss_weights import REPEATS, Term, kinds_of, make_batch, repeat
 from kdist.model.replica_step import ReplicaStep
 from kdist.strategies.prepared_training import prepare
 
@@ -71,6 +71,14 @@ def step_of(
 )
 def test_a_loss_is_a_mean_or_a_sum_by_what_it_does(model: Callable[[], keras.Model], kind: Term, run_dir: Path) -> None:
     assert step_of(model(), run_dir).updates.loss is kind
+
+
+def test_draws_that_agree_by_chance_do_not_make_a_sum_unknown() -> None:
+    def values(batch: tf.Tensor, draw: int) -> list[float]:
+        sizes = {4: [4.0, 5.0, 17.0], 16: [16.0, 16.0, 0.0], 64: [0.0, 0.0, 70.0]}
+        return [sizes[batch.shape[0]][draw]]
+
+    assert kinds_of(values, tf.TensorSpec([4, 1]), model_of("mse")) == [Term.SUM]
 
 
 def test_regularizers_count_once_beside_a_sum(run_dir: Path) -> None:
