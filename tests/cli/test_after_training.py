@@ -383,7 +383,7 @@ def test_storage_that_fails_can_be_asked_again(
     def fail(*_: Any) -> None:
         raise StorageError(f"{url}: storage fails: out of order")
 
-    monkeypatch.setattr(ObjectStorage, "download", fail)
+    monkeypatch.setattr(ObjectStorage, "fetch", fail)
     assert main.run(["evaluate", url, TRUST]) == 75
     assert capsys.readouterr().err == f"kdist: error: {url}: storage fails: out of order\n"
 

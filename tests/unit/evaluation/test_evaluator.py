@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -207,13 +207,13 @@ def test_it_reads_checkpoints_from_object_storage_and_leaves_its_results_there(t
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_passed_over(
     trained: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ObjectStorage.download
+    real = ObjectStorage.fetch
 
-    def deleted_first(storage: ObjectStorage, name: str, path: Path) -> None:
-        storage.delete([name])
-        real(storage, name, path)
+    def deleted_first(storage: ObjectStorage, names: Sequence[str]) -> None:
+        storage.delete(names)
+        real(storage, names)
 
-    monkeypatch.setattr(ObjectStorage, "download", deleted_first)
+    monkeypatch.setattr(ObjectStorage, "fetch", deleted_first)
     with RunDir(URL, "test", 0.1).open_for(str(EVALUATOR.task)) as run:
         assert run.checkpoints().steps()[-1] == 5
         assert run.checkpoints().read(5) is None
