@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from kdist.cluster.network.http_server import HttpServer, health_of, health_serv
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.run.statistics import RunStatistics
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
@@ -65,7 +65,8 @@ class MetricsServer(Hook):
 
     def begin(self, session: Session) -> None:
         self._dropped = 0
-        self._window = _Window(self._clock())
+        self._totals: MetricTotals | None = None
+        self._begin_window()
         self._state: dict[str, dict[str, float]] = {}
         self._pids: Mapping[str, int] = {}
         host, port = self._address
@@ -78,7 +79,8 @@ class MetricsServer(Hook):
         session = context.session
         self._dropped += sum(counts.dropped for counts in values.gradient_counts.values())
         self._window.add(values)
-        if self._clock() - self._window.began >= _EVERY_SECS or "kdist_training" not in self._state:
+        self._totals = values.totals if self._totals is None else self._totals + values.totals
+        if self._clock() - self._began >= _EVERY_SECS or "kdist_training" not in self._state:
             self._report(session)
         self._set_counts(session)
 
@@ -91,16 +93,20 @@ class MetricsServer(Hook):
             server.close()
 
     def _report(self, session: Session) -> None:
-        """Reports the steps of the window, and begins another one."""
-        window, self._window = self._window, _Window(self._clock())
-        assert window.totals is not None
-        self._state["kdist_training"] = _by_metric(session.training_logs(window.totals))
+        window, totals = self._window, self._totals
+        assert totals is not None
+        self._begin_window()
+        self._state["kdist_training"] = _by_metric(session.training_logs(totals))
         if session.is_asynchronous:
-            self._state["kdist_staleness_mean"] = {"": window.staleness_sum / window.num_steps}
-            self._state["kdist_staleness_max"] = {"": window.staleness_max}
-        if window.seconds:
-            self._state["kdist_steps_per_second"] = {"": window.steady_steps / window.seconds}
-            self._state["kdist_examples_per_second"] = {"": window.steady_examples / window.seconds}
+            self._state["kdist_staleness_mean"] = {"": window.gradients.staleness_mean}
+            self._state["kdist_staleness_max"] = {"": window.gradients.staleness_max}
+        if window.steps_per_second is not None and window.examples_per_second is not None:
+            self._state["kdist_steps_per_second"] = {"": window.steps_per_second}
+            self._state["kdist_examples_per_second"] = {"": window.examples_per_second}
+
+    def _begin_window(self) -> None:
+        """Forgets the steps that were reported."""
+        self._window, self._began, self._totals = RunStatistics(), self._clock(), None
 
     def _set_counts(self, session: Session) -> None:
         state = self._state
@@ -124,30 +130,6 @@ class MetricsServer(Hook):
                 lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
                 lines += [f"{name}{labels} {_number(value)}" for labels, value in samples.items()]
         return "\n".join(lines) + "\n"
-
-
-@dataclass
-class _Window:
-    """Some steps, since `began`; the `steady` ones count for the rates."""
-
-    began: float
-    num_steps: int = 0
-    steady_steps: int = 0
-    steady_examples: int = 0
-    seconds: float = 0.0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    totals: MetricTotals | None = field(default=None)
-
-    def add(self, values: RunValues) -> None:
-        self.num_steps += values.num_steps
-        self.staleness_sum += int(values.staleness.sum())
-        self.staleness_max = max(self.staleness_max, int(values.staleness.max(initial=0)))
-        self.totals = values.totals if self.totals is None else self.totals + values.totals
-        if not values.warming_up:
-            self.steady_steps += values.num_steps
-            self.steady_examples += values.num_examples
-            self.seconds += values.seconds
 
 
 def _by_metric(logs: Mapping[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.console import lines
 from kdist.errors import CheckpointError
 from kdist.hooks.base import Session
-from kdist.hooks.early_stopping import Monitor, MonitoringHook
+from kdist.hooks.early_stopping import MonitoringHook
 from kdist.log import warn
 from kdist.storage.files import write_whole
 
@@ -34,7 +34,7 @@ class BestCheckpoint(MonitoringHook):
     """
 
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
-        super().__init__(Monitor(metric, mode, 0.0, "BestCheckpoint"))
+        super().__init__(metric, mode, 0.0)
         self._has_begun = False
 
     def begin(self, session: Session) -> None:
@@ -47,20 +47,20 @@ class BestCheckpoint(MonitoringHook):
         if not self._has_begun and record.exists():
             if session.global_step:
                 known = json.loads(record.read_text())
-                self._monitor.best = self._monitor.value(known["validation"])
+                self.best = self.value(known["validation"])
             else:
                 # It belongs to another run in this folder.
                 _best(session).set_aside()
         self._has_begun = True
 
     def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
-        best_before = self._monitor.best
-        if not self._monitor.is_better(session, logs):
+        best_before = self.best
+        if not self.is_better(session, logs):
             return
         try:
             self._save(session, logs)
         except (CheckpointError, OSError) as error:
-            self._monitor.best = best_before
+            self.best = best_before
             warn("BestCheckpoint: " + str(error).replace("\n  ", "; ") + "; training continues")
 
     def _save(self, session: Session, logs: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.console import lines
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
+from kdist.run.statistics import RunStatistics
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
@@ -39,22 +40,17 @@ class LoggingTensor(TimedHook):
 
     def _forget(self) -> None:
         self._totals: MetricTotals | None = None
-        self._over_steps = self._num_steps = 0
-        self._seconds = 0.0
+        self._runs = RunStatistics()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
-        self._over_steps += values.num_steps
-        if not values.warming_up:
-            self._num_steps += values.num_steps
-            self._seconds += values.seconds
+        self._runs.add(values)
         if self._timer.due(values.global_step):
-            if self._seconds:
-                self._rate = self._num_steps / self._seconds
+            self._rate = self._runs.steps_per_second or self._rate
             session = context.session
             logs = session.training_logs(self._totals)
             step, last_step = values.global_step, session.last_step
-            self._print(session, lines.train_line(step, last_step, logs, self._over_steps, self._rate))
+            self._print(session, lines.train_line(step, last_step, logs, self._runs.applied, self._rate))
             for hook in session.hooks:
                 hook.after_logging(session, logs, self._rate)
             self._timer.restart(values.global_step)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, MetricsFile, Row
+from kdist.run.statistics import RunStatistics
 
 
 class MetricsRecorder(Hook):
@@ -32,7 +33,7 @@ class MetricsRecorder(Hook):
         rows = self.earlier_rows = self._file.begin(session.global_step)
         # The time goes on from that of the last row.
         self._began = self._clock() - (rows[-1].get("seconds", 0.0) if rows else 0.0)
-        self._since_report, self._in_epoch = _Speed(), _Speed()
+        self._since_report, self._in_epoch = RunStatistics(), RunStatistics()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._since_report.add(values)
@@ -40,7 +41,7 @@ class MetricsRecorder(Hook):
 
     def after_logging(self, session: Session, logs: Mapping[str, Any], steps_per_second: float | None) -> None:
         self._write(session, TRAIN, self.epoch_of(session.global_step), logs, self._since_report, steps_per_second)
-        self._since_report = _Speed()
+        self._since_report = RunStatistics()
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         logs = {f"val_{name}": value for name, value in logs.items()}
@@ -49,7 +50,7 @@ class MetricsRecorder(Hook):
     def end_epoch(self, session: Session, epoch: int, logs: Mapping[str, Any]) -> None:
         """An epoch has ended; `logs` are what `History` has of it."""
         self._write(session, EPOCH, epoch, logs, self._in_epoch, self._in_epoch.steps_per_second)
-        self._in_epoch = _Speed()
+        self._in_epoch = RunStatistics()
 
     def _write(
         self,
@@ -57,7 +58,7 @@ class MetricsRecorder(Hook):
         kind: str,
         epoch: int,
         metrics: Mapping[str, Any],
-        speed: _Speed | None = None,
+        runs: RunStatistics | None = None,
         steps_per_second: float | None = None,
     ) -> None:
         values = {
@@ -67,29 +68,6 @@ class MetricsRecorder(Hook):
             "seconds": round(self._clock() - self._began, 3),
             "learning_rate": session.learning_rate(),
             "steps_per_second": steps_per_second,
-            "staleness": speed.staleness if speed is not None and session.is_asynchronous else None,
+            "staleness": runs.gradients.staleness_mean if runs and runs.applied and session.is_asynchronous else None,
         }
         self._file.append(values, metrics)
-
-
-class _Speed:
-    """Rate and staleness of some steps; the rate without those in which functions were traced."""
-
-    def __init__(self) -> None:
-        self._num_steps = self._num_steady = self._staleness = 0
-        self._seconds = 0.0
-
-    def add(self, values: RunValues) -> None:
-        self._num_steps += values.num_steps
-        self._staleness += int(values.staleness.sum())
-        if not values.warming_up:
-            self._num_steady += values.num_steps
-            self._seconds += values.seconds
-
-    @property
-    def steps_per_second(self) -> float | None:
-        return self._num_steady / self._seconds if self._seconds else None
-
-    @property
-    def staleness(self) -> float | None:
-        return self._staleness / self._num_steps if self._num_steps else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ class Profiler(TimedHook):
         self._output_dir = output_dir
         self._duration_ms = duration_ms
         self._clock = clock
-        self._trace: _Trace | None = None
+        self._trace: ExitStack | None = None
         self._ends_at = 0.0
 
     def after_create_session(self, session: Session) -> None:
@@ -64,7 +64,8 @@ class Profiler(TimedHook):
         if self._trace is None and self._timer.due(context.global_step):
             session = context.session
             folder = Path(self._output_dir) if self._output_dir else session.run_dir / "tb" / "train"
-            self._trace = _Trace(folder, session.strategy.addresses, self._duration_ms)
+            self._trace = ExitStack()
+            self._trace.enter_context(_trace(folder, session.strategy.addresses, self._duration_ms))
             self._ends_at = self._clock() + self._duration_ms / 1000
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -77,59 +78,58 @@ class Profiler(TimedHook):
 
     def close(self) -> None:
         if self._trace is not None:
-            self._trace.end()
-            self._trace = None
+            trace, self._trace = self._trace, None
+            trace.close()
 
 
-class _Trace:
-    """A trace that starts now."""
+@contextmanager
+def _trace(folder: Path, addresses: Mapping[Task, str], duration_ms: int) -> Iterator[None]:
+    """Traces this process during the block, and the tasks at `addresses` for `duration_ms` from its start."""
+    import tensorflow as tf
 
-    def __init__(self, folder: Path, addresses: Mapping[Task, str], duration_ms: int) -> None:
-        import tensorflow as tf
+    profiler = tf.profiler.experimental
+    sessions = folder / "plugins" / "profile"
+    earlier = set(sessions.glob("*"))
 
-        self._profiler = tf.profiler.experimental
-        self._others: threading.Thread | None = None
-        self._is_on = False
-        self._sessions = folder / "plugins" / "profile"
-        self._earlier = set(self._sessions.glob("*"))
-        # TensorFlow names its files after the machine and the addresses.
-        self._names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
-        self._names[socket.gethostname()] = "chief"
-        # It fails if this process is being traced already.
+    def trace_others() -> None:
         with _failure_warns():
-            self._profiler.start(str(folder))
-            self._is_on = True
-        if self._is_on and addresses:
-            services = ",".join(f"grpc://{address}" for address in addresses.values())
-            arguments = [services, str(folder), duration_ms]
-            self._others = threading.Thread(target=self._trace_others, args=arguments, daemon=True)
-            self._others.start()
+            profiler.client.trace(",".join(f"grpc://{each}" for each in addresses.values()), str(folder), duration_ms)
 
-    def _trace_others(self, services: str, folder: str, duration_ms: int) -> None:
-        with _failure_warns():
-            self._profiler.client.trace(services, folder, duration_ms)
-
-    def end(self) -> None:
-        if self._others is not None:
-            self._others.join(_ANSWER_SECS)
-        if self._is_on:
+    others: threading.Thread | None = None
+    is_on = False
+    # It fails if this process is being traced already.
+    with _failure_warns():
+        profiler.start(str(folder))
+        is_on = True
+    if is_on and addresses:
+        others = threading.Thread(target=trace_others, daemon=True)
+        others.start()
+    try:
+        yield
+    finally:
+        if others is not None:
+            others.join(_ANSWER_SECS)
+        if is_on:
             with _failure_warns():
-                self._profiler.stop()
+                profiler.stop()
             # If that fails, they stay as TensorFlow has left them.
             with suppress(OSError):
-                self._bring_together()
+                _bring_together(sorted(set(sessions.glob("*")) - earlier), addresses)
 
-    def _bring_together(self) -> None:
-        """Merges the files of the chief and of the others into one session, and names each host after its task."""
-        sessions = sorted(set(self._sessions.glob("*")) - self._earlier)
-        for file in [file for session in sessions for file in session.glob(f"*{_SUFFIX}")]:
-            name = self._names.get(file.name.removesuffix(_SUFFIX))
-            # Other programs may write traces there, too.
-            if name is not None and not (called := sessions[0] / f"{name}{_SUFFIX}").exists():
-                file.rename(called)
-        for session in sessions[1:]:
-            with suppress(OSError):
-                session.rmdir()
+
+def _bring_together(sessions: Sequence[Path], addresses: Mapping[Task, str]) -> None:
+    """Merges the files of the chief and of the others into one session, and names each host after its task."""
+    # TensorFlow names its files after the machine and the addresses.
+    names = {address.replace(":", "_"): str(task).replace(":", "-") for task, address in addresses.items()}
+    names[socket.gethostname()] = "chief"
+    for file in [file for session in sessions for file in session.glob(f"*{_SUFFIX}")]:
+        name = names.get(file.name.removesuffix(_SUFFIX))
+        # Other programs may write traces there, too.
+        if name is not None and not (called := sessions[0] / f"{name}{_SUFFIX}").exists():
+            file.rename(called)
+    for session in sessions[1:]:
+        with suppress(OSError):
+            session.rmdir()
 
 
 @contextmanager

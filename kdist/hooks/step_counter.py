@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
-from kdist.strategies.gradient_counts import GradientCounts, add_counts
+from kdist.run.statistics import RunStatistics
 
 
 class StepCounter(TimedHook):
@@ -31,21 +31,16 @@ class StepCounter(TimedHook):
         super().__init__(every_steps, every_secs, "hooks.step_counter", default_steps=100, clock=clock)
 
     def _forget(self) -> None:
-        self._num_steps = 0
-        self._num_examples = 0
-        self._seconds = 0.0
-        self._gradient_counts: dict[int, GradientCounts] = {}
+        self._steady = RunStatistics()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if not values.warming_up:
-            self._num_steps += values.num_steps
-            self._num_examples += values.num_examples
-            self._seconds += values.seconds
-            self._gradient_counts = add_counts(self._gradient_counts, values.gradient_counts)
+            self._steady.add(values)
         if self._timer.due(values.global_step):
-            if self._seconds > 0:
-                self.report(context.session, self._num_steps / self._seconds, self._num_examples / self._seconds)
-                self._report_workers(context.session)
+            steps_per_sec, examples_per_sec = self._steady.steps_per_second, self._steady.examples_per_second
+            if steps_per_sec is not None and examples_per_sec is not None:
+                self.report(context.session, steps_per_sec, examples_per_sec)
+                self._report_workers(context.session, steps_per_sec, examples_per_sec)
             self._timer.restart(values.global_step)
             self._forget()
 
@@ -54,13 +49,14 @@ class StepCounter(TimedHook):
         scalars = {"perf/steps_per_sec": steps_per_sec, "perf/examples_per_sec": examples_per_sec}
         session.summaries.scalars("train", scalars, session.global_step)
 
-    def _report_workers(self, session: Session) -> None:
-        num_all = max(1, sum(counts.accepted for counts in self._gradient_counts.values()))
-        for worker, counts in self._gradient_counts.items():
-            # All batches are full and have the same size.
-            num_examples = self._num_examples * counts.accepted / num_all
+    def _report_workers(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
+        by_worker = self._steady.gradients.by_worker
+        num_all = max(1, sum(counts.accepted for counts in by_worker.values()))
+        for worker, counts in by_worker.items():
+            name = worker.replace(":", "_")
             rates = {
-                f"perf/steps_per_sec/worker_{worker}": counts.accepted / self._seconds,
-                f"perf/examples_per_sec/worker_{worker}": num_examples / self._seconds,
+                f"perf/steps_per_sec/{name}": steps_per_sec * counts.accepted / max(1, self._steady.applied),
+                # All batches are full and have the same size.
+                f"perf/examples_per_sec/{name}": examples_per_sec * counts.accepted / num_all,
             }
             session.summaries.scalars("train", rates, session.global_step)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
-from kdist.strategies.gradient_counts import GradientCounts, add_counts
+from kdist.run.statistics import RunStatistics
 
 if TYPE_CHECKING:
     from kdist.model.metrics import MetricTotals
@@ -42,12 +42,12 @@ class SummarySaver(TimedHook):
     def _forget(self) -> None:
         self._totals: MetricTotals | None = None
         self._staleness: list[np.ndarray] = []
-        self._gradient_counts: dict[int, GradientCounts] = {}
+        self._runs = RunStatistics()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._totals = values.totals if self._totals is None else self._totals + values.totals
         self._staleness.append(values.staleness)
-        self._gradient_counts = add_counts(self._gradient_counts, values.gradient_counts)
+        self._runs.add(values)
         if self._timer.due(values.global_step):
             self._write(context.session)
 
@@ -66,8 +66,9 @@ class SummarySaver(TimedHook):
         if session.is_asynchronous:
             session.summaries.histogram("train", "async/staleness", np.concatenate(self._staleness), step)
         else:
-            for worker, counts in self._gradient_counts.items():
-                by_tag = {f"sync/{what}/worker_{worker}": count for what, count in asdict(counts).items()}
+            for worker, counts in self._runs.gradients.by_worker.items():
+                name = worker.replace(":", "_")
+                by_tag = {f"sync/{what}/{name}": count for what, count in asdict(counts).items()}
                 session.summaries.scalars("train", by_tag, step)
         self._forget()
         self._timer.restart(step)

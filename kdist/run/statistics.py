@@ -62,7 +62,7 @@ class RunValues:
 
 
 class RunStatistics:
-    """Adds up the runs of a session for its result.
+    """Adds up runs of a session: all of them for its result, or some for a report.
 
     Attributes:
         applied: updates applied.
@@ -76,7 +76,7 @@ class RunStatistics:
         self._steady_steps = self._steady_examples = 0
         self._steady_seconds = 0.0
 
-    def add(self, values: RunValues, extra_steps: int) -> None:
+    def add(self, values: RunValues, extra_steps: int = 0) -> None:
         self.applied += values.num_steps
         self.extra_steps += extra_steps
         self.num_examples += values.num_examples

@@ -1,8 +1,9 @@
 """What every hook keeps to, and what each of the smaller ones does."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -391,14 +392,13 @@ def test_a_best_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path: Path
 def test_a_profile_is_taken_when_it_is_due_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, taken = FakeClock(), []
 
-    class Trace:
-        def __init__(self, folder: Path, addresses: Any, duration_ms: int) -> None:
-            taken.append([str(folder), clock.now])
+    @contextmanager
+    def trace(folder: Path, addresses: Any, duration_ms: int) -> Iterator[None]:
+        taken.append([str(folder), clock.now])
+        yield
+        taken[-1].append(clock.now)
 
-        def end(self) -> None:
-            taken[-1].append(clock.now)
-
-    monkeypatch.setattr("kdist.hooks.profiler._Trace", Trace)
+    monkeypatch.setattr("kdist.hooks.profiler._trace", trace)
     strategy = CountingStrategy(clock, secs_per_step=0.1)
     hooks = [Profiler(every_steps=50, duration_ms=300, clock=clock), StopAtStep(last_step=103)]
     run_all(make_session(hooks, strategy, clock=clock))
