@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from kdist.cli.help import described_keys
+from kdist.cli.help import describe_keys
 
 PAGE = Path(__file__).parent / "reference" / "config.md"
 HEAD = """\
@@ -26,7 +26,7 @@ Every key of the command line (`KEY=VALUE`) and of config files. `null` means th
 def page() -> str:
     """The page as Markdown."""
     parts = [HEAD]
-    for group, rows in groupby(described_keys(), key=lambda row: row[0].partition(".")[0] if "." in row[0] else ""):
+    for group, rows in groupby(describe_keys(), key=lambda row: row[0].partition(".")[0] if "." in row[0] else ""):
         parts.append(f"\n## {group or 'Loss and metrics'}\n\n| key | default | meaning |\n| --- | --- | --- |\n")
         parts += [
             f"| `{key}` | `{default}` | {meaning.replace('|', chr(92) + '|')} |\n" for key, default, meaning in rows

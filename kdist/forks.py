@@ -55,7 +55,7 @@ def keep_from_children(pipe: HasFileno) -> None:
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
+def hold_back_signals() -> Iterator[None]:
     """Lets signals wait that a child, started inside, is going to ignore; it inherits that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

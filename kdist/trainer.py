@@ -340,7 +340,7 @@ class Trainer:
             and `result.json`. In a task that is not the chief, a session that has ended: the task has taken part until
             the chief had finished, as after `fit`.
         """
-        with self._place.reserved(), self._one_chief(self._fit_of(x, y, **arguments)) as fit:
+        with self._place.reserve_connection(), self._one_chief(self._fit_of(x, y, **arguments)) as fit:
             if (follower := self._place.follower) is not None:
                 self._take(self._outcome_of(fit))
                 ended: Any = EndedSession(follower.task)
@@ -380,7 +380,7 @@ class Trainer:
                 much data, and the only way for a model larger than `export_max_bytes`. There is no progress bar.
                 With `steps`, or callbacks that act on batches, this process evaluates.
         """
-        listed, shown = checked(callbacks), _shown(verbose)
+        listed, shown = checked(callbacks), _keras_verbose(verbose)
         workers = self._workers(listed, TEST_BATCH_EVENTS) if on_workers and steps is None else None
         data = (x, y, sample_weight)
         logs = None if workers is None else workers.evaluate(self.model, data, batch_size, listed)
@@ -402,7 +402,7 @@ class Trainer:
 
         The arguments are as in Keras and in `evaluate`; `on_workers` is for arrays.
         """
-        listed, shown = checked(callbacks), _shown(verbose)
+        listed, shown = checked(callbacks), _keras_verbose(verbose)
         workers = self._workers(listed, PREDICT_BATCH_EVENTS) if on_workers and steps is None else None
         outputs = None if workers is None else workers.predict(self.model, x, batch_size, listed)
         if outputs is None:
@@ -445,7 +445,7 @@ class Trainer:
         )
 
     def _run(self, fit: Fit) -> keras.callbacks.History:
-        with self._place.reserved(), self._one_chief(fit) as seeded:
+        with self._place.reserve_connection(), self._one_chief(fit) as seeded:
             outcome = self._outcome_of(seeded)
         self._take(outcome)
         if outcome.error is not None:
@@ -498,7 +498,7 @@ class Trainer:
         return WorkerPool(make, place.shape.num_workers, self.files.logs, grace_secs, training)
 
 
-def _shown(verbose: int | str) -> int | str:
+def _keras_verbose(verbose: int | str) -> int | str:
     """The `verbose` that Keras gets: its progress bar is for people."""
     check_verbose("verbose", verbose)
     return int(live.is_terminal() or live.is_notebook()) if verbose == "auto" else verbose

@@ -42,7 +42,7 @@ def as_hydra_reads(arguments: Iterable[str]) -> list[str]:
 
     arguments = list(arguments)
     parsed = parse_command_line(arguments)
-    changed = {text: _quoted(text) for text in parsed.overrides}
+    changed = {text: _quote(text) for text in parsed.overrides}
     # In a config of the user's own, the recipe may be one of the defaults.
     if not (parsed.config_name or parsed.config_path):
         changed = {text: f"+{new}" if new.startswith("recipe=") else new for text, new in changed.items()}
@@ -146,7 +146,7 @@ def _with_hooks(arguments: list[str]) -> list[str]:
     return [*rest[:behind], f"+hooks@hooks=[{','.join(added)}]", *rest[behind:]]
 
 
-def _quoted(override: str) -> str:
+def _quote(override: str) -> str:
     """An override in which Hydra can read the value."""
     key, sign, value = override.partition("=")
     if not sign or _is_readable(override):

@@ -57,18 +57,18 @@ def help_text(commands: Mapping[str, Command]) -> str:
         "+recipe": _options("recipe"),
         "+drill": _options("drill"),
     }
-    rows = described_keys()
+    rows = describe_keys()
     width = max(len(key) for key, _, _ in rows)
     return _HELP.format(
         version=__version__,
         commands="\n".join(f"  {f'kdist {n} {c.usage}':<45} {c.summary}" for n, c in commands.items()),
         groups="\n".join(f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()),
         keys="\n".join(f"  {key:<{width}}  {meaning} [{default}]" for key, default, meaning in rows),
-        hooks="\n".join(_described_hooks()),
+        hooks="\n".join(_describe_hooks()),
     )
 
 
-def described_keys() -> list[tuple[str, str, str]]:
+def describe_keys() -> list[tuple[str, str, str]]:
     """Every key that has a default, with the default as a user types it and its meaning."""
     return [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
 
@@ -93,7 +93,7 @@ def _default_hooks() -> dict[str, dict[str, Any]]:
     return hooks
 
 
-def _described_hooks() -> Iterable[str]:
+def _describe_hooks() -> Iterable[str]:
     from kdist import hooks
 
     for name, node in _default_hooks().items():

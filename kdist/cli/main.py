@@ -102,7 +102,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
-        error = signals.asked_to_exit() or caught
+        error = signals.requested_exit() or caught
     if isinstance(error, KeyboardInterrupt):
         _say("kdist: interrupted")
         return signals.INTERRUPTED

@@ -233,9 +233,9 @@ def _read(run: RunDir) -> dict[str, Any]:
         raise ConfigError(f".hydra/config.yaml cannot be read: {' '.join(str(error).split())}") from None
     check_record(config)
     with explain_errors(ValueError):
-        kept = {group: _resolved(config, group) for group in _WHOLE}
-        kept |= {group: {key: _resolved(config, f"{group}.{key}") for key in keys} for group, keys in _PARTS.items()}
-        if (size := _resolved(config, "fit.validation_batch_size")) is not None:
+        kept = {group: _resolve(config, group) for group in _WHOLE}
+        kept |= {group: {key: _resolve(config, f"{group}.{key}") for key in keys} for group, keys in _PARTS.items()}
+        if (size := _resolve(config, "fit.validation_batch_size")) is not None:
             kept["train"]["batch_size"] = size
         _check_version(kept["optimizer"], result)
         return {
@@ -252,7 +252,7 @@ def _check_version(optimizer: Any, result: dict[str, Any]) -> None:
         raise ConfigError(f"{by}, which knows no {', '.join(f'optimizer.{name}' for name in unknown)}")
 
 
-def _resolved(config: Any, key: str) -> Any:
+def _resolve(config: Any, key: str) -> Any:
     value = OmegaConf.select(config, key)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 

@@ -23,7 +23,7 @@ def check_targets(config: Config) -> None:
     Raises:
         ConfigError: names the key, the target and the mistake.
     """
-    called = targets.called_nodes(vars(config))
+    called = targets.nodes_to_call(vars(config))
     others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
     if config.strategy._target_ is not None:
         others["strategy"] = vars(config.strategy)
@@ -41,7 +41,7 @@ def check_targets(config: Config) -> None:
 
 def parts_of(config: Config, *groups: str) -> list[Any]:
     """The results of the nodes of `groups` (hooks, callbacks or drill)."""
-    nodes = targets.called_nodes(vars(config))
+    nodes = targets.nodes_to_call(vars(config))
     return [targets.call(key, nodes[key], config.run.trust) for key in nodes if key.partition(".")[0] in groups]
 
 

@@ -107,11 +107,11 @@ def _is_plain(value: Any) -> bool:
 def record_of(config: DictConfig) -> dict[str, Any]:
     """The config in plain dicts and lists; `${oc.env:PASSWORD}`, which may be a secret, stays as it was written."""
     with _note_environment() as uses:
-        found: dict[str, Any] = _resolved(config, OmegaConf.to_container(config, resolve=False), uses)
+        found: dict[str, Any] = _resolve(config, OmegaConf.to_container(config, resolve=False), uses)
         return found
 
 
-def _resolved(node: Any, written: Any, uses: list[str]) -> Any:
+def _resolve(node: Any, written: Any, uses: list[str]) -> Any:
     """The value of a node: `written` if its resolution uses the environment, which adds to `uses`."""
     if isinstance(node, DictConfig):
         return {str(key): _item(node, key, written[key], uses) for key in node}
@@ -130,7 +130,7 @@ def _item(parent: Container, key: Any, written: Any, uses: list[str]) -> Any:
     if isinstance(value, Container) and not isinstance(written, (dict, list)):
         # It stands elsewhere in the config.
         written = OmegaConf.to_container(value, resolve=False)
-    return _resolved(value, written, uses)
+    return _resolve(value, written, uses)
 
 
 @contextmanager
@@ -138,11 +138,11 @@ def _note_environment() -> Iterator[list[str]]:
     """Yields a list that gets the names of the variables that are read."""
     uses: list[str] = []
 
-    def noted(name: str, *default: Any) -> Any:
+    def note(name: str, *default: Any) -> Any:
         uses.append(name)
         return oc.env(name, *default)
 
-    OmegaConf.register_new_resolver(_ENVIRONMENT, noted, replace=True)
+    OmegaConf.register_new_resolver(_ENVIRONMENT, note, replace=True)
     try:
         yield uses
     finally:

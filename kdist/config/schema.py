@@ -431,7 +431,7 @@ class Config:
         steps, epochs = self.train.steps, self.train.epochs
         if steps is not None and epochs is not None:
             raise ConfigError(f"train.steps={steps} and train.epochs={epochs}: give one, set the other to null")
-        for key, node in targets.called_nodes(vars(self)).items():
+        for key, node in targets.nodes_to_call(vars(self)).items():
             checks.check_target(key, node)
 
 

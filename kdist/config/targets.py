@@ -167,7 +167,7 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in node.items() if key != "_target_"}
 
 
-def called_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
+def nodes_to_call(config: Mapping[str, Any]) -> dict[str, Any]:
     """The nodes of a config, given as the fields of `Config`, that name a function to call; without nulls."""
     nodes = {f"{group}.{name}": node for group in ("hooks", "callbacks") for name, node in config[group].items()}
     nodes |= {"data": config["data"], "drill": config["drill"]}

@@ -93,7 +93,7 @@ class Place:
         """True if this process runs the training loop."""
         return self.follower is None
 
-    def reserved(self) -> AbstractContextManager[None]:
+    def reserve_connection(self) -> AbstractContextManager[None]:
         """Reserves this process's connection for a fit or a session that needs it.
 
         Raises:

@@ -167,7 +167,7 @@ def _raise_early(number: int, _frame: FrameType | None) -> None:
         _raise(signal.Signals(number))
 
 
-def asked_to_exit() -> SystemExit | None:
+def requested_exit() -> SystemExit | None:
     """The exit that a stop signal has requested before there was anything to save; None without such a signal.
 
     A signal may arrive anywhere. Inside a library, its exception may be discarded, or replaced by another one, for
@@ -190,7 +190,7 @@ class StopSignals(_Signals):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        if (asked := asked_to_exit()) is not None:
+        if (asked := requested_exit()) is not None:
             super().__exit__()
             raise asked
         return self
@@ -252,7 +252,7 @@ class TaskSignals(_Signals):
         self.is_serving = True
 
     def _exit_if_stopped(self) -> None:
-        """Exits if a signal arrived before the chief did; `asked_to_exit` says why its exception may have been lost."""
+        """Exits if a signal arrived before the chief; see `requested_exit` for how its exception may be lost."""
         if self.received is not None and not self.is_serving:
             raise SystemExit(0)
 

@@ -140,7 +140,7 @@ def start_child(
                 options["stderr"] = files.enter_context(log.open("ab"))
                 if prints_to_log:
                     options["stdout"] = options["stderr"]
-            files.enter_context(forks.signals_held_back())
+            files.enter_context(forks.hold_back_signals())
             return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
 
     child = Child(start, log, start_timeout)

@@ -249,7 +249,7 @@ class _Forks:
                 self._fork(_Order(**json.loads(message)), descriptors)
 
     def _fork(self, order: _Order, descriptors: Sequence[int]) -> None:
-        with forks.signals_held_back():
+        with forks.hold_back_signals():
             pid = os.fork()
             if not pid:
                 self._become(order, descriptors)
