@@ -13,8 +13,7 @@ from typing import NoReturn
 from kdist.cluster.spec import ClusterShape
 from kdist.config.scheduler import GRACE_SECS
 from kdist.errors import ConfigError
-from kdist.extras.ssh.hosts import parse_hosts
-from kdist.extras.ssh.launcher import Request
+from kdist.extras.ssh.hosts import Request, parse_hosts
 from kdist.extras.ssh.launcher import run as run_tasks
 
 _DESCRIPTION = """\
@@ -83,11 +82,8 @@ def request_of(arguments: Sequence[str]) -> Request:
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits arguments at the first `--`."""
-    own = list(arguments)
-    if "--" not in own:
-        return own, []
-    place = own.index("--")
-    return own[:place], own[place + 1 :]
+    place = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:place]), list(arguments[place + 1 :])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from signal import Signals
 from typing import IO, Any
 
 from kdist.cluster.processes.child import KILLED_SECS
 from kdist.errors import ClusterError, ConfigError, KdistError
 from kdist.extras.ssh.agent import MARK
-from kdist.extras.ssh.hosts import Host
+from kdist.extras.ssh.hosts import Host, Request
 
 # Reads the agent's source from standard input and runs it; its process shows no more than this.
 _BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'kdist-agent','exec'))"
@@ -27,19 +28,12 @@ _NAME_SECS = 5.0
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A host can start its tasks; they may use these ports."""
+class Prepared:
+    """A host can start its tasks, which may use `ports`; or it cannot, for the reason `refused`."""
 
     host: Host
     ports: list[int]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A host cannot start its tasks."""
-
-    host: Host
-    why: str
+    refused: str | None
 
 
 @dataclass(frozen=True)
@@ -73,14 +67,8 @@ class ConnectionClosed:
     said: str
 
 
-@dataclass(frozen=True)
-class SignalReceived:
-    """This process has received a signal."""
-
-    number: int
-
-
-Event = Ready | Refused | TaskOutput | TaskExited | ConnectionClosed | SignalReceived
+#: A signal is one that this process has received.
+Event = Prepared | TaskOutput | TaskExited | ConnectionClosed | Signals
 
 
 class Connection:
@@ -88,30 +76,18 @@ class Connection:
 
     Args:
         host: the machine.
-        ssh: the command, with options of the user's.
-        python: the interpreter that runs the agent there.
-        connect_timeout: seconds for the connection.
-        patience: seconds of silence after which the connection counts as lost, on both sides.
+        request: how to connect, and the interpreter that runs the agent there.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        ssh: Sequence[str],
-        python: str,
-        events: SimpleQueue[Event],
-        *,
-        connect_timeout: float,
-        patience: float,
-    ) -> None:
+    def __init__(self, host: Host, request: Request, events: SimpleQueue[Event]) -> None:
         self.host = host
+        self._request = request
         self._events = events
-        self._patience = patience
         self._lock = threading.Lock()
         options = {
             "BatchMode": "yes",
-            "ConnectTimeout": round(connect_timeout),
-            "ServerAliveInterval": max(1, round(patience / 3)),
+            "ConnectTimeout": round(request.connect_timeout),
+            "ServerAliveInterval": max(1, round(request.patience / 3)),
             "ServerAliveCountMax": 3,
             # Without banners; errors are shown.
             "LogLevel": "ERROR",
@@ -121,10 +97,10 @@ class Connection:
             "ClearAllForwardings": "yes",
         }
         given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
-        command = f"exec {shlex.quote(python)} -I -c {shlex.quote(_BOOTSTRAP)}"
+        command = f"exec {shlex.quote(request.python)} -I -c {shlex.quote(_BOOTSTRAP)}"
         try:
             self._process = subprocess.Popen(
-                [*ssh, "-T", "-x", *given, host.login, command],
+                [*request.ssh, "-T", "-x", *given, host.login, command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -132,21 +108,19 @@ class Connection:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ConfigError(f"--ssh {ssh[0]}: {error.strerror}") from None
+            raise ConfigError(f"--ssh {request.ssh[0]}: {error.strerror}") from None
         source = _AGENT.read_bytes()
         self._write(b"%d\n%s" % (len(source), source))
         threading.Thread(target=self._follow, name=f"kdist-ssh-{host}", daemon=True).start()
 
-    def prepare(self, folder: str, number: int, port: int | None) -> None:
-        """Asks for that folder and `number` ports, from `port` on if given; `Ready` or `Refused` is the answer."""
-        self._tell(folder=folder, number=number, port=port, patience=self._patience)
+    def prepare(self, number: int) -> None:
+        """Asks for the folder and `number` ports; `Prepared` is the answer."""
+        asked = self._request
+        self._tell(folder=asked.folder, number=number, port=asked.port, patience=asked.patience)
 
-    def start(
-        self, tasks: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], environment: Mapping[str, str]
-    ) -> None:
-        """Starts tasks, each with its command and its own variables beside the common ones."""
-        listed = [(name, list(command), dict(own)) for name, (command, own) in tasks.items()]
-        self._tell(tasks=listed, environment=dict(environment))
+    def start(self, tasks: Sequence[tuple[str, Sequence[str], Mapping[str, str]]], environment: dict[str, str]) -> None:
+        """Starts tasks, each with its name, its command and its own variables beside the common ones."""
+        self._tell(tasks=tasks, environment=environment)
 
     def send_signal(self, number: int) -> None:
         """Sends a signal to all tasks of the host."""
@@ -201,13 +175,9 @@ def _collect(stream: IO[bytes], lines: list[str]) -> None:
 
 
 def _event_of(host: Host, message: Mapping[str, Any]) -> Event:
-    if "ready" in message:
-        return Ready(host, message["ready"])
-    if "refused" in message:
-        return Refused(host, message["refused"])
-    if "code" in message:
-        return TaskExited(message["task"], message["code"])
-    return TaskOutput(message["task"], message["stream"], message["text"])
+    if "task" not in message:
+        return Prepared(host, message.get("ready", []), message.get("refused"))
+    return TaskExited(**message) if "code" in message else TaskOutput(**message)
 
 
 #: Messages of ssh, their causes, and ways out.

@@ -44,6 +44,35 @@ class Host:
         return self.name
 
 
+@dataclass(frozen=True)
+class Request:
+    """The tasks to start, and the hosts.
+
+    Attributes:
+        hosts: with their slots.
+        shape: of the cluster.
+        command: of every task, without the interpreter.
+        python: the interpreter on the hosts.
+        folder: that the tasks work in, on every host.
+        ssh: the command to connect with.
+        port: of the first task of a host, whose others follow; None for any free ports.
+        connect_timeout: seconds within which every host must be ready.
+        patience: seconds of silence after which a connection counts as lost.
+        grace_secs: seconds for tasks to end when another one has failed.
+    """
+
+    hosts: tuple[Host, ...]
+    shape: ClusterShape
+    command: tuple[str, ...]
+    python: str
+    folder: str
+    ssh: tuple[str, ...]
+    port: int | None
+    connect_timeout: float
+    patience: float
+    grace_secs: float
+
+
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Reads `h1:2,user@h2:2,[fd00::3]:1`; a host without a number has one slot.
 

@@ -10,28 +10,25 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from kdist import log
 from kdist.cluster.network.names import look_up
 from kdist.cluster.processes.child import how_it_ended
-from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 from kdist.extras.ssh.connection import (
     Connection,
     ConnectionClosed,
     Event,
-    Ready,
-    Refused,
-    SignalReceived,
+    Prepared,
     TaskExited,
     TaskOutput,
     name_by_ssh,
     why_closed,
 )
-from kdist.extras.ssh.hosts import Host, tasks_by_host, tf_configs
+from kdist.extras.ssh.hosts import Host, Request, tasks_by_host, tf_configs
 
 #: Sent to the tasks when this process gets them; for SIGHUP, as when its terminal closes, they get SIGTERM.
 _FORWARDED = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)} | {
@@ -52,35 +49,6 @@ _OWN_VARIABLES = {
 _OWN_PREFIXES = ("DBUS_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "SSH_", "XDG_")
 
 
-@dataclass(frozen=True)
-class Request:
-    """The tasks to start, and the hosts.
-
-    Attributes:
-        hosts: with their slots.
-        shape: of the cluster.
-        command: of every task, without the interpreter.
-        python: the interpreter on the hosts.
-        folder: that the tasks work in, on every host.
-        ssh: the command to connect with.
-        port: of the first task of a host, whose others follow; None for any free ports.
-        connect_timeout: seconds within which every host must be ready.
-        patience: seconds of silence after which a connection counts as lost.
-        grace_secs: seconds for tasks to end when another one has failed.
-    """
-
-    hosts: tuple[Host, ...]
-    shape: ClusterShape
-    command: tuple[str, ...]
-    python: str
-    folder: str
-    ssh: tuple[str, ...]
-    port: int | None
-    connect_timeout: float
-    patience: float
-    grace_secs: float
-
-
 def run(request: Request) -> int:
     """Starts the tasks, shows their output, and forwards signals to them; returns the exit code.
 
@@ -96,17 +64,10 @@ def run(request: Request) -> int:
     try:
         with _receive_signals(events):
             for host in tasks:
-                connections[host] = Connection(
-                    host,
-                    request.ssh,
-                    request.python,
-                    events,
-                    connect_timeout=request.connect_timeout,
-                    patience=request.patience,
-                )
+                connections[host] = Connection(host, request, events)
             with _signs_of_life(list(connections.values()), request.patience / 3):
                 for host, connection in connections.items():
-                    connection.prepare(request.folder, len(tasks[host]), request.port)
+                    connection.prepare(len(tasks[host]))
                 ports = _ports(events, set(connections), request)
                 if isinstance(ports, int):
                     return ports
@@ -122,11 +83,8 @@ def run(request: Request) -> int:
 
 def variables_to_send(environment: Mapping[str, str]) -> dict[str, str]:
     """Selects the variables for the hosts: all but variables of this machine, this session and other launchers."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _OWN_VARIABLES and not name.startswith(_OWN_PREFIXES)
-    }
+    own = {name for name in environment if name in _OWN_VARIABLES or name.startswith(_OWN_PREFIXES)}
+    return {name: value for name, value in environment.items() if name not in own}
 
 
 def _ports(events: SimpleQueue[Event], hosts: set[Host], request: Request) -> dict[Host, list[int]] | int:
@@ -139,14 +97,14 @@ def _ports(events: SimpleQueue[Event], hosts: set[Host], request: Request) -> di
         except Empty:
             names = ", ".join(sorted(map(str, missing)))
             raise ClusterError(f"{names}: not ready after {request.connect_timeout:g} s (--connect-timeout)") from None
-        if isinstance(event, Ready):
+        if isinstance(event, Prepared):
+            if event.refused is not None:
+                raise ConfigError(f"{event.host}: {event.refused}")
             ports[event.host] = event.ports
-        elif isinstance(event, Refused):
-            raise ConfigError(f"{event.host}: {event.why}")
         elif isinstance(event, ConnectionClosed):
             raise why_closed(event, request.python)
-        elif isinstance(event, SignalReceived):
-            return _code_of(event.number)
+        elif isinstance(event, signal.Signals):
+            return _code_of(event)
     return ports
 
 
@@ -166,19 +124,16 @@ def _start(
     listed = " | ".join(f"{host}: {' '.join(map(str, tasks[host]))}" for host in tasks)
     log.say(f"kdist.launch | {request.shape} | {listed}")
     environment = variables_to_send(os.environ)
+    command = (request.python, *request.command)
     for host, connection in connections.items():
-        command = (request.python, *request.command)
-        connection.start({str(task): (command, {"TF_CONFIG": configs[task]}) for task in tasks[host]}, environment)
+        connection.start([(str(task), command, {"TF_CONFIG": configs[task]}) for task in tasks[host]], environment)
 
 
 class _Tasks:
     """The tasks, from their start to the end of the last one."""
 
     def __init__(
-        self,
-        tasks: Mapping[Host, Sequence[Task]],
-        connections: Mapping[Host, Connection],
-        grace_secs: float,
+        self, tasks: Mapping[Host, Sequence[Task]], connections: Mapping[Host, Connection], grace_secs: float
     ) -> None:
         self._hosts = {str(task): host for host, of_host in tasks.items() for task in of_host}
         self._running = set(self._hosts)
@@ -211,8 +166,8 @@ class _Tasks:
                 self._ended(event)
             elif isinstance(event, ConnectionClosed):
                 self._closed(event)
-            elif isinstance(event, SignalReceived):
-                self._tell(event.number)
+            elif isinstance(event, signal.Signals):
+                self._tell(event)
         return self._code
 
     def _show(self, printed: TaskOutput) -> None:
@@ -251,12 +206,12 @@ class _Tasks:
         # Tasks that notice end by themselves, and say what it means for the run. A config is wrong for all of them.
         self._stop_at = now if code == ConfigError.exit_code else now + _NOTICE_SECS
 
-    def _tell(self, number: int) -> None:
+    def _tell(self, received: signal.Signals) -> None:
         """Forwards a signal; after a second one, tasks have little time."""
         now = time.monotonic()
-        self._send(_FORWARDED[signal.Signals(number)])
+        self._send(_FORWARDED[received])
         if self._told is None:
-            self._told, self._told_at = number, now
+            self._told, self._told_at = received, now
         elif now - self._told_at > SAME_SIGNAL_SECS:
             self._code = self._code or _code_of(self._told)
             self._kill_at = now + _SECOND_SIGNAL_SECS
@@ -282,7 +237,7 @@ def _receive_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in _FORWARDED}
 
     def receive(number: int, _frame: Any) -> None:
-        events.put(SignalReceived(number))
+        events.put(signal.Signals(number))
 
     for number, handler in before.items():
         if handler != signal.SIG_IGN:

@@ -11,7 +11,7 @@ import pytest
 
 from kdist.cluster.spec import Task
 from kdist.extras.ssh import launcher
-from kdist.extras.ssh.connection import ConnectionClosed, Event, SignalReceived, TaskExited, TaskOutput
+from kdist.extras.ssh.connection import ConnectionClosed, Event, TaskExited, TaskOutput
 from kdist.extras.ssh.hosts import Host
 
 H1, H2 = Host("h1"), Host("h2")
@@ -76,17 +76,14 @@ def test_a_host_whose_tasks_have_ended_may_close() -> None:
 
 
 @pytest.mark.parametrize(("number", "sent"), [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGTERM)])
-def test_signals_are_forwarded_and_their_code_is_the_tasks(number: int, sent: int) -> None:
-    assert watch(SignalReceived(number), *ended(130, 0, 0)) == (130, [sent])
+def test_signals_are_forwarded_and_their_code_is_the_tasks(number: signal.Signals, sent: int) -> None:
+    assert watch(number, *ended(130, 0, 0)) == (130, [sent])
 
 
 def test_after_a_second_signal_tasks_have_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "SAME_SIGNAL_SECS", -1.0)
     monkeypatch.setattr(launcher, "_SECOND_SIGNAL_SECS", 0.05)
-    assert watch(SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM)) == (
-        143,
-        [signal.SIGTERM, signal.SIGTERM],
-    )
+    assert watch(signal.SIGTERM, signal.SIGTERM) == (143, [signal.SIGTERM, signal.SIGTERM])
 
 
 def test_signals_that_were_ignored_before_stay_ignored() -> None:
@@ -100,5 +97,5 @@ def test_signals_that_were_ignored_before_stay_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert events.get_nowait() == SignalReceived(signal.SIGUSR1)
+    assert events.get_nowait() == signal.SIGUSR1
     assert events.empty()
