@@ -94,9 +94,7 @@ class LocalFit(Hook):
             fit.check_alike()
             with signals, session, children_end_here():
                 fit.files.write_plan(session.strategy.plan)
-                self._print_members(session)
-                if fit.config.run.verbose == 3:
-                    self._print_tasks(session)
+                self._print_tasks(session)
                 fit.files.describe(session.summaries, model, session.global_step)
                 yield session
             if fit.keeps_model_on_servers:
@@ -268,16 +266,15 @@ class LocalFit(Hook):
             known = lines.ENDLESS_LINE if data.splits is None else lines.ARRIVING_LINE
             session.print_line(known if data.passes is None else lines.PASSES_LINE)
 
-    def _print_members(self, session: TrainSession) -> None:
-        """Prints the places of separately started tasks, now that all of them have come."""
+    def _print_tasks(self, session: TrainSession) -> None:
+        """Prints the places of separately started tasks, now that all of them have come; with `verbose=3` all tasks."""
         membership = self._fit.place.membership
         if membership is not None:
             for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
                 session.print_line(line)
-
-    def _print_tasks(self, session: TrainSession) -> None:
-        logs = self._fit.files.logs
-        pids = session.strategy.pids.items()
+        if self._fit.config.run.verbose != 3:
+            return
+        logs, pids = self._fit.files.logs, session.strategy.pids.items()
         for line in lines.task_lines((str(task), pid, log_path(logs, task)) for task, pid in pids):
             session.print_line(line)
         if session.strategy.plan is not None:
@@ -341,12 +338,14 @@ class LocalFit(Hook):
 def _in_order(hooks: Sequence[Hook], last: Sequence[Hook], *, has_last_step: bool) -> list[Hook]:
     """The hooks of the user, then `last`, then savers, so that an error of another hook comes before a save.
 
-    First those that look for NaN, then those that add to the logs of training, which the others report.
+    Among the user's, hooks that look for NaN come first, then hooks that add to the logs, which the others report.
     """
     hooks = list(hooks)
     if has_last_step and not any(isinstance(hook, StopAtStep) and hook.follows_fit for hook in hooks):
         hooks.append(StopAtStep())
+
+    def rank(hook: Hook) -> int:
+        return 0 if isinstance(hook, NanTensor) else 1 if type(hook).extra_logs is not Hook.extra_logs else 2
+
     savers = [hook for hook in hooks if isinstance(hook, CheckpointSaver)]
-    first: list[Hook] = [hook for hook in hooks if isinstance(hook, NanTensor)]
-    first += [hook for hook in hooks if type(hook).extra_logs is not Hook.extra_logs and hook not in [*first, *savers]]
-    return [*first, *(hook for hook in hooks if hook not in [*first, *savers]), *last, *savers]
+    return [*sorted((hook for hook in hooks if hook not in savers), key=rank), *last, *savers]
