@@ -85,7 +85,7 @@ def ids(run_dir: str) -> Figures:
     import tensorflow as tf
 
     import kdist
-    from kdist.strategies.on_store import Sweeper
+    from kdist.strategies.sweeper import Sweeper
 
     Sweeper.pause_secs = _FIRST_SWEEP_SECS
     fill_steps = _NUM_IDS // _BATCH

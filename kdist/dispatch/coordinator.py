@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import gc
 import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import call_in_turn, first_calls
+from kdist._compat.tensorflow import QuietExecutor, executor_scope
 from kdist.cluster.spec import Task
-from kdist.dispatch.connection import connect, disconnect, reconnect
+from kdist.dispatch.connection import compute_device, connect, disconnect, reconnect
 from kdist.dispatch.health import Supervisor, ask, describe_lost
-from kdist.dispatch.worker_threads import (
-    OUT_OF_REACH,
-    Call,
-    Calls,
-    CallsCancelled,
-    Finished,
-    WorkerThread,
-    may_be_lost,
-    next_in,
-)
 from kdist.errors import ClusterError
 from kdist.log import warn
 from kdist.threads import in_thread
@@ -42,6 +36,133 @@ _CHECK_SECS = 0.5
 _ANSWER_SECS = 10.0
 _ABANDON_SECS = 2.0
 _TRIES = 3
+
+#: TensorFlow's errors when a task is lost, when another one has its address, and when it dropped a call of a lost one.
+OUT_OF_REACH = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+)
+# Parts of the messages of errors that may have other causes: a new process at an old address does not know what the old
+# one knew, and a task that was removed no longer has a client.
+_OF_A_LOST_PROCESS = ("remote_handle", "unknown device", "context_id", "Unable to find a context", "Client for target")
+
+
+class CallsCancelled(Exception):
+    """Calls in flight took too long after an interruption and were discarded."""
+
+
+@dataclass(frozen=True)
+class Call:
+    function: Callable[[int], Any]
+    tag: Any
+    #: Whether any worker may run it.
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A call that has finished, without its function: handles to objects on the tasks must not survive in an error.
+
+    Attributes:
+        worker: index of the worker that ran it.
+        tag: given by its caller.
+        outcome: its return value or error.
+    """
+
+    worker: int
+    tag: Any
+    outcome: Future[Any]
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it failed because its worker is lost."""
+        return may_be_lost(self.outcome.exception())
+
+
+class Calls:
+    """The calls that wait for workers, and the workers that may take them. Thread-safe.
+
+    Attributes:
+        available: workers that accept calls.
+        connected: workers that TensorFlow is connected to; some of them may be disabled.
+    """
+
+    def __init__(self, workers: Collection[int]) -> None:
+        self.available = set(workers)
+        self.connected = set(workers)
+        self._shared: deque[Call] = deque()
+        self._own: dict[int, deque[Call]] = {worker: deque() for worker in workers}
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._began: dict[int, float] = {}
+
+    def put(self, call: Call, worker: int | None = None, *, first: bool = False) -> None:
+        with self._changed:
+            calls = self._shared if worker is None else self._own[worker]
+            calls.appendleft(call) if first else calls.append(call)
+            self._changed.notify_all()
+
+    def take(self, worker: int) -> Call | None:
+        """Waits for the next call for a worker; None at the end."""
+        with self._changed:
+            self._began.pop(worker, None)
+            while not self._is_stopped:
+                if worker in self.available and (calls := self._own[worker] or self._shared):
+                    self._began[worker] = time.monotonic()
+                    return calls.popleft()
+                self._changed.wait()
+        return None
+
+    def disable(self, worker: int) -> None:
+        """Gives a worker no more calls."""
+        with self._changed:
+            self.available.discard(worker)
+
+    def remove(self, worker: int) -> list[Call]:
+        """Removes a worker; returns the calls that only it could have run."""
+        with self._changed:
+            self.available.discard(worker)
+            self.connected.discard(worker)
+            calls = list(self._own[worker])
+            self._own[worker].clear()
+        return calls
+
+    def admit(self, worker: int) -> None:
+        with self._changed:
+            self.available.add(worker)
+            self.connected.add(worker)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self.clear()
+
+    def take_back(self) -> list[Call]:
+        """Takes back the calls that any worker could have run, and that none has taken."""
+        with self._changed:
+            calls = list(self._shared)
+            self._shared.clear()
+        return calls
+
+    def clear(self) -> None:
+        """Drops the calls that no worker has taken."""
+        with self._changed:
+            self._shared.clear()
+            for calls in self._own.values():
+                calls.clear()
+
+    def longest_secs(self) -> float:
+        """Seconds for which the longest present call has been running."""
+        with self._changed:
+            return time.monotonic() - min(self._began.values(), default=time.monotonic())
+
+    def forget_time(self) -> None:
+        """Measures the duration of the present calls from now on."""
+        with self._changed:
+            self._began = dict.fromkeys(self._began, time.monotonic())
 
 
 class Coordinator:
@@ -70,9 +191,10 @@ class Coordinator:
 
     def __init__(self, supervisor: Supervisor, *, timeout: float, grace_secs: float) -> None:
         self._supervisor = supervisor
-        self._spec = tf.train.ClusterSpec(supervisor.spec.jobs)
+        self._cluster = cluster = supervisor.cluster
+        self._spec = tf.train.ClusterSpec(cluster.spec.jobs)
         self._timeout = timeout
-        self._workers = range(len(supervisor.spec.worker))
+        self._workers = range(len(cluster.spec.worker))
         self._grace_secs = grace_secs
         self._interrupted_at: float | None = None
         self._has_cancelled = False
@@ -84,7 +206,7 @@ class Coordinator:
         #: Workers that start later.
         self._waiting: set[int] = set()
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
-        self._threads: dict[int, WorkerThread] = {}
+        self._has_threads = False
         self._calls = Calls(self._workers)
         #: Connected workers whose calls failed because their hosts do not respond; they get no calls until they do.
         self._away: set[int] = set()
@@ -94,7 +216,7 @@ class Coordinator:
         # Functions that are already garbage would be looked up on every task, which does not know them.
         gc.collect()
         first_calls.forget()
-        connect(self._spec, supervisor.chief_address, any_port=supervisor.any_chief_port)
+        connect(self._spec, cluster.chief_address, any_port=cluster.any_chief_port)
 
     @property
     def available(self) -> list[int]:
@@ -122,7 +244,7 @@ class Coordinator:
         A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost`.
         """
         while True:
-            call, finished = self._wait(partial(next_in, self._finished))
+            call, finished = self._wait(self._next_in)
             error = finished.outcome.exception()
             if not may_be_lost(error):
                 self._failures[finished.worker] = 0
@@ -131,6 +253,11 @@ class Coordinator:
             if not call.is_shared:
                 return finished
             self._calls.put(call, first=True)
+
+    def _next_in(self, timeout: float) -> tuple[Call, Finished] | None:
+        with suppress(queue.Empty):
+            return self._finished.get(timeout=timeout)
+        return None
 
     def disable(self, worker: int) -> bool:
         """Gives no more calls to a worker without data, until it is another process.
@@ -201,7 +328,7 @@ class Coordinator:
 
         A run that is ending waits for no worker.
         """
-        while silent := {t for t in self._supervisor.silent() if job in (None, t.job)} & self._connected():
+        while silent := {t for t in self._cluster.silent_tasks() if job in (None, t.job)} & self._connected():
             if self.interrupted() and (workers := [task.index for task in silent if task.job == "worker"]):
                 for worker in workers:
                     self._remove(worker)
@@ -211,7 +338,7 @@ class Coordinator:
 
     def all_answer(self) -> bool:
         """Returns true if every connected task responds within a few seconds, even if only as another process."""
-        return not self._connected() & self._supervisor.silent() and not self._ask(_ABANDON_SECS)[0]
+        return not self._connected() & self._cluster.silent_tasks() and not self._ask(_ABANDON_SECS)[0]
 
     def examine(self) -> None:
         """Finds out which tasks are lost after a failure, and removes lost workers.
@@ -243,7 +370,7 @@ class Coordinator:
         for worker in self._workers:
             if worker not in serving and worker in self._calls.connected:
                 self._remove(worker)
-        silent = {task.index for task in self._supervisor.silent() if task.job == "worker"}
+        silent = {task.index for task in self._cluster.silent_tasks() if task.job == "worker"}
         for worker in set(serving) - silent - self._disabled - self._waiting:
             if worker not in self._calls.connected:
                 self._admit(worker)
@@ -297,7 +424,7 @@ class Coordinator:
         if time.monotonic() - self._interrupted_at > self._grace_secs:
             self._has_cancelled = True
             # Their calls must not continue while the parameters are read.
-            self._supervisor.kill([Task("worker", worker) for worker in self._workers])
+            self._cluster.kill([Task("worker", worker) for worker in self._workers])
             self._calls.clear()
             self._finished = queue.SimpleQueue()
             raise CallsCancelled
@@ -320,11 +447,11 @@ class Coordinator:
         Raises:
             ClusterError: this process may not kill them.
         """
-        silent = set(silent) - self._supervisor.silent()
+        silent = set(silent) - self._cluster.silent_tasks()
         if not silent:
             return
         names = ", ".join(map(str, sorted(silent, key=str)))
-        if not self._supervisor.kill(silent):
+        if not self._cluster.kill(silent):
             if self.interrupted() and all(task.job == "worker" for task in silent):
                 for task in silent:
                     self._remove(task.index)
@@ -334,10 +461,10 @@ class Coordinator:
 
     def _ask(self, timeout: float = _ANSWER_SECS) -> tuple[set[Task], set[Task]]:
         """Asks every connected task for a sign of life, except those that are silent; see `ask`."""
-        return ask(self._connected() - self._supervisor.silent(), timeout)
+        return ask(self._connected() - self._cluster.silent_tasks(), timeout)
 
     def _connected(self) -> set[Task]:
-        servers = {task for task in self._supervisor.spec.shape.tasks if task.job == "ps"}
+        servers = {task for task in self._cluster.spec.shape.tasks if task.job == "ps"}
         return servers | {Task("worker", worker) for worker in self._calls.connected}
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
@@ -349,7 +476,7 @@ class Coordinator:
         """
         self.examine()
         if worker in self._calls.connected:
-            if Task("worker", worker) in self._supervisor.silent():
+            if Task("worker", worker) in self._cluster.silent_tasks():
                 self._away.add(worker)
                 return
             self._failures[worker] += 1
@@ -366,7 +493,7 @@ class Coordinator:
             outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
             self._finished.put((call, Finished(worker, call.tag, outcome)))
         # Its calls in flight fail now, and run on other workers.
-        self._supervisor.disconnect(Task("worker", worker))
+        self._cluster.disconnect(Task("worker", worker))
         with suppress(*OUT_OF_REACH):
             self._reconnect()
         if self.on_loss is not None:
@@ -378,7 +505,7 @@ class Coordinator:
         with first_calls.call(None):
             if not self.all_answer():
                 return
-            self._supervisor.reconnect(Task("worker", worker))
+            self._cluster.reconnect(Task("worker", worker))
             try:
                 self._reconnect(and_with=worker)
             except OUT_OF_REACH:
@@ -394,6 +521,34 @@ class Coordinator:
             first_calls.forget()
 
     def _start_threads(self) -> None:
-        for worker in self._workers:
-            if worker not in self._threads:
-                self._threads[worker] = WorkerThread(worker, self._calls, self._finished)
+        if not self._has_threads:
+            self._has_threads = True
+            for worker in self._workers:
+                # Left behind in a call that never returns, it ends with the process.
+                work = partial(_work, worker, self._calls, self._finished)
+                threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
+
+
+def _work(worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Finished]]) -> None:
+    """Makes the calls for one worker, one after the other."""
+    executor = QuietExecutor()
+    device = compute_device(Task("worker", worker))
+    while call := calls.take(worker):
+        outcome: Future[Any] = Future()
+        try:
+            with tf.device(device), executor_scope(executor):
+                outcome.set_result(call.function(worker))
+        except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
+            if may_be_lost(error):
+                calls.disable(worker)
+            outcome.set_exception(error)
+        finished.put((call, Finished(worker, call.tag, outcome)))
+        # Handles to objects on the tasks must not survive in this frame.
+        del call, outcome
+
+
+def may_be_lost(error: BaseException | None) -> bool:
+    """Returns true if an error of a call may mean that its worker is lost, or was replaced by another process."""
+    if isinstance(error, OUT_OF_REACH):
+        return True
+    return isinstance(error, tf.errors.OpError) and any(sign in error.message for sign in _OF_A_LOST_PROCESS)

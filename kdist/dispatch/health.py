@@ -11,7 +11,7 @@ from functools import partial
 import tensorflow as tf
 
 from kdist._compat.tensorflow import QuietExecutor, executor_scope
-from kdist.cluster.spec import Cluster, ClusterSpec, Task
+from kdist.cluster.spec import Cluster, Task
 from kdist.errors import ClusterError
 from kdist.log import warn
 from kdist.threads import in_thread
@@ -28,11 +28,12 @@ class Supervisor:
         max_worker_restarts: how often each worker is restarted.
 
     Attributes:
+        cluster: the tasks.
         restarts: how many workers were restarted, or returned.
     """
 
     def __init__(self, cluster: Cluster, max_worker_restarts: int) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._max_restarts = max_worker_restarts
         self._restarts_of: Counter[Task] = Counter()
         self._lost_since: dict[Task, float] = {}
@@ -41,33 +42,6 @@ class Supervisor:
         #: How tasks that do not serve yet were lost.
         self._how: dict[Task, str] = {}
         self.restarts = 0
-
-    @property
-    def spec(self) -> ClusterSpec:
-        """The addresses of the tasks."""
-        return self._cluster.spec
-
-    @property
-    def chief_address(self) -> str:
-        """The address at which the tasks reach this process."""
-        return self._cluster.chief_address
-
-    @property
-    def any_chief_port(self) -> bool:
-        """True if it may be at any other port."""
-        return self._cluster.any_chief_port
-
-    def silent(self) -> set[Task]:
-        """The tasks that do not respond at present: training waits for them."""
-        return self._cluster.silent_tasks()
-
-    def disconnect(self, task: Task) -> None:
-        """Ends the connections with a task that is lost."""
-        self._cluster.disconnect(task)
-
-    def reconnect(self, task: Task) -> None:
-        """Undoes `disconnect`."""
-        self._cluster.reconnect(task)
 
     def check(self) -> list[int]:
         """Looks at every task once, and restarts lost workers.
@@ -78,11 +52,11 @@ class Supervisor:
         Raises:
             ClusterError: a parameter server is lost, or no worker is left and none will return.
         """
-        lost = self._cluster.lost_tasks()
-        starting = self._cluster.starting_tasks()
+        lost = self.cluster.lost_tasks()
+        starting = self.cluster.starting_tasks()
         if servers := {task: how for task, how in lost.items() if task.job == "ps"}:
             raise ClusterError(describe_lost(servers))
-        workers = [task for task in self.spec.shape.tasks if task.job == "worker"]
+        workers = [task for task in self.cluster.spec.shape.tasks if task.job == "worker"]
         serving = [task for task in workers if task not in lost and task not in starting]
         for task in workers:
             if task in lost:
@@ -93,14 +67,10 @@ class Supervisor:
             raise ClusterError("no worker is left: " + describe_lost(lost))
         return [task.index for task in serving]
 
-    def kill(self, tasks: Collection[Task]) -> bool:
-        """Kills unresponsive tasks; False if others started them."""
-        return self._cluster.kill(tasks)
-
     def lost_soon(self) -> dict[Task, str]:
         """The lost tasks; if there are none, those of a moment later: a killed process exits after its connections."""
         deadline = time.monotonic() + _SOON_SECS
-        while not (lost := self._cluster.lost_tasks()) and time.monotonic() < deadline:
+        while not (lost := self.cluster.lost_tasks()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECS)
         return lost
 
@@ -120,7 +90,7 @@ class Supervisor:
         self._lost_since.setdefault(task, time.monotonic())
         self._how[task] = how
         number = self._restarts_of[task] + 1
-        if number <= self._max_restarts and self._cluster.restart(task):
+        if number <= self._max_restarts and self.cluster.restart(task):
             self._restarts_of[task] = number
             what = f"restarting ({number} of {self._max_restarts})"
         elif task not in self._given_up:

@@ -23,8 +23,8 @@ from kdist.parameters.aggregation import dtype_of_total, finished, of_total, rul
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import CallLogs, NextBatch, Replica, StepLogs, run_steps
-from kdist.strategies.on_store import StoreStrategy, no_batch
-from kdist.strategies.prepared_training import prepare
+from kdist.strategies.on_store import StoreStrategy
+from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepare
 
 
 class AllReduce(StoreStrategy):
@@ -38,37 +38,41 @@ class AllReduce(StoreStrategy):
         self._first_replica = first_replica
         self._iterators: list[Iterator[Any]] = []
         self._functions: dict[int, Callable[..., tf.Tensor]] = {}
+        self._traced: set[int] = set()
 
     def _start(self, spec: TrainingSpec, distribution: tf.distribute.Strategy) -> None:
         """Creates the variables on every device of this process."""
         self._distribution = distribution
         self.num_replicas = distribution.num_replicas_in_sync
         devices = distribution.extended.worker_devices
-        self._prepared = prepare(spec, self.num_replicas, self.num_replicas)
-        self._prepared.check_fixed_tables(self.name)
-        if self.num_replicas > 1:
-            self._prepared.check_assigned(self.name)
+        self._prepared = self._prepare(spec)
         plan = self._prepared.plan_for_one()
         self._stores = [self._prepared.store([device], plan, is_replicated=True) for device in devices]
         self._hold(self._stores)
         self._make_dataset = self._prepared.trace_dataset()
-        self._logs = CallLogs(self._prepared.replica_step)
+
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = prepare(spec, self.num_replicas, self.num_replicas)
+        prepared.check_fixed_tables(self.name)
+        if self.num_replicas > 1:
+            prepared.check_assigned(self.name)
+        self._logs = CallLogs(prepared.replica_step)
         # All replicas take all steps.
-        self._sizer = self._prepared.sizer(num_workers=1)
+        self._sizer = prepared.sizer(num_workers=1)
+        return prepared
 
     def stop(self) -> None:
         self._iterators.clear()
         self._functions.clear()
+        self._traced.clear()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted() or (self._splits is not None and not self._splits.look()):
             return None
         size = self._sizer.next_size(may_begin)
-        self.warming_up |= size not in self._functions
-        return self._call(size)
-
-    def _call(self, num_steps: int) -> StepLogs:
-        packed = self.call(num_steps)
+        self.warming_up |= size not in self._traced
+        self._traced.add(size)
+        packed = self.call(size)
         if self._splits is not None:
             for replica in self._replicas:
                 self._splits.advance(replica)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -20,6 +20,7 @@ from kdist.data.epoch_lengths import EpochLengths
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import TableGroup
 from kdist.model.lookup_rounds import RowSource
+from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, SEED
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.strategies.calls import StepLogs
@@ -149,29 +150,6 @@ class PresentValues:
     pull: Callable[[], tuple[Sequence[Any], RowSource | None]]
 
 
-class WorkerEvaluation(Protocol):
-    """An evaluation that workers run, each on its part of the data.
-
-    Attributes:
-        num_parts: of the data.
-    """
-
-    num_parts: int
-
-    def trace(self, training: PresentValues | None) -> Any:
-        """Functions for the workers.
-
-        Args:
-            training: the values that are being trained, if there are any.
-        """
-
-    def place(self, functions: Any, part: int) -> Any:
-        """A part of the data, on the worker that this is called for; it stays there."""
-
-    def run(self, functions: Any, placed: Any) -> Any:
-        """Evaluates a part on the worker that holds it."""
-
-
 @dataclass(frozen=True)
 class TrainingSpec:
     """A training that a strategy runs.
@@ -209,6 +187,13 @@ class TrainingSpec:
     first_epoch: int = 0
     saves_deltas: bool = False
     source: Any = None
+
+    def beside_values(self) -> dict[str, np.ndarray]:
+        """The content of a checkpoint beside the values, by name."""
+        begin = np.array([self.data_begins_at, self.first_epoch], np.int64)
+        beside = {SEED: np.array(self.seed, np.int64), EPOCHS_BEGIN: begin}
+        state = self.data.state()
+        return beside if state is None else {**beside, DATA_STATE: np.array(state, object)}
 
     @property
     def first_step(self) -> int:
@@ -316,11 +301,12 @@ class Strategy(abc.ABC):
         if len(set(workers)) < self.num_replicas:
             raise ConfigError(f"strategy={self.name}: every step needs all workers; none can start later")
 
-    def on_workers(self, evaluation: WorkerEvaluation) -> list[Any] | None:
+    def on_workers(self, evaluation: Any) -> list[Any] | None:
         """Lets workers evaluate each part; returns their results in the order of the parts, None without workers.
 
         Args:
-            evaluation: may run many times; data that it has placed on the workers stays there.
+            evaluation: as in `kdist.evaluation.on_workers`; may run many times: data that it has placed on the workers
+                stays there.
         """
         return None
 

@@ -8,14 +8,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import function_for_tasks
+from kdist.cluster.spec import Task
 from kdist.config.schema import ParameterServerOptions
-from kdist.data.base import next_of
+from kdist.data.base import iterator_over, next_of
+from kdist.data.split_data import why_unreadable, with_place
+from kdist.data.splits import Splits
+from kdist.dispatch.coordinator import Coordinator, may_be_lost
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.metrics import MetricReader, MetricRows
 from kdist.model.replica_step import ReplicaStep
@@ -23,6 +27,8 @@ from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.placement.messages import BlockUpdates, Change, Pulled, fuse
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.gradient_counts import GradientCounts
+
+T = TypeVar("T")
 
 # A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
 _AUTO_CALL_SECS = 1.0
@@ -219,7 +225,7 @@ class Calls(abc.ABC):
 
 
 class UnrolledCalls(Calls):
-    """Calls of one replica that pushes its own gradients: (iterator) -> a float64 matrix for `logs`.
+    """Calls of one replica that pushes its own gradients: (iterator) -> a float64 matrix that `logs` unpacks.
 
     Args:
         replica_step: the step of the model.
@@ -242,18 +248,14 @@ class UnrolledCalls(Calls):
         self._compute = own_step(replica_step, store, local_steps)
         self._store = store
         self._iterator_spec = iterator_spec
-        self._logs = CallLogs(replica_step)
+        self.logs = CallLogs(replica_step)
 
     def _trace(self, num_steps: int) -> Callable[..., Any]:
         def call(iterator: Any) -> tf.Tensor:
             replica = Replica(self._store, iterator, self._compute)
-            return run_steps([replica], num_steps, self._logs, num_ahead=self._num_ahead)[0]
+            return run_steps([replica], num_steps, self.logs, num_ahead=self._num_ahead)[0]
 
         return function_for_tasks(call, self._iterator_spec)
-
-    def logs(self, packed: np.ndarray) -> StepLogs:
-        """Reads the logs that a call returned."""
-        return self._logs.unpack(packed)
 
 
 @dataclass(frozen=True)
@@ -445,3 +447,83 @@ def _power_of_growth(at_most: int) -> int:
     while size * _GROWTH <= at_most:
         size *= _GROWTH
     return size
+
+
+class WorkerIterators:
+    """Iterators on workers.
+
+    Args:
+        make_dataset: worker -> its dataset, on the device of the caller.
+        device_of: worker -> the device of its iterator; None for that of the caller.
+    """
+
+    def __init__(
+        self,
+        make_dataset: Callable[[int], Any],
+        device_of: Callable[[int], str | None] = lambda worker: Task("worker", worker).device,
+    ) -> None:
+        self._make_dataset = make_dataset
+        self._device_of = device_of
+        self._iterators: dict[int, Any] = {}
+
+    def of(self, worker: int) -> Any:
+        """The iterator of a worker."""
+        if worker not in self._iterators:
+            with tf.device(self._device_of(worker)):
+                self._iterators[worker] = iterator_over(self._make_dataset(worker))
+        return self._iterators[worker]
+
+    def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T]) -> T:
+        """Calls a function with the iterator of a worker, which continues with its next split at the end of one.
+
+        Args:
+            splits: of the data; None if it is endless.
+            call: reads exactly one batch if there are splits.
+
+        Raises:
+            NothingToRead: there is no split for the worker now.
+            DataSourceError: the source of the split cannot be reached.
+            tf.errors.OpError: from `call`; it names the split.
+        """
+        if splits is None:
+            return call(self.of(worker))
+        while True:
+            if splits.split_of(worker) is None:
+                self.forget(worker)
+            try:
+                result = call(self.of(worker))
+            except tf.errors.OutOfRangeError:
+                splits.finish(worker)
+            except tf.errors.OpError as error:
+                split = splits.split_of(worker)
+                if split is None or may_be_lost(error):
+                    raise
+                if (reason := why_unreadable(error, split)) is None or not splits.skip(worker, reason):
+                    raise with_place(error, split) from error
+            else:
+                splits.advance(worker)
+                if splits.split_of(worker) is None:
+                    # It was this one batch.
+                    self.forget(worker)
+                return result
+
+    def of_all(self, workers: Sequence[int], coordinator: Coordinator) -> list[Any]:
+        """The iterators of several idle workers, each of which makes its own meanwhile.
+
+        Raises:
+            tf.errors.OpError: a worker is lost, or its data cannot be read.
+        """
+        missing = [worker for worker in workers if worker not in self._iterators]
+        for worker in missing:
+            coordinator.start_on(worker, self.of)
+        for finished in [coordinator.next_finished() for _ in missing]:
+            finished.outcome.result()
+        return [self._iterators[worker] for worker in workers]
+
+    def forget(self, worker: int) -> None:
+        """Drops the iterator of a worker: its data starts over."""
+        self._iterators.pop(worker, None)
+
+    def clear(self) -> None:
+        """Drops them all."""
+        self._iterators.clear()

@@ -126,7 +126,7 @@ class MultiWorkerMirrored(AllReduce):
         self.batches_per_step = self._distribution.num_replicas_in_sync
         self._membership = membership
         self._is_chief = membership.is_chief
-        self._announces = not membership.started_by_kdist
+        self._announces = membership.is_chief and not membership.started_by_kdist
         self._step_timeout = step_timeout
         self._is_started = False
         self._pids: dict[Task, int] = {}
@@ -180,7 +180,7 @@ class MultiWorkerMirrored(AllReduce):
             self.share()
 
     def stop(self) -> None:
-        if self._is_chief and self._announces and self._is_started:
+        if self._announces and self._is_started:
             self._is_started = False
             with suppress(ClusterError):
                 self._bounded(lambda: self._say(STOP, int(self.is_interrupted)), _STOP_SECS)
@@ -241,7 +241,7 @@ class MultiWorkerMirrored(AllReduce):
             for store in self._stores:
                 store.write(received)
             if GLOBAL_STEP in received:
-                self._continue_at(int(received[GLOBAL_STEP]))
+                super().values_were_set(int(received[GLOBAL_STEP]))
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""

@@ -23,21 +23,24 @@ from kdist.config.checks import number_or_auto
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
-from kdist.dispatch.worker_threads import Finished
+from kdist.dispatch.coordinator import Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
-from kdist.strategies.on_servers import ServersStrategy
-from kdist.strategies.on_store import WorkerIterators
-from kdist.strategies.prefetch import PrefetchTuner
+from kdist.strategies.on_store import ServersStrategy
 from kdist.strategies.prepared_training import PreparedTraining
 
 T = TypeVar("T")
 
 # A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
+#: A worker computes as many more gradients from the same values.
+_MOST_PREFETCH = 4
+# Less is not worth the staleness.
+_PREFETCH_GAIN = 1.15
+_PREFETCH_WINDOW_SECS = 2.0
 
 
 class ParameterServer(ServersStrategy):
@@ -49,7 +52,6 @@ class ParameterServer(ServersStrategy):
     def __init__(self, *args: Any, options: ParameterServerOptions, **kwargs: Any) -> None:
         super().__init__(*args, options=options, **kwargs)
         self.batches_per_step = options.local_steps
-        self._iterators = WorkerIterators(self._dataset)
         self._asked = number_or_auto("strategy.prefetch", options.prefetch, at_least=0)
         self._tuner: PrefetchTuner | None = None
         self._first_step: int | None = None
@@ -113,7 +115,7 @@ class ParameterServer(ServersStrategy):
         coordinator = self._running()
         if self._splits is not None:
             if self._splits.look():
-                self._end_idleness()
+                self._has_more_to_read()
             elif self._idle and not coordinator.available:
                 return self._in_flight_logs()
         while self._in_flight.total() < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
@@ -179,9 +181,10 @@ class ParameterServer(ServersStrategy):
         self._ended[size] += 1
         # Every gradient is applied.
         by_worker = ({finished.worker: GradientCounts(accepted=1)},) * size
-        return replace(self._calls.logs(finished.outcome.result()), gradient_counts=by_worker)
+        return replace(self._calls.logs.unpack(finished.outcome.result()), gradient_counts=by_worker)
 
-    def _forget_in_flight(self) -> None:
+    def _cancel_calls(self) -> None:
+        super()._cancel_calls()
         self._in_flight.clear()
 
     def _has_no_data(self, finished: Finished) -> None:
@@ -209,31 +212,72 @@ class ParameterServer(ServersStrategy):
             for size in coordinator.take_back():
                 self._in_flight[size] -= 1
 
-    def _has_more_to_read(self) -> None:
-        self._end_idleness()
-
     @property
     def _num_applied(self) -> int:
         return (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
 
-    def _end_idleness(self) -> None:
+    def _has_more_to_read(self) -> None:
         for worker in self._idle:
             self._running().enable(worker)
         self._idle.clear()
 
     def _set_calls_aside(self) -> None:
         # What the workers evaluate they have.
-        self._end_idleness()
-
-    def _worker_is_back(self, worker: int) -> None:
-        self._iterators.forget(worker)
-
-    @property
-    def _in_call(self) -> bool:
-        return self._in_flight.total() > 0
+        self._has_more_to_read()
 
     def _let_go(self) -> None:
-        self._iterators.clear()
         with suppress(AttributeError):
             del self._calls
         super()._let_go()
+
+
+class PrefetchTuner:
+    """Tunes `strategy.prefetch`, when it is `auto`: tries 1, 2 and 4 as long as each is faster than the one before.
+
+    A worker pulls, computes and pushes. Over a slow network it waits most of the time. With a prefetch of 1 it pulls
+    for the next step, and computes it, while the push of the last one is on its way (after PipeDream, Narayanan et al.,
+    2019); every gradient is staler by one update of the same worker.
+
+    Attributes:
+        prefetch: in use now.
+        is_done: whether it stays.
+        why: it stays.
+    """
+
+    def __init__(self) -> None:
+        self.prefetch = 0
+        self.is_done = False
+        self.why = ""
+        self._before: float | None = None
+        self._secs, self._steps = 0.0, 0
+
+    def observe(self, num_steps: int, secs: float) -> bool:
+        """Learns from some steps, in which nothing was prepared.
+
+        Args:
+            num_steps: finished ones, over all workers.
+            secs: the time that took.
+
+        Returns:
+            Whether `prefetch` has changed.
+        """
+        if self.is_done:
+            return False
+        self._secs, self._steps = self._secs + secs, self._steps + num_steps
+        if self._secs < _PREFETCH_WINDOW_SECS or not self._steps:
+            return False
+        rate = self._steps / self._secs
+        self._secs, self._steps = 0.0, 0
+        if self._before is not None and rate < _PREFETCH_GAIN * self._before:
+            self.prefetch //= 2
+            self._end("more is not faster")
+            return True
+        self._before = rate
+        if self.prefetch == _MOST_PREFETCH:
+            self._end("more is not tried")
+            return False
+        self.prefetch = 2 * self.prefetch or 1
+        return True
+
+    def _end(self, why: str) -> None:
+        self.is_done, self.why = True, why

@@ -13,7 +13,15 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.config.schema import ServerOptions
-from kdist.data.base import element_spec, make_dataset, worker_dataset
+from kdist.data.base import (
+    TrainingData,
+    element_spec,
+    iterator_over,
+    iterator_spec,
+    make_dataset,
+    next_of,
+    worker_dataset,
+)
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
@@ -22,7 +30,7 @@ from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.placement.blocks import ModelVariables
 from kdist.parameters.placement.messages import Wire
-from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable, place
+from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable, place, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import PresentValues, TrainingSpec
 from kdist.strategies.calls import CallSizer
@@ -225,3 +233,22 @@ def prepare(spec: TrainingSpec, num_workers: int, num_replicas: int = 1) -> Prep
         epoch_at = spec.epoch_lengths.epoch_at if spec.epoch_lengths else None
         step = ReplicaStep(spec.model, batch_spec, epoch_at, num_replicas)
     return PreparedTraining(spec, step, num_workers)
+
+
+def first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
+    """A function by which a worker reads its first batch."""
+    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
+    data.trace_transfer(num_workers)
+    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
+    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))
+
+
+def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> tf.errors.OpError:
+    """The same error; if an id is not in its table, it names both, not the rows of a server."""
+    found = None if plan is None else wrong_id(error.message, plan)
+    return error if found is None else tf.errors.InvalidArgumentError(None, None, found)
+
+
+def no_batch() -> ValueError:
+    """The error for an empty dataset: since data is repeated, only an empty one ends."""
+    return ValueError("the dataset has not a single batch")

@@ -80,7 +80,7 @@ def create(
     if not is_in_place and (num_cpus := own_processes(given, shape, membership)) is not None:
         from kdist.strategies.remote import Remote
 
-        make = partial(_create_in_place, config, shape, custom)
+        make = partial(create, config, shape, custom=custom, is_in_place=True)
         return Remote(name, make, shape, cluster, num_devices=given.devices or 1, num_cpus=num_cpus)
     base = _class_of(name)
     if custom is not None and not issubclass(custom, base):
@@ -103,12 +103,6 @@ def create(
         if custom is None:
             raise
         raise ConfigError(f"strategy.arguments: {error}") from error
-
-
-def _create_in_place(
-    config: Config, shape: ClusterShape, custom: type[Strategy] | None, membership: Membership | None
-) -> Strategy:
-    return create(config, shape, membership, custom, is_in_place=True)
 
 
 def _class_of(name: str) -> type[Any]:

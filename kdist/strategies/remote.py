@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,78 +44,13 @@ from kdist.errors import ClusterError, ConfigError
 from kdist.model.names import GLOBAL_STEP
 from kdist.model.state import read_from_model
 from kdist.parameters.tables.changed_rows import DeltaBase
+from kdist.strategies.all_reduce import AllReduce
 from kdist.strategies.base import Strategy, TrainingSpec, Values
-from kdist.strategies.calls import CallLogs, StepLogs
-from kdist.strategies.on_store import StoreStrategy
-from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
 #: The kernel tells of a process that was killed a little later than of its connections.
 _KILLED_SECS = 1.0
-
-
-@dataclass(frozen=True)
-class RemoteOptions:
-    """Settings of a process that it needs before it may import TensorFlow.
-
-    Attributes:
-        index: of this worker.
-        workers: addresses of all workers; empty if there is only one, which has none to join.
-        num_cpus: logical CPU devices to create; 0 leaves the CPU as it is.
-        intra_op_threads, inter_op_threads: see `kdist.cluster.local.thread_budget`.
-        request: file with the pickled `RemoteRequest`.
-        path: Python's import path.
-        pipe: descriptor of the pipe to the process with the session.
-        bind: the network interface at which the workers listen; None for all.
-        start_timeout: seconds within which all must have joined.
-        cores: the CPU cores it is bound to; None leaves that to the system.
-        op_libraries: modules that load ops beside TensorFlow's own.
-    """
-
-    index: int
-    workers: list[str]
-    num_cpus: int
-    intra_op_threads: int
-    inter_op_threads: int
-    request: str
-    path: list[str]
-    pipe: int
-    bind: str | None
-    start_timeout: float
-    cores: list[int] | None
-    op_libraries: list[str]
-
-
-@dataclass(frozen=True)
-class RemoteRequest:
-    """The training of a worker.
-
-    Attributes:
-        make: membership -> the strategy of a worker, not started.
-        source: a model, or a source of one.
-        spec: without a model.
-        values: of the model, by name.
-    """
-
-    make: Callable[[Any], Strategy]
-    source: Any
-    spec: TrainingSpec
-    values: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class RemoteFacts:
-    """Properties of a strategy that has started.
-
-    Attributes:
-        num_replicas: of all workers together.
-        shapes, by_rows: those of its `Values`.
-    """
-
-    num_replicas: int
-    shapes: Mapping[str, tuple[int, ...]]
-    by_rows: frozenset[str]
 
 
 class BatchesElsewhere(TrainingData):
@@ -147,7 +82,7 @@ class BatchesElsewhere(TrainingData):
         return self._data.batches(context, *arguments)
 
 
-class Remote(StoreStrategy):
+class Remote(AllReduce):
     """A strategy in processes of its own.
 
     Args:
@@ -169,6 +104,7 @@ class Remote(StoreStrategy):
         num_devices: int = 1,
         num_cpus: int = 0,
     ) -> None:
+        super().__init__()
         self.name = name  # type: ignore[misc]
         self._make = make
         self._cluster = cluster
@@ -176,56 +112,41 @@ class Remote(StoreStrategy):
         self._num_workers = max(1, shape.num_workers)
         self.num_replicas = self.batches_per_step = self._num_workers * num_devices
         self._processes: Processes | None = None
-        self._traced: set[int] = set()
 
     def start(self, spec: TrainingSpec) -> None:
         # Finds what is wrong with the model and the data before anything starts.
         self._prepared = self._prepare(spec)
         self._processes = Processes(self._num_workers, self._num_cpus, self._cluster, spec.log_dir)
-        facts = self._processes.start(self._request(spec))
-        if facts.num_replicas != self.num_replicas:
-            self.num_replicas = self.batches_per_step = facts.num_replicas
+        num_replicas, shapes, by_rows = self._processes.start(self._request(spec))
+        if num_replicas != self.num_replicas:
+            self.num_replicas = self.batches_per_step = num_replicas
             self._prepared = self._prepare(spec)
         self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
         self._processes.call_all("share")
-        self._values = RemoteValues(self._processes, facts, self.values_were_set, spec.data.state)
-        self._logs = CallLogs(self._prepared.replica_step)
-        # All replicas take all steps.
-        self._sizer = self._prepared.sizer(num_workers=1)
-
-    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
-        prepared = prepare(spec, self.num_replicas, self.num_replicas)
-        prepared.check_fixed_tables(self.name)
-        if self.num_replicas > 1:
-            prepared.check_assigned(self.name)
-        return prepared
+        self._values = RemoteValues(self._processes, shapes, by_rows, self.values_were_set, spec.data.state)
 
     def _request(self, spec: TrainingSpec) -> bytes:
+        """The training for `remote_main`: the maker of its strategy, a source of the model, the spec, the values."""
         data = spec.data if spec.data.splits is None else BatchesElsewhere(spec.data)
         sent = replace(spec, model=cast(Any, None), source=None, data=data, stays_on_servers=bool)
-        request = RemoteRequest(self._make, spec.source or spec.model, sent, read_from_model(spec.model))
-        return pack_program(request)
+        return pack_program((self._make, spec.source or spec.model, sent, read_from_model(spec.model)))
 
-    def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        assert self._processes is not None
-        if interrupted() or (self._splits is not None and not self._splits.look()):
-            return None
+    def call(self, num_steps: int) -> np.ndarray:
         self._check_copied()
-        size = self._sizer.next_size(may_begin)
-        self.warming_up |= size not in self._traced
-        self._traced.add(size)
-        packed = self._processes.call_all("run", size, self._batches())
-        if self._splits is not None:
-            for replica in range(self.num_replicas):
-                self._splits.advance(replica)
-        return self._logs.join([self._logs.unpack(row) for row in packed])
+        assert self._processes is not None
+        packed: np.ndarray = self._processes.call_all("run", num_steps, self._batches())
+        return packed
+
+    @property
+    def _replicas(self) -> range:
+        return range(self.num_replicas)
 
     def _batches(self) -> list[list[np.ndarray]] | None:
         """The arguments of a step's batches, by replica; None if the workers read the data themselves."""
         if self._splits is None:
             return None
-        data, replicas = self._prepared.spec.data, range(self.num_replicas)
-        return [[np.asarray(a) for a in data.arguments(replica, self.num_replicas)] for replica in replicas]
+        data, number = self._prepared.spec.data, self.num_replicas
+        return [[np.asarray(a) for a in data.arguments(replica, number)] for replica in self._replicas]
 
     def _check_copied(self) -> None:
         for variable, value in self._copied:
@@ -250,7 +171,7 @@ class Processes:
 
     Args:
         number: of workers.
-        num_cpus: see `RemoteOptions`.
+        num_cpus: as of `Remote`.
         cluster: its config.
         log_dir: folder for their logs.
     """
@@ -269,8 +190,11 @@ class Processes:
         """Process ids, by task."""
         return {Task("worker", i): child.pid for i, child in enumerate(self._children)}
 
-    def start(self, request: bytes) -> RemoteFacts:
-        """Starts them with a pickled `RemoteRequest`, and waits until their strategy has started.
+    def start(self, request: bytes) -> tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]:
+        """Starts them with the training, see `Remote`, and waits until their strategy has started.
+
+        Returns:
+            The number of replicas of all workers together, and the shapes and names by rows of the values.
 
         Raises:
             ClusterError: one is lost, or has not started within `cluster.start_timeout` seconds.
@@ -280,7 +204,7 @@ class Processes:
             file = Path(folder) / "request"
             file.write_bytes(request)
             self._launch(file)
-            facts: RemoteFacts = self._result()
+            facts: tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]] = self._result()
         for child in self._children:
             child.has_started()
         return facts
@@ -297,24 +221,26 @@ class Processes:
                 self._pipes.append(self._at_end.enter_context(here))
                 forks.keep_from_children(here)
                 intra_op, inter_op, cores = share_of_machine(Task("worker", index), shape)
-                options = RemoteOptions(
-                    index,
-                    [f"127.0.0.1:{port}" for port in ports],
-                    self._num_cpus,
-                    intra_op,
-                    inter_op,
-                    str(request),
-                    sys.path,
-                    there.fileno(),
-                    self._cluster.bind,
-                    self._cluster.start_timeout,
+                # What a process needs before it may import TensorFlow.
+                options = {
+                    "index": index,
+                    # One that has no others to join has no address.
+                    "workers": [f"127.0.0.1:{port}" for port in ports],
+                    "num_cpus": self._num_cpus,
+                    "intra_op_threads": intra_op,
+                    "inter_op_threads": inter_op,
+                    "request": str(request),
+                    "path": sys.path,
+                    "pipe": there.fileno(),
+                    "bind": self._cluster.bind,
+                    "start_timeout": self._cluster.start_timeout,
                     # One process with several devices uses all of them.
-                    cores if self._number > 1 else None,
-                    op_libraries.loaded_by(),
-                )
+                    "cores": cores if self._number > 1 else None,
+                    "op_libraries": op_libraries.loaded_by(),
+                }
                 program = TaskProgram(
                     "kdist.strategies.remote_main",
-                    json.dumps(asdict(options)),
+                    json.dumps(options),
                     task_environment(Task("worker", index), self._cluster.devices),
                     log,
                     prints_to_log=True,
@@ -416,7 +342,7 @@ class RemoteValues(Values):
 
     Args:
         processes: have it.
-        facts: of that strategy.
+        shapes, by_rows: as of `Values`.
         has_set: called when values were set, with the global step if that was among them.
         data_state: returns what was read of data that may end.
     """
@@ -424,22 +350,23 @@ class RemoteValues(Values):
     def __init__(
         self,
         processes: Processes,
-        facts: RemoteFacts,
+        shapes: Mapping[str, tuple[int, ...]],
+        by_rows: frozenset[str],
         has_set: Callable[[int | None], None],
         data_state: Callable[[], str | None],
     ) -> None:
         self._call, self._call_all = processes.call, processes.call_all
-        self._facts = facts
+        self._shapes, self._by_rows = shapes, by_rows
         self._has_set = has_set
         self._data_state = data_state
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._facts.shapes
+        return self._shapes
 
     @property
     def by_rows(self) -> frozenset[str]:
-        return self._facts.by_rows
+        return self._by_rows
 
     def global_step(self) -> int:
         return int(self._call("of_values", "global_step"))

@@ -1,7 +1,7 @@
 """A worker of a `Remote` strategy: the other end of its pipe.
 
 `run` is called in a fork of a process that has imported TensorFlow, or by `python -m kdist.strategies.remote_main
-'<RemoteOptions as JSON>'`. Worker 0 does what it is asked for over the pipe, and answers; the others take part.
+'<options as JSON>'`. Worker 0 does what it is asked for over the pipe, and answers; the others take part.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
     from kdist.parameters.tables.changed_rows import DeltaBase
     from kdist.strategies.all_reduce import AllReduce
-    from kdist.strategies.remote import RemoteOptions, RemoteRequest
 
 
 def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
-    """Runs a worker with `RemoteOptions` as JSON; ends the process. See `kdist.cluster.processes.task_processes`."""
+    """Runs a worker with the options of `Processes`; ends the process. See `kdist.cluster.processes.task_processes`."""
     given = json.loads(options)
     # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
     task = Task("worker", given["index"])
@@ -64,36 +63,34 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     with quick_import():
         import tensorflow as tf
 
-        from kdist.strategies import remote
         from kdist.strategies.mirrored import make_logical_cpus
         from kdist.strategies.multi_worker_mirrored import join
 
-    options: RemoteOptions = remote.RemoteOptions(**given)
     gc.freeze()
-    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
-    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
-    packed = Path(options.request).read_bytes()
-    if options.num_cpus:
-        make_logical_cpus(options.num_cpus)
+    tf.config.threading.set_intra_op_parallelism_threads(given["intra_op_threads"])
+    tf.config.threading.set_inter_op_parallelism_threads(given["inter_op_threads"])
+    packed = Path(given["request"]).read_bytes()
+    if given["num_cpus"]:
+        make_logical_cpus(given["num_cpus"])
     membership = None
-    if options.workers:
-        membership = Membership(ClusterSpec((), tuple(options.workers)), task, started_by_kdist=True)
+    if given["workers"]:
+        membership = Membership(ClusterSpec((), tuple(given["workers"])), task, started_by_kdist=True)
         # Before the request is read: models and tensors in it run TensorFlow's first ops.
-        sockets.bind_to(options.bind)
-        join(membership, options.start_timeout)
-    op_libraries.load(options.op_libraries)
-    request: RemoteRequest = unpack_program(packed)
+        sockets.bind_to(given["bind"])
+        join(membership, given["start_timeout"])
+    op_libraries.load(given["op_libraries"])
+    make, source, spec, values = unpack_program(packed)
     del packed
-    spec = replace(request.spec, model=getattr(request.source, "model", request.source))
-    strategy: Any = request.make(membership)
+    spec = replace(spec, model=getattr(source, "model", source))
+    strategy: Any = make(membership)
     if task.index:
         strategy.run_as_worker(spec, commands(pipe))
         return
     strategy.start(spec)
-    strategy.values.write({n: v for n, v in request.values.items() if n in strategy.values.shapes})
-    shapes, by_rows = dict(strategy.values.shapes), strategy.values.by_rows
-    pipe.send_bytes(dumps((False, remote.RemoteFacts(strategy.num_replicas, shapes, by_rows))))
-    del request
+    strategy.values.write({name: value for name, value in values.items() if name in strategy.values.shapes})
+    facts = strategy.num_replicas, dict(strategy.values.shapes), strategy.values.by_rows
+    pipe.send_bytes(dumps((False, facts)))
+    del source, values
     served = _Served(strategy, spec.data)
     while True:
         try:

@@ -12,9 +12,9 @@ from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import StepLogs, UnrolledCalls
-from kdist.strategies.on_store import StoreStrategy, WorkerIterators, in_terms_of_tables, no_batch
-from kdist.strategies.prepared_training import prepare
+from kdist.strategies.calls import StepLogs, UnrolledCalls, WorkerIterators
+from kdist.strategies.on_store import StoreStrategy
+from kdist.strategies.prepared_training import in_terms_of_tables, no_batch, prepare
 
 
 class Single(StoreStrategy):
@@ -49,7 +49,7 @@ class Single(StoreStrategy):
         except tf.errors.OpError as error:
             cause = in_terms_of_tables(error, self._prepared.plan_for_one())
             raise TaskError(str(CHIEF), cause) from error
-        return self._calls.logs(packed)
+        return self._calls.logs.unpack(packed)
 
     def stop(self) -> None:
         self._iterators.clear()

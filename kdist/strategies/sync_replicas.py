@@ -13,7 +13,7 @@ have to be repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,17 +28,16 @@ from kdist.cluster.spec import Task
 from kdist.config.schema import SyncReplicasOptions
 from kdist.data.base import iterator_spec, next_of
 from kdist.data.splits import NothingToRead
-from kdist.dispatch.worker_threads import Finished, may_be_lost
+from kdist.dispatch.coordinator import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import CallLogs, StepLogs
-from kdist.strategies.gradient_counts import GradientCounts
+from kdist.strategies.gradient_counts import GradientCounts, add_counts
 from kdist.strategies.in_graph import InGraphSyncCalls
-from kdist.strategies.on_servers import ServersStrategy
-from kdist.strategies.on_store import WorkerIterators, no_batch
-from kdist.strategies.prepared_training import PreparedTraining
+from kdist.strategies.on_store import ServersStrategy
+from kdist.strategies.prepared_training import PreparedTraining, no_batch
 
 _TRIES = 3
 
@@ -75,12 +74,8 @@ class Quorum:
         return max(self.replicas_to_aggregate, self.num_workers)
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The result of a call of a worker: tensors on the servers, and its logs."""
-
-    contribution: Contribution
-    packed: np.ndarray
+#: The result of a call of a worker: tensors on the servers, and its packed logs.
+Gradient = tuple[Contribution, np.ndarray]
 
 
 class SyncReplicas(ServersStrategy):
@@ -99,7 +94,6 @@ class SyncReplicas(ServersStrategy):
         self.batches_per_step = self._replicas_per_step = self._quorum.replicas_to_aggregate
         self._on_lost_worker = options.on_lost_worker
         self._worker_timeout = options.worker_timeout
-        self._iterators = WorkerIterators(self._dataset)
         #: Workers with a call in flight, and the step at which it was started.
         self._busy: dict[int, int] = {}
         #: Gradients since the last update that no update waited for.
@@ -160,7 +154,7 @@ class SyncReplicas(ServersStrategy):
                 return None
         self._needed()
         everyone = self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy
-        # A call on all tasks ends for all of them when one of them has to change to its next split.
+        # With splits, a call on all tasks would end for all of them when one of them has to change to its next split.
         everyone = everyone and self._splits is None
         # Between two phases no worker can be replaced by another one.
         if everyone or self._has_phases:
@@ -189,7 +183,17 @@ class SyncReplicas(ServersStrategy):
         """
         coordinator, workers = self._running(), self._active()
         step = self._present_step()
-        calls = self._lockstep_calls(workers)
+        if self._lockstep is None:
+            self.warming_up = True
+            self._lockstep = InGraphSyncCalls(
+                self._prepared.replica_step,
+                self._store,
+                self._aggregator,
+                self._logs,
+                iterator_spec(self._make_dataset),
+                {worker: self._quorum.share(worker) for worker in workers},
+            )
+        calls = self._lockstep
         self._num_lost_before = coordinator.num_lost
         iterators = self._iterators.of_all(workers, coordinator)
         size = self._sizer.next_size(remaining)
@@ -215,19 +219,6 @@ class SyncReplicas(ServersStrategy):
         shares = {worker: GradientCounts(accepted=self._quorum.share(worker)) for worker in workers}
         return replace(logs, gradient_counts=(shares,) * size)
 
-    def _lockstep_calls(self, workers: Sequence[int]) -> InGraphSyncCalls:
-        if self._lockstep is None:
-            self.warming_up = True
-            self._lockstep = InGraphSyncCalls(
-                self._prepared.replica_step,
-                self._store,
-                self._aggregator,
-                self._logs,
-                iterator_spec(self._make_dataset),
-                {worker: self._quorum.share(worker) for worker in workers},
-            )
-        return self._lockstep
-
     def _recover_lockstep(self, error: tf.errors.OpError) -> None:
         """Finds out which task is lost after a call on all tasks failed, and how much of the call was applied.
 
@@ -250,14 +241,13 @@ class SyncReplicas(ServersStrategy):
                 raise error
         if not self._watched(self._store.counters.is_consistent):
             self._step = None
-            names = self._names(self._lost()) or "a worker"
-            raise TornUpdateError(f"{names} was lost in the middle of an update")
+            raise TornUpdateError(f"{self._names(self._lost())} was lost in the middle of an update")
         self._step = None
 
     def _one_update(self) -> StepLogs | None:
         """Collects the gradients of one step and applies their mean; None if no worker has anything to read."""
         step = self._present_step()
-        compute = self._gradient_call()
+        compute = self._traced_gradient()
         accepted: list[tuple[int, Gradient]] = []
         given = dict.fromkeys(range(self._shape.num_workers), 0)
         counts, self._late = self._late, {}
@@ -270,9 +260,9 @@ class SyncReplicas(ServersStrategy):
                 # It may be called again when it returns.
                 given[worker] -= begun_at == step
             elif begun_at < step:
-                counts[worker] = counts.get(worker, GradientCounts()) + GradientCounts(dropped=1, stale=1)
+                counts = add_counts(counts, {worker: GradientCounts(dropped=1, stale=1)})
             else:
-                counts[worker] = counts.get(worker, GradientCounts()) + GradientCounts(accepted=1)
+                counts = add_counts(counts, {worker: GradientCounts(accepted=1)})
                 accepted.append((worker, gradient))
             del finished, gradient
         if not accepted:
@@ -282,12 +272,12 @@ class SyncReplicas(ServersStrategy):
         self._hand_out(step, given, compute)
         # In the order of workers, so that sums do not depend on which was first.
         accepted.sort(key=lambda pair: pair[0])
-        self._step = self._apply([gradient.contribution for _, gradient in accepted])
-        logs = [self._logs.unpack(gradient.packed) for _, gradient in accepted]
+        self._step = self._apply([contribution for _, (contribution, _) in accepted])
+        logs = [self._logs.unpack(packed) for _, (_, packed) in accepted]
         staleness = step - min(int(log.staleness[0]) for log in logs)
         return replace(self._logs.join(logs), staleness=np.array([staleness]), gradient_counts=(counts,))
 
-    def _hand_out(self, step: int, given: dict[int, int], compute: Callable[[Any], Gradient]) -> None:
+    def _hand_out(self, step: int, given: dict[int, int], compute: tf.types.experimental.ConcreteFunction) -> None:
         """Starts a call on every idle worker that may still compute a gradient of this step."""
         for worker in self._active():
             if worker in self._busy:
@@ -372,7 +362,8 @@ class SyncReplicas(ServersStrategy):
             )
             return None
 
-    def _forget_in_flight(self) -> None:
+    def _cancel_calls(self) -> None:
+        super()._cancel_calls()
         self._busy.clear()
         self._in_lockstep = False
         if not self._watched(self._store.counters.is_consistent):
@@ -383,8 +374,7 @@ class SyncReplicas(ServersStrategy):
             finished = self._running().next_finished()
             del self._busy[finished.worker]
             if self._gradient_of(finished) is not None:
-                late = self._late.get(finished.worker, GradientCounts())
-                self._late[finished.worker] = late + GradientCounts(dropped=1, stale=1)
+                self._late = add_counts(self._late, {finished.worker: GradientCounts(dropped=1, stale=1)})
 
     def _has_more_to_read(self) -> None:
         if self._splits is not None:
@@ -394,25 +384,18 @@ class SyncReplicas(ServersStrategy):
     def _num_applied(self) -> int:
         return self._step or 0
 
-    def _worker_is_back(self, worker: int) -> None:
-        # Its data starts over.
-        self._iterators.forget(worker)
+    def _has_returned(self, worker: int) -> None:
+        super()._has_returned(worker)
         self._finished.discard(worker)
         self._done_without.discard(worker)
         self._lockstep = None
 
-    def _call(self, compute: Callable[[Any], Gradient], worker: int) -> Gradient:
-        return self._iterators.read(worker, self._splits, compute)
-
-    def _gradient_call(self) -> Callable[[Any], Gradient]:
-        """The call of a worker with its iterator that computes one gradient."""
-        function = self._traced_gradient()
-
+    def _call(self, compute: tf.types.experimental.ConcreteFunction, worker: int) -> Gradient:
         def call(iterator: Any) -> Gradient:
-            *contribution, packed = function(iterator)
-            return Gradient(contribution, fetch(packed))
+            *contribution, packed = compute(iterator)
+            return contribution, fetch(packed)
 
-        return call
+        return self._iterators.read(worker, self._splits, call)
 
     def _traced_gradient(self) -> tf.types.experimental.ConcreteFunction:
         if self._gradient is None:
@@ -459,9 +442,10 @@ class SyncReplicas(ServersStrategy):
             self._step = self.values.global_step()
         return self._step
 
-    def _continue_at(self, step: int) -> None:
-        super()._continue_at(step)
-        self._step = None
+    def values_were_set(self, global_step: int | None) -> None:
+        super().values_were_set(global_step)
+        if global_step is not None:
+            self._step = None
 
     @property
     def _in_call(self) -> bool:
@@ -469,7 +453,6 @@ class SyncReplicas(ServersStrategy):
 
     def _let_go(self) -> None:
         self._lockstep = None
-        self._iterators.clear()
         self._gradient = None
         self._applies.clear()
         with suppress(AttributeError):

@@ -15,7 +15,7 @@ import kdist
 from kdist.hooks import CheckpointSaver
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.run.checkpoint import Checkpoints
-from kdist.strategies.on_store import Sweeper
+from kdist.strategies.sweeper import Sweeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 

@@ -17,7 +17,7 @@ import kdist
 from kdist.hooks import CheckpointSaver
 from kdist.layers import DynamicEmbedding, Eviction
 from kdist.layers.initial_rows import RowInitializer
-from kdist.strategies.on_store import Sweeper
+from kdist.strategies.sweeper import Sweeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 

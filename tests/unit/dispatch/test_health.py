@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from kdist.cluster.spec import ClusterSpec, Task
+from kdist.dispatch.coordinator import may_be_lost
 from kdist.dispatch.health import Supervisor
-from kdist.dispatch.worker_threads import may_be_lost
 from kdist.errors import ClusterError
 
 PS, W0, W1 = Task("ps", 0), Task("worker", 0), Task("worker", 1)

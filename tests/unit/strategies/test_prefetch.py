@@ -13,7 +13,7 @@ from kdist.data.base import iterator_spec
 from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls
-from kdist.strategies.prefetch import PrefetchTuner
+from kdist.strategies.parameter_server import PrefetchTuner
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 STEPS, BATCH, ROWS, DIM, RATE = 6, 8, 5, 3, 0.1
@@ -72,7 +72,7 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
     store = store_of(training)
     make = training.trace_dataset()
     calls = UnrolledCalls(training.replica_step, store, iterator_spec(make), num_ahead=prefetch)
-    logs = calls.logs(calls.function(STEPS)(iter(training.make_dataset(make, 0, 0, 1))).numpy())
+    logs = calls.logs.unpack(calls.function(STEPS)(iter(training.make_dataset(make, 0, 0, 1))).numpy())
     assert logs.staleness.tolist() == [min(step, prefetch) for step in range(STEPS)]
     found = store.values.read()
     table, kernel = expected(prefetch)
