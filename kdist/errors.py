@@ -16,7 +16,7 @@ _TRACE = re.compile(r'Graph execution error:|Detected at node|<stack traces|\s+F
 # The first of several errors of one call.
 _FIRST_ROOT = re.compile(r"root error\(s\) found\.\s*\(0\) \w+:\s*(.*?)\s*(?:\(1\) \w+:|\d+ successful|\Z)", re.DOTALL)
 _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
-# Where in a dataset an error happened, and how TensorFlow shows the message of an assertion.
+# The place of an error in a dataset, and the form in which TensorFlow shows the message of an assertion.
 _DATASET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
 _ASSERTION = re.compile(r"assertion failed: \[(.*)\]")
 

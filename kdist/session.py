@@ -59,7 +59,7 @@ class TrainSession:
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over and sets
             older checkpoints aside. None continues from the model as it is, and sets checkpoints of later steps aside.
-        max_restarts: how often training resumes after a failure of the cluster.
+        max_restarts: the number of times that training resumes after a failure of the cluster.
         may_restart_tasks: true if it also resumes after failures that did not leave the tasks running.
         print_line: prints lines about saving and loading.
         clock: returns seconds; replaced in tests.
@@ -96,8 +96,8 @@ class TrainSession:
         self.statistics = RunStatistics()
         self._make_strategy = make_strategy
         self._max_restarts, self._may_restart_tasks = max_restarts, may_restart_tasks
-        #: How often training has resumed, how often of these on a new cluster, and how many workers were restarted in
-        #: the clusters before the present one.
+        #: Numbers of times that training has resumed, and of these on a new cluster, and of restarts of workers in the
+        #: clusters before the present one.
         self._num_restarts = self._num_new_clusters = self._num_worker_restarts = 0
         self._resume = resume
         self.print_line = print_line

@@ -13,7 +13,7 @@ from kdist.errors import ConfigError
 if TYPE_CHECKING:
     import keras
 
-#: What the function of `data` may return, by the names of `fit`.
+#: The values that the function of `data` may return, by the names of `fit`.
 DATA_ARGUMENTS = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
 
 

@@ -15,7 +15,7 @@ from kdist.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-#: What a file may set of a launcher or sweeper besides numbers: the values to try, which are overrides.
+#: Keys of a launcher or sweeper that a file may set besides numbers: the values to try, which are overrides.
 _FREE = ("params",)
 #: The parts of a logging config, what each may have, and which classes it may be of.
 _LOGGER = ("level", "handlers", "propagate")

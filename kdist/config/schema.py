@@ -384,10 +384,10 @@ class Config:
     """The whole config; recipes change any part of it."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """Where the tasks are (`cluster=2ps2w`)."""
+    """The place of the tasks (`cluster=2ps2w`)."""
 
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    """How training steps are spread (`strategy=parameter_server`)."""
+    """The strategy, which spreads training steps (`strategy=parameter_server`)."""
 
     model: Any = None
     """A function that returns a Keras model, by `_target_`, with its arguments."""
@@ -405,7 +405,7 @@ class Config:
     """Overrides the model's metrics: Keras names, or `_target_`s."""
 
     hooks: dict[str, Any] = field(default_factory=dict)
-    """What happens around training steps, by name; null removes one (`hooks.summary=null`)."""
+    """Hooks around training steps, by name; null removes one (`hooks.summary=null`)."""
 
     callbacks: dict[str, Any] = field(default_factory=dict)
     """Keras callbacks, by names of your own (`+callbacks.stop._target_=keras.callbacks.EarlyStopping`)."""
@@ -414,13 +414,13 @@ class Config:
     """A fault to inject, to see how a run handles it (`+drill=kill_worker drill.at_step=200`)."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How long and in what portions."""
+    """The length of the training, and its portions."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    """How the trials of a sweep are compared."""
+    """The comparison of the trials of a sweep."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    """Where to write, and how to start."""
+    """The place of the output, and the way to start."""
 
     def with_values(self, **groups: dict[str, Any]) -> Config:
         """The same config with other values, by group and key: `with_values(run={"seed": 3})`."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: Schedulers send a signal to a process and to its group, or twice; one that follows so soon is the same.
 SAME_SIGNAL_SECS = 0.5
-#: How long a process that has saved, or has no time left, may take to exit.
-_EXIT_SECS = 5.0
 INTERRUPTED, STOPPED = 130, 143
 
 #: Ends this process with an exit code, whatever it is doing. Set by programs that are nothing but a run, as the command

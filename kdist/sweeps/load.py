@@ -37,7 +37,7 @@ _SPEED = ("steps_per_second", "examples_per_second", "staleness", "seconds", "gl
 _NOT_KEYS = ("run.dir", "run.name", "sweep.", "hydra.", "cluster.shape", "strategy.name")
 _DONE, _FAILED = "done", "failed"
 _ENDED = (_DONE, _FAILED, "preempted")
-#: Where the config of a run from Python has its hyperparameters.
+#: The key of the hyperparameters in the config of a run from Python.
 _HPARAMS = "hparams"
 
 
