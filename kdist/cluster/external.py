@@ -74,12 +74,7 @@ class ExternalCluster(Cluster):
         self._is_launched = True
 
     def wait(self) -> None:
-        """Waits until every task serves, and has compared its versions and config with this process.
-
-        Raises:
-            ClusterError: names the tasks that do not serve in time.
-            ConfigError: names the tasks that differ, and the differences.
-        """
+        """Waits until every task serves, and has compared itself with this process; errors name those that have not."""
         while missing := self._missing():
             if self._own.poll() is not None:
                 raise ClusterError(

@@ -91,10 +91,8 @@ class Checkpoints:
     def write(self, step: int, values: Values, *, keep: int | None = None, since: DeltaBase | None = None) -> Path:
         """Writes a checkpoint and deletes all but the newest `keep` full ones with their deltas; none if None.
 
-        It is written under another name and renamed, the index last: without its index it does not exist.
-
-        Args:
-            since: the checkpoint or delta that it follows, if it is a delta.
+        It is written under another name and renamed, the index last: without its index it does not exist. If it follows
+        `since`, it is a delta.
 
         Raises:
             NonFiniteError: a value is NaN or infinite; nothing is written.

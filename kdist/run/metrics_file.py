@@ -74,11 +74,7 @@ class MetricsFile:
         return rows
 
     def append(self, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Writes a line with `values` of `COLUMNS`, and `metrics` by name, with `val_` before those of validation.
-
-        Raises:
-            ConfigError: another chief has taken over the run dir.
-        """
+        """Writes a line: `values` of `COLUMNS`, and `metrics` by name, with `val_` before those of validation."""
         check_not_taken_over(Folder(self.path.parent))
         row = dict(values)
         for name, value in metrics.items():
@@ -117,10 +113,9 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def rows_in(content: bytes, place: object) -> list[Row]:
-    """The rows of the file `place`: numbers by column, and the kind; half a line at the end is none.
+    """The rows of a file, numbers by column, and the kind, without half a line at its end.
 
-    Raises:
-        ConfigError: it is damaged.
+    Raises `ConfigError` with the `place` of the file if it is damaged.
     """
     whole = content[: content.rfind(b"\n") + 1]
     # A metric may have thousands of values.

@@ -194,13 +194,9 @@ def content_of(file: bytes) -> dict[str, Any]:
 
 
 def record_in(file: bytes | None, place: object) -> dict[str, Any]:
-    """The content of a `result.json`; empty if it is missing or unreadable.
+    """The content of the `result.json` at a `place`; empty if it is missing or unreadable.
 
-    Args:
-        place: the name of the file in errors.
-
-    Raises:
-        ConfigError: a newer version wrote it, so that this one would misread it.
+    Raises `ConfigError` if a newer version wrote it, so that this one would misread it.
     """
     found = content_of(file or b"")
     if (number := found.get("format", 1)) != FORMAT:

@@ -43,7 +43,6 @@ class RunDir:
         path: a path, a URL on object storage, or a folder. None creates a new `runs/<name>/<date_time>`; in a step of a
             Slurm job it is `runs/<name>/slurm-<job id>`, with a number for the second one of a program, so that a
             requeued job resumes.
-        name: the name of the run.
         storage_timeout: seconds for which object storage may fail.
         is_joined: True if this process is one of tasks that were started externally.
 

@@ -41,8 +41,7 @@ class _PendingSave:
 class SaveState:
     """Saves the present step, at once or in the background, and remembers the saved one.
 
-    Args:
-        has_saved: called with the step and the path of each complete checkpoint, and whether it is a delta.
+    `has_saved` is called with the step and the path of each complete checkpoint, and whether it is a delta.
 
     Attributes:
         newest: the step of the newest complete checkpoint that this session has saved or restored.

@@ -150,14 +150,10 @@ class MetricWindow:
 
 
 class BestValues:
-    """Keeps the best value of each metric.
+    """Keeps the best value of each metric, beginning with those of the run that is resumed.
 
-    Args:
-        earlier: the best values of the run that is resumed.
-
-    Attributes:
-        by_name: the best `value` of each metric, its global `step`, and `mode`, `min` or `max`, as in `result.json`. If
-            the mode is not known, it is None, and the value is the last one.
+    `by_name` has the best `value` of each, its global `step`, and `mode`, `min` or `max`, as in `result.json`. If the
+    mode is not known, it is None, and the value is the last one.
     """
 
     def __init__(self, model: keras.Model, earlier: Mapping[str, Mapping[str, Any]] | None = None) -> None:

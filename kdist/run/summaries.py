@@ -93,10 +93,7 @@ class Summaries:
     ) -> None:
         """Writes a row of the HParams tab, to `hparams`; rows of the same name are one.
 
-        Args:
-            hparams: the chosen values, by key.
-            metrics: the final metrics, by tag.
-            began: the time of the start, in seconds since the epoch.
+        It has the chosen values by key, the final metrics by tag, and the start, in seconds since the epoch.
         """
         self.scalars("hparams", metrics, 0)
         status = Status.STATUS_SUCCESS if ok else Status.STATUS_FAILURE

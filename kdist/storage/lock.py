@@ -103,7 +103,7 @@ class RunLock:
         self._released = threading.Event()
 
     def check(self) -> None:
-        """Raises the `ConfigError` that entering would raise for another chief, without changing anything.
+        """Raises the `ConfigError` that entering would raise, and changes nothing.
 
         If looks are free, it waits for a heartbeat of a chief on another machine.
         """

@@ -46,11 +46,7 @@ _Stamp = tuple[int, int]
 class Mirror(Folder):
     """While entered, this process is the only chief of the run dir at `url`, and `path` is mirrored there.
 
-    Args:
-        url: as `s3://bucket/folder`.
-        timeout: seconds for which an operation of the storage that fails is tried again.
-        path: on this machine; None: `working_folder` of the URL.
-        interval_secs: seconds between uploads of files that changed.
+    Files that changed are uploaded every `interval_secs`; operations that fail are tried again for `timeout` seconds.
 
     Raises:
         ConfigError: the URL is not allowed. On entering: the storage fails or refuses, or another process is the chief.

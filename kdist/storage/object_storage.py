@@ -87,11 +87,10 @@ def working_folder(url: str, key: str = "run.dir") -> Path:
 
 
 class ObjectStorage(Folder):
-    """A folder at a URL, whose failures are waited out.
+    """A folder at a URL, whose failures are waited out: an operation is tried again for `timeout` seconds.
 
     Args:
         url: as `check_url` returns it.
-        timeout: seconds for which an operation that fails is tried again.
         path: a folder on this machine for copies of its files; None: `working_folder` of the URL.
         key: the config key that holds the URL.
         sleep, clock: replaced in tests.

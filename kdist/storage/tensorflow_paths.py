@@ -33,11 +33,7 @@ def open_checkpoint(path: Path) -> tf.train.CheckpointReader:
 
 
 def literal_path(path: Path) -> Path:
-    """An absolute path of the same file or folder, which is not taken for a pattern.
-
-    Raises:
-        ConfigError: that needs a link, which cannot be made.
-    """
+    """An absolute path of the same file or folder that is no pattern; raises `ConfigError` if its link fails."""
     path = path.absolute()
     if not _SPECIAL.search(str(path.parent)):
         return path

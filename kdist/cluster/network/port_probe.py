@@ -39,12 +39,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The outcome of one probe.
-
-    Attributes:
-        why: for people, if no task listens at the address.
-        is_of_lookup: whether the name could not be resolved.
-    """
+    """The outcome of one probe; `why`, for people, if no task listens; `is_of_lookup` if the name is unknown."""
 
     state: State
     why: str = ""

@@ -37,10 +37,9 @@ _interface: str | None = None
 
 
 def bind_to(interface: str | None) -> None:
-    """Sets the interface at which this process listens from now on, besides the loopback device; None for all.
+    """Sets the interface at which this process listens, besides the loopback device; None for all.
 
-    Raises:
-        ConfigError: there is no such interface, or the system does not permit it.
+    Raises `ConfigError` if there is no such interface, or the system does not permit it.
     """
     global _interface  # noqa: PLW0603 - of the process
     if interface is not None:

@@ -70,9 +70,7 @@ class Chief:
     def compare(self, fingerprint: TaskFingerprint, timeout: float) -> None:
         """Compares this task with the chief, which serves, and loads the libraries of ops that the chief has loaded.
 
-        Raises:
-            ConfigError: they differ.
-            ClusterError: the chief does not report its fingerprint within `timeout` seconds.
+        Raises `ConfigError` if they differ, and `ClusterError` if the chief does not report within `timeout` seconds.
         """
         deadline = time.monotonic() + max(timeout, _LEAST_SECS)
 
@@ -105,11 +103,7 @@ class Chief:
         )
 
     def wait_until_done(self) -> bool:
-        """Waits until the chief has finished; returns False if it was told to stop before the end of the run.
-
-        Raises:
-            ClusterError: it exited without reporting completion, or is silent for too long.
-        """
+        """Waits until the chief has finished; False if it was told to stop. Raises `ClusterError` if it is lost."""
         is_done = threading.Event()
         was_stopped: list[bool] = []
 
@@ -167,12 +161,7 @@ class VersionCheck:
         self._reading = in_thread(self._work)
 
     def missing(self, tasks: Collection[Task]) -> set[Task]:
-        """The tasks that have not reported yet.
-
-        Raises:
-            ConfigError: some differ, and there was time for the others to report, too.
-            ClusterError: reports cannot be read.
-        """
+        """The tasks that have not reported yet; raises `ConfigError` if some differ, once others had time to report."""
         if self._reading.done():
             raise ClusterError(f"the reports of the tasks cannot be read: {self._reading.exception()}")
         missing = {task for task in tasks if str(task) not in self._reported}

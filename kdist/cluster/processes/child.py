@@ -127,11 +127,8 @@ def start_child(
     """Starts a process that ends when its standard input closes, as with this process: see `end_with_parent`.
 
     It has its own session: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
-    before it ignores them wait until it does.
-
-    Args:
-        log: gets its standard error, and its output if it `prints_to_log`; None if it shares this process's.
-        **options: of `subprocess.Popen`.
+    before it ignores them wait until it does. `log` gets its standard error, and its output if it `prints_to_log`;
+    without one, it shares this process's. Other `options` are those of `subprocess.Popen`.
     """
 
     def start() -> subprocess.Popen[Any]:

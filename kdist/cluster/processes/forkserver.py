@@ -67,7 +67,6 @@ class _Order:
 
     Attributes:
         number: identifies the task in reports.
-        module, options: see `TaskProgram`.
         environment: variables that differ from the fork server's; None unsets the variable.
         folder: the chief's working directory; None if it was deleted.
         descriptors: the numbers that the other open files have in the chief.
@@ -84,11 +83,7 @@ class _Order:
 class ForkedTask:
     """A task as the chief sees it, for a `Child`; `subprocess.Popen` handles children of its own process only.
 
-    Attributes:
-        stdin: the task exits when this is closed.
-        stdout: the standard output of the task.
-        returncode: as in `Popen`; None while the task runs.
-        forked_pid: its process id; None before it is forked.
+    It exits when its `stdin` is closed. `returncode` is None while it runs, `forked_pid` before it is forked.
     """
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int) -> None:
@@ -127,12 +122,7 @@ class ForkedTask:
 
 
 class ForkServer:
-    """The chief's side: starts the process, lets it fork tasks, and reads its reports about them.
-
-    Args:
-        log: gets its output.
-        module: imported before tasks are forked: `SERVING` or `TRAINING`.
-    """
+    """The chief's side: starts the process, which imports a module, lets it fork tasks, and reads its reports."""
 
     def __init__(self, environment: Mapping[str, str], log: Path, module: str = SERVING) -> None:
         self._environment = dict(environment)

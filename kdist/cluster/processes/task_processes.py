@@ -33,9 +33,7 @@ def share_fork_server(log: Path, *, train: bool = False) -> Iterator[None]:
 def fork_server(log: Path, *, train: bool = False) -> Iterator[ForkServer | None]:
     """The fork server of a block: a shared one that lives, or a new one, which ends with the block; see `start_task`.
 
-    Args:
-        log: gets the output of a new one.
-        train: whether processes run a training loop, or only serve TensorFlow.
+    To `train`, processes run a training loop; otherwise they only serve TensorFlow. A new one prints to `log`.
     """
     if sys.platform != "linux":
         # A process that has imported TensorFlow may not survive a fork.
