@@ -127,11 +127,8 @@ class MetricWindow:
         numbers = (ends - num_examples) * _NUM_PARTS // self._size
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
         for first, last in zip(firsts, [*firsts[1:], len(numbers)]):
-            number, count, totals = (
-                int(numbers[first]),
-                int(num_examples[first:last].sum()),
-                metrics[first:last].total(),
-            )
+            number, count = int(numbers[first]), int(num_examples[first:last].sum())
+            totals = metrics[first:last].total()
             if self._parts and self._parts[-1][0] == number:
                 _, earlier_count, earlier = self._parts.pop()
                 count, totals = earlier_count + count, earlier + totals

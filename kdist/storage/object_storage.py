@@ -150,9 +150,13 @@ class ObjectStorage(Folder):
 
     def sizes(self) -> dict[str, int]:
         """The size of each object, by its name."""
-        found = self._insist(lambda: self._files.find(self._connected[1], detail=True))
-        start = len(self._connected[1])
-        return {path[start:].lstrip("/"): int(info["size"]) for path, info in found.items()}
+
+        def find() -> dict[str, int]:
+            files, root = self._connected
+            found = files.find(root, detail=True)
+            return {path[len(root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
+
+        return self._insist(find)
 
     def publish(self, names: Sequence[str], instead_of: Sequence[str] = ()) -> None:
         """As of any folder. Each object is complete or absent, or as it was before."""

@@ -24,11 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def stopped_longer_than(secs: float, pids: Collection[int], since: dict[int, float]) -> list[int]:
-    """Returns the `pids` that have been stopped for more than `secs` seconds without a break; to call often.
-
-    Args:
-        since: the time since when each process has been stopped, which this function keeps.
-    """
+    """The `pids` stopped for more than `secs` seconds without a break; to call often, with the same `since`."""
     now = time.monotonic()
     # A process that is merely slowed down is seen running now and then.
     found = {pid: since.get(pid, now) for pid in pids if _state(pid) == "T"}
