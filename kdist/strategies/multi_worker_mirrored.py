@@ -137,7 +137,7 @@ class MultiWorkerMirrored(AllReduce):
         self._tcp_timeouts.start()
         self._start(spec, self._distribution)
         self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
-        self._bounded(lambda: self._share(self._store.values.read()))
+        self._bounded(self._share)
         self._pids = self._bounded(self._find_pids)
         self._is_started = True
 
@@ -160,7 +160,7 @@ class MultiWorkerMirrored(AllReduce):
                 if command == STOP:
                     return not argument
                 if command == SHARE:
-                    self._share(self._store.values.read())
+                    self._share()
                 else:
                     super().call(argument)
             return False
@@ -188,20 +188,15 @@ class MultiWorkerMirrored(AllReduce):
         super().stop()
 
     def call(self, num_steps: int) -> np.ndarray:
-        def call() -> np.ndarray:
-            if self._announces:
-                self._say(RUN, num_steps)
-            return super(MultiWorkerMirrored, self).call(num_steps)
-
-        return self._bounded(call)
+        return self._bounded(partial(self._with_all, partial(super().call, num_steps), RUN, num_steps))
 
     def share(self) -> None:
-        def share() -> None:
-            if self._announces:
-                self._say(SHARE)
-            self._share(self._store.values.read())
+        self._bounded(partial(self._with_all, self._share, SHARE))
 
-        self._bounded(share)
+    def _with_all(self, function: Callable[[], T], command: int, argument: int = 0) -> T:
+        if self._announces:
+            self._say(command, argument)
+        return function()
 
     def _say(self, command: int, argument: int = 0) -> tuple[int, int]:
         """Announces a command of the chief, to which other workers contribute 0; returns it."""
@@ -226,8 +221,9 @@ class MultiWorkerMirrored(AllReduce):
         others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
         return {Task("worker", i): int(pids[i]) for i in others}
 
-    def _share(self, values: Mapping[str, np.ndarray]) -> None:
+    def _share(self) -> None:
         """Sends the chief's values to every worker."""
+        values = self._store.values.read()
         for kind, of_kind in (("float64", "fc"), ("int64", "iub")):
             names = [name for name, value in values.items() if (value.dtype.kind in "iub") == (of_kind == "iub")]
             if not names:
