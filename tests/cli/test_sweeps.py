@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf  # noqa: F401 - it changes the environment, which no test may do
 from commands import Command, kdist
 from helpers import result_of, tasks_running, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
