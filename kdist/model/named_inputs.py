@@ -36,7 +36,7 @@ def inputs_from(columns: Mapping[str, np.ndarray], model: keras.Model, batch_spe
     if structure is None:
         return next(iter(columns.values())) if len(columns) == 1 else dict(columns)
     parts = tf.nest.flatten(structure)
-    #: Of one row each.
+    # Of one row each.
     inputs = [tf.TensorSpec(x.shape[1:], x.dtype, name) for name, x in zip(_names_of(structure), parts)]
     used: set[str] = set()
     arrays = [_array_for(item, columns, used, place, is_only=len(inputs) == 1) for item in inputs]

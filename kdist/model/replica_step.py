@@ -56,7 +56,6 @@ from kdist.model.loss_weights import (
 from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscale
-from kdist.model.phases import Phases
 from kdist.model.source import overrides_of
 from kdist.model.state import WorkerState, remember_groups
 from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges
@@ -182,7 +181,7 @@ class ReplicaStep:
         values |= {id(seed): seeds[i] for i, seed in enumerate(self.seeds) if id(seed) in self._traced.scope.variables}
         values |= {id(read.variable): value for read, value in zip(self.optimizer_reads, reads)}
         if self.updates.num_phases > 1:
-            running = self._phases.run(self._traced.arguments(batch, values))
+            running = self._cut().run(self._traced.arguments(batch, values))
             fresh: Mapping[int, tf.Tensor] = {}
             for phase, again in enumerate(self.updates.pulled_again):
                 arriving = [fresh[i] for i in sorted(again)] if phase else None
@@ -211,10 +210,6 @@ class ReplicaStep:
         given: StepOutputs = self._traced.outputs
         outputs = StepOutputs(*given[:-1], [])
         return LookupRounds(self._traced.graph, inputs, outputs, self._found.lookups, self.tables, self.table_groups)
-
-    @cached_property
-    def _phases(self) -> Phases:
-        return self._cut()
 
     def _count(
         self,

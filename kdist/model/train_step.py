@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import keras
@@ -237,8 +237,8 @@ def cut_own_step(
         jit_compile: True if XLA compiles each phase.
 
     Returns:
-        The updates; a function that cuts the step: each phase returns merged gradients, merged assignments, state,
-        metrics and other values.
+        The updates; a function that cuts the step, once: each phase returns merged gradients, merged assignments,
+        state, metrics and other values.
     """
     gradients, assigned, state, metrics, values, *_ = traced.outputs
     first_phases = PhaseOfTensor()
@@ -275,6 +275,7 @@ def cut_own_step(
         loss=loss,
     )
 
+    @cache
     def cut() -> Phases:
         of_phases = [(updates.merge(gradients, p), updates.merge_assigned(assigned, p)) for p in range(num_phases)]
         unknown: list[Any] = [None] * len(state)
