@@ -74,7 +74,7 @@ def arriving_files(
         raise ConfigError(f"columns: TFRecord files have none; parse={getattr(parse, '__name__', parse)} decodes them")
     if format_name == "parquet":
         parquet.require_pyarrow()
-    dtypes = None if columns is None else checked_dtypes(columns)
+    dtypes = None if columns is None else _dtypes(columns)
     return ArrivingFiles(folder, pattern, format_name, parse, dtypes, idle_secs, poll_secs)
 
 
@@ -86,6 +86,15 @@ def _format_of(pattern: str) -> str:
             f"pattern={pattern}: must be of names of files, and end in .tfrecord, .csv (also with .gz) or .parquet"
         )
     return format_name
+
+
+def _dtypes(columns: Mapping[str, Any]) -> dict[str, tf.DType]:
+    if not isinstance(columns, Mapping) or not columns:
+        raise ConfigError(f"columns={columns}: give the dtype of each column, as {{'label': 'int64'}}")
+    try:
+        return {name: tf.as_dtype(dtype) for name, dtype in columns.items()}
+    except TypeError as error:
+        raise ConfigError(f"columns: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -138,11 +147,8 @@ class ArrivingFiles(SplitSource):
         Raises:
             OSError: the folder cannot be read.
         """
-        return sorted(name for name in os.listdir(self.folder) if self._counts(name))
-
-    def _counts(self, name: str) -> bool:
-        is_unfinished = name.startswith(_HIDDEN) or name.endswith(_UNFINISHED)
-        return fnmatchcase(name, self.pattern) and not is_unfinished
+        complete = [name for name in os.listdir(self.folder) if not name.startswith(_HIDDEN)]
+        return sorted(name for name in complete if fnmatchcase(name, self.pattern) and not name.endswith(_UNFINISHED))
 
 
 class FolderEnumerator(SplitEnumerator):
@@ -293,17 +299,3 @@ class Parquet(FileFormat):
 
 def _compression(path: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.strings.regex_full_match(path, rf".*\{_GZIP}"), "GZIP", "")
-
-
-def checked_dtypes(columns: Mapping[str, Any]) -> dict[str, tf.DType]:
-    """Columns and their dtypes, as `{"label": "int64", "price": tf.float32}`.
-
-    Raises:
-        ConfigError: names the column whose dtype is none.
-    """
-    if not isinstance(columns, Mapping) or not columns:
-        raise ConfigError(f"columns={columns}: give the dtype of each column, as {{'label': 'int64'}}")
-    try:
-        return {name: tf.as_dtype(dtype) for name, dtype in columns.items()}
-    except TypeError as error:
-        raise ConfigError(f"columns: {error}") from error

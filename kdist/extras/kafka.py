@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,10 @@ def kafka_topic(
     check_whole_number("split_messages", split_messages, required=True)
     check_more_than_zero("idle_secs", idle_secs)
     check_more_than_zero("poll_secs", poll_secs)
-    require_confluent_kafka()
+    try:
+        import confluent_kafka  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"Kafka needs confluent-kafka: pip install 'kdist[kafka]' ({error})") from error
     for key, value in (config or {}).items():
         if not isinstance(value, (str, int, float, bool)):
             raise ConfigError(f"config: {key} is a {type(value).__name__}; give a string or a number")
@@ -129,19 +132,16 @@ class TopicEnumerator(SplitEnumerator):
             self._found = {partition: end for partition, (_, end) in present.items()}
 
     def discover(self) -> list[str]:
-        return [str(messages) for messages in self._new_messages()]
-
-    def _new_messages(self) -> Iterator[Messages]:
-        for partition, (first, end) in self._client.ranges(self._source.topic).items():
+        new: list[str] = []
+        topic, size = self._source.topic, self._source.split_messages
+        for partition, (first, end) in self._client.ranges(topic).items():
             begin = self._found.get(partition, first)
             if begin < first:
-                warn(f"{Messages(self._source.topic, partition, begin, first)} were deleted before they were read")
+                warn(f"{Messages(topic, partition, begin, first)} were deleted before they were read")
                 begin = first
-            size = self._source.split_messages
-            yield from (
-                Messages(self._source.topic, partition, at, min(at + size, end)) for at in range(begin, end, size)
-            )
+            new += [str(Messages(topic, partition, at, min(at + size, end))) for at in range(begin, end, size)]
             self._found[partition] = max(begin, end)
+        return new
 
     @property
     def ended_by(self) -> str | None:
@@ -183,18 +183,6 @@ class Messages:
         if match is None:
             raise ValueError(f"{name}: is no run of messages")
         return cls(match["topic"], *(int(match[part]) for part in ("partition", "begin", "end")))
-
-
-def require_confluent_kafka() -> None:
-    """Imports confluent-kafka.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import confluent_kafka  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"Kafka needs confluent-kafka: pip install 'kdist[kafka]' ({error})") from error
 
 
 class Client:
@@ -297,28 +285,19 @@ def client_of(config: str) -> Client:
 
 
 def messages(config: bytes, name: bytes, num_read: np.ndarray) -> list[np.ndarray]:
-    """Reads a split in the process of a worker.
+    """Reads a split in the process of a worker, but its first `num_read` messages; returns arrays of `FIELDS`.
 
-    Args:
-        config: of the client, as JSON.
-        name: of the split, see `Messages`.
-        num_read: how many of its messages to leave out.
-
-    Returns:
-        An array of each of `FIELDS`.
+    `config` is that of the client, as JSON.
     """
     found = client_of(config.decode()).read(Messages.named(name.decode()))[int(num_read) :]
+    keys = [message.key() or b"" for message in found]
     return [
         np.array([message.value() or b"" for message in found], object),
-        np.array([_bytes(message.key()) for message in found], object),
+        np.array([key.encode() if isinstance(key, str) else key for key in keys], object),
         np.array([message.timestamp()[1] for message in found], np.int64),
         np.array([message.partition() for message in found], np.int64),
         np.array([message.offset() for message in found], np.int64),
     ]
-
-
-def _bytes(key: bytes | str | None) -> bytes:
-    return key.encode() if isinstance(key, str) else key or b""
 
 
 def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:

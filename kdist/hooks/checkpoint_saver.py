@@ -52,6 +52,8 @@ class CheckpointSaver(TimedHook):
         CheckpointError: from `end`: the last save failed.
     """
 
+    _owner = "hooks.checkpoint"
+
     def __init__(
         self,
         every_secs: float | None = None,
@@ -67,7 +69,7 @@ class CheckpointSaver(TimedHook):
         check_whole_number("hooks.checkpoint.full_every", full_every, required=True)
         if every_secs is None and every_steps is None:
             every_secs = 600.0
-        super().__init__(every_steps, every_secs, "hooks.checkpoint", clock=clock)
+        super().__init__(every_steps, every_secs, clock)
         self._keep = keep
         self.full_every = full_every
         self._background = background

@@ -27,10 +27,13 @@ class HistogramSaver(TimedHook):
         gradients: whether to compute gradients as well.
     """
 
+    _owner = "HistogramSaver"
+    _default_steps = 500
+
     def __init__(
         self, every_steps: int | None = None, every_secs: float | None = None, *, gradients: bool = True
     ) -> None:
-        super().__init__(every_steps, every_secs, "HistogramSaver", default_steps=500)
+        super().__init__(every_steps, every_secs)
         self._gradients = gradients
         self._make: Any = None
         self._batches: Iterator[Any] | None = None

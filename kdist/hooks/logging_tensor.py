@@ -27,6 +27,9 @@ class LoggingTensor(TimedHook):
         clock: returns seconds; replaced in tests.
     """
 
+    _owner = "hooks.logging"
+    _default_steps = 100
+
     def __init__(
         self,
         every_steps: int | None = None,
@@ -34,7 +37,7 @@ class LoggingTensor(TimedHook):
         print_line: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(every_steps, every_secs, "hooks.logging", default_steps=100, clock=clock)
+        super().__init__(every_steps, every_secs, clock)
         self._print_line = print_line
         self._rate: float | None = None
 

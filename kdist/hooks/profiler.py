@@ -39,6 +39,8 @@ class Profiler(TimedHook):
         ConfigError: neither `every_steps` nor `every_secs` is given, or a value is out of range.
     """
 
+    _owner = "Profiler"
+
     def __init__(
         self,
         every_steps: int | None = None,
@@ -49,7 +51,7 @@ class Profiler(TimedHook):
     ) -> None:
         if duration_ms < 1:
             raise ConfigError(f"Profiler.duration_ms={duration_ms}: must be at least 1")
-        super().__init__(every_steps, every_secs, "Profiler", clock=clock)
+        super().__init__(every_steps, every_secs, clock)
         self._output_dir = output_dir
         self._duration_ms = duration_ms
         self._clock = clock

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
 from kdist.run.statistics import RunStatistics
@@ -22,13 +19,8 @@ class StepCounter(TimedHook):
         clock: returns seconds; replaced in tests.
     """
 
-    def __init__(
-        self,
-        every_steps: int | None = None,
-        every_secs: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(every_steps, every_secs, "hooks.step_counter", default_steps=100, clock=clock)
+    _owner = "hooks.step_counter"
+    _default_steps = 100
 
     def _forget(self) -> None:
         self._steady = RunStatistics()

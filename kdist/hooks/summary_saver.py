@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,9 @@ class SummarySaver(TimedHook):
         clock: returns seconds; replaced in tests.
     """
 
-    def __init__(
-        self,
-        every_steps: int | None = None,
-        every_secs: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(every_steps, every_secs, "hooks.summary", default_steps=100, from_first_step=True, clock=clock)
+    _owner = "hooks.summary"
+    _default_steps = 100
+    _from_first_step = True
 
     def _forget(self) -> None:
         self._totals: MetricTotals | None = None

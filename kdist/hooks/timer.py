@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from numbers import Real
+from typing import ClassVar
 
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
@@ -80,26 +81,26 @@ class SecondOrStepTimer:
 
 
 class TimedHook(Hook):
-    """Acts when its timer is due: every `default_steps` if neither steps nor seconds are given.
+    """Acts when its timer is due: every `_default_steps` if neither steps nor seconds are given.
 
-    The other arguments are as in `SecondOrStepTimer`.
+    The arguments, and what a class sets, are as in `SecondOrStepTimer`.
     """
+
+    _owner: ClassVar[str]
+    _default_steps: ClassVar[int | None] = None
+    _from_first_step: ClassVar[bool] = False
 
     def __init__(
         self,
-        every_steps: int | None,
-        every_secs: float | None,
-        owner: str,
-        *,
-        default_steps: int | None = None,
-        from_first_step: bool = False,
+        every_steps: int | None = None,
+        every_secs: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timer = SecondOrStepTimer(
-            every_steps=default_steps if every_steps is None and every_secs is None else every_steps,
+            every_steps=self._default_steps if every_steps is None and every_secs is None else every_steps,
             every_secs=every_secs,
-            owner=owner,
-            from_first_step=from_first_step,
+            owner=self._owner,
+            from_first_step=self._from_first_step,
             clock=clock,
         )
         self._forget()
